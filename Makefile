@@ -1,0 +1,45 @@
+# The whole of it: `make demo` and `make test` need only python3 and make, and set themselves up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-all check format clean
+
+help:
+	@echo "make demo      set up, then run the demo"
+	@echo "make test      set up, then the tests that take minutes"
+	@echo "make test-all  the same and the slow engine tests"
+	@echo "make check     ruff, formatting, mypy --strict"
+
+setup: $(READY)
+
+# Once, and again when what it installs has changed.
+$(READY): pyproject.toml tools/setup.py
+	@$(PYTHON) tools/setup.py $(VENV)
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/saesteer demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not network"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not network"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not network"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info
