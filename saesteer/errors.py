@@ -1,0 +1,46 @@
+"""The one error tree. Every error that saesteer raises on purpose is a SaesteerError; nothing here knows vLLM or torch.
+
+SaesteerError
+├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
+├── LoadError          a weight file is not what it should be
+└── ConfigError        a start-up or command line mistake         (exit code 2)
+    └── UnsupportedError   this vLLM, model or option cannot be served
+"""
+
+
+class SaesteerError(Exception):
+    """Base of all errors that saesteer raises on purpose."""
+
+
+class SpecError(SaesteerError, ValueError):
+    """A request's spec is wrong.
+
+    Args:
+        message: one sentence with the value and what was expected.
+        field: path of the field in the request, such as ``saesteer.edits[2].feature``.
+        code: stable machine-readable reason, such as ``out_of_range``.
+    """
+
+    def __init__(self, message: str, *, field: str, code: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.args[0], self.field, self.code)
+
+
+def _rebuild(text: str, field: str, code: str) -> SpecError:
+    return SpecError(text.removeprefix(f"{field}: "), field=field, code=code)
+
+
+class LoadError(SaesteerError, ValueError):
+    """A weight file is not what it should be; the message names the file, the key and what was expected."""
+
+
+class ConfigError(SaesteerError, ValueError):
+    """A start-up or command line mistake, told in one sentence."""
+
+
+class UnsupportedError(ConfigError):
+    """This vLLM, model or option cannot be served, and why."""
