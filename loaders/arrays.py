@@ -1,0 +1,242 @@
+"""Named arrays of one .safetensors or .npz file: headers at once, values in blocks; it knows no format's keys.
+
+Both containers are parsed here, as bytes: nothing is unpickled, nothing beyond a block is held twice, and whatever a
+broken file makes zipfile, numpy or torch raise leaves as a LoadError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saesteer.errors import LoadError
+from saesteer.loaders.files import wrong
+
+BLOCK_BYTES = 64 << 20
+LARGEST_HEADER = 100 << 20
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one array lies in its file."""
+
+    shape: tuple[int, ...]
+    dtype: str  # F16, BF16, F32, F64, or the file's word for what is not served
+    start: int  # first byte, in the file or in the zip member
+    member: str | None = None  # .npz: the zip member
+    fortran: bool = False  # the bytes are those of the transposed array
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """The arrays of one file by name."""
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+    def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
+        """Exactly these keys, or LoadError: a key we do not know may change what the others mean."""
+        have = ", ".join(sorted(self.entries)) or "none"
+        for key in sorted(required - self.entries.keys()):
+            raise wrong(self.path, key, f"missing among the keys {have}", f"an array of the name {key}")
+        for key in sorted(self.entries.keys() - required - optional):
+            raise wrong(self.path, key, "an unknown key", f"only {', '.join(sorted(required | optional))}")
+
+    def shape(self, key: str, rank: int) -> tuple[int, ...]:
+        """The shape of an array that must be floating, of this rank and not empty."""
+        entry = self.entries[key]
+        if entry.dtype not in DTYPES:
+            raise wrong(self.path, key, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
+        if len(entry.shape) != rank or 0 in entry.shape:
+            raise wrong(self.path, key, f"shape {list(entry.shape)}", f"{rank} sizes above 0")
+        return entry.shape
+
+    def check(self, key: str, shape: tuple[int, ...], meaning: str) -> None:
+        """The array is floating and has this shape, which ``meaning`` names as in "[d_in, F]"."""
+        if self.shape(key, len(shape)) != shape:
+            raise wrong(self.path, key, f"shape {list(self.entries[key].shape)}", f"{meaning} = {list(shape)}")
+
+    def dtype(self, *keys: str) -> torch.dtype:
+        """The dtype that holds what these arrays store: fp16, bf16 or fp32."""
+        dtype = DTYPES[self.entries[keys[0]].dtype]
+        for key in keys[1:]:
+            dtype = torch.promote_types(dtype, DTYPES[self.entries[key].dtype])
+        return dtype if dtype in WEIGHT_DTYPES else torch.float32
+
+    def vector(self, key: str) -> Tensor:
+        """A 1-d array as float32, every value finite."""
+        (length,) = self.shape(key, 1)
+        return self.matrix(key, (1, length), torch.float32).view(length)
+
+    def matrix(
+        self,
+        key: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        transpose: bool = False,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """A 2-d array as [rows, columns] in dtype, every value finite; the file is read once, in blocks.
+
+        Args:
+            shape: of the result.
+            transpose: the file holds [columns, rows].
+            scale: [rows] float32, multiplies the rows in fp32 before the values are rounded to dtype.
+        """
+        out = torch.empty(shape, dtype=dtype)
+        across = len(self.entries[key].shape) == 2 and transpose != self.entries[key].fortran
+        for start, stored in self._blocks(key):
+            rows = slice(start, start + len(stored))
+            block = stored
+            if scale is not None:
+                block = block.float() * (scale if across else scale[rows, None])
+            block = block.to(dtype)
+            if not block.isfinite().all():
+                raise self._not_finite(key, stored, dtype)
+            (out[:, rows].T if across else out[rows]).copy_(block)
+        return out
+
+    def row_norms(self, key: str) -> Tensor:
+        """The lengths of the rows of a 2-d array, float32 [rows]."""
+        assert not self.entries[key].fortran
+        return torch.cat([block.double().norm(dim=1) for _, block in self._blocks(key)]).float()
+
+    def _not_finite(self, key: str, stored: Tensor, dtype: torch.dtype) -> LoadError:
+        bad = stored[~stored.isfinite()]
+        if len(bad):
+            return wrong(self.path, key, f"holds {bad[0].item()}", "finite values")
+        return wrong(self.path, key, f"a value outside the range of {dtype}", "finite values after conversion")
+
+    def _blocks(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, [rows, columns] as stored) of the bytes in their own order; a vector is one row."""
+        entry = self.entries[key]
+        shape = entry.shape[::-1] if entry.fortran else entry.shape
+        rows, columns = shape if len(shape) == 2 else (1, shape[0])
+        dtype = DTYPES[entry.dtype]
+        step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
+        with _translated(self.path, key), self._open(entry) as stream:
+            for start in range(0, rows, step):
+                buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
+                _fill(stream, buffer)
+                yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
+            if entry.member is not None:
+                stream.read(1)  # a zip member's checksum is compared at its end
+
+    @contextmanager
+    def _open(self, entry: Entry) -> Iterator[IO[bytes]]:
+        if entry.member is None:
+            with self.path.open("rb") as stream:
+                stream.seek(entry.start)
+                yield stream
+        else:
+            with zipfile.ZipFile(self.path) as archive, archive.open(entry.member) as stream:
+                stream.read(entry.start)
+                yield stream
+
+
+def open_arrays(path: Path) -> Arrays:
+    """Reads the headers of a .safetensors or .npz file, never its values.
+
+    Raises:
+        LoadError: when the file is broken, cut short, or holds Python objects.
+    """
+    with _translated(path, "header"):
+        return _open_npz(path) if path.suffix == ".npz" else _open_safetensors(path)
+
+
+def _open_safetensors(path: Path) -> Arrays:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(LARGEST_HEADER, size - 8):
+            raise wrong(path, "header", f"{size} bytes with a header of {length}", "a complete safetensors file")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise wrong(path, "header", f"a JSON {type(header).__name__}", "a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise wrong(path, "__metadata__", "not strings by name", "a JSON object of strings")
+    entries = {key: _safetensors_entry(path, key, item, 8 + length, size) for key, item in header.items()}
+    return Arrays(path, entries, metadata)
+
+
+def _safetensors_entry(path: Path, key: str, item: dict[str, object], data: int, size: int) -> Entry:
+    shape, offsets, dtype = item["shape"], item["data_offsets"], str(item["dtype"])
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise wrong(path, key, repr(numbers), "a list of whole numbers")
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    start, end = offsets
+    if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise wrong(path, key, f"{end - start} bytes for {dtype} {shape}", "as many bytes as the shape needs")
+    if data + end > size:
+        raise wrong(path, key, f"ends at byte {data + end} of a file of {size}", "a complete file: it is cut short")
+    return Entry(tuple(shape), dtype, data + start)
+
+
+def _open_npz(path: Path) -> Arrays:
+    entries: dict[str, Entry] = {}
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            key = info.filename.removesuffix(".npy")
+            packed = info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            if packed or key in entries or key == info.filename:
+                raise wrong(path, key, "a member twice, or not a plain .npy", "what numpy.savez writes")
+            with archive.open(info) as stream:
+                entries[key] = _npy_entry(path, key, stream, info)
+    return Arrays(path, entries, {})
+
+
+def _npy_entry(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> Entry:
+    layout: Any = np.lib.format  # its functions have no types
+    version = layout.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise wrong(path, key, f".npy version {version}", "version 1.0 or 2.0")
+    read = layout.read_array_header_1_0 if version == (1, 0) else layout.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    if dtype.hasobject:
+        raise wrong(path, key, "Python objects", "numbers: pickled objects are never loaded")
+    start = stream.tell()
+    size = info.file_size - start
+    if size != math.prod(shape) * dtype.itemsize:
+        raise wrong(path, key, f"{size} bytes for {dtype} {list(shape)}", "as many bytes as the shape needs")
+    return Entry(tuple(shape), _NPY.get(dtype.str, dtype.str), start, info.filename, fortran and len(shape) > 1)
+
+
+def _fill(stream: IO[bytes], buffer: bytearray) -> None:
+    view, done = memoryview(buffer), 0
+    while done < len(buffer):
+        count = stream.readinto(view[done:])  # type: ignore[attr-defined]  # every stream opened here has it
+        if not count:
+            raise EOFError("the file is cut short")
+        done += count
+
+
+@contextmanager
+def _translated(path: Path, key: str) -> Iterator[None]:
+    """Broken bytes make the libraries raise almost anything; all of it means that the file is broken."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as exc:
+        reason = str(exc) or type(exc).__name__
+        raise LoadError(f"{path}: {key}: not readable ({reason}); expected a complete file") from exc

@@ -1,0 +1,124 @@
+"""From a place (a path or a hub id) to files on disk, and small JSON; it knows no weight format.
+
+The only importer of huggingface_hub. A place may end in ``#name``: that is the file ``name.safetensors`` of the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from saesteer.errors import LoadError
+
+# All that is ever asked of the hub; a repository cannot make us fetch anything else.
+ALLOWED = (
+    "params.npz",
+    "cfg.json",
+    "sae_weights.safetensors",
+    "manifest.json",
+    "layer_*.safetensors",
+    "saesteer.safetensors",
+)
+COMPANIONS = ("cfg.json", "manifest.json")  # what a single file needs beside it
+SQUARE = "F other than d_in: a square encoder may be transposed unseen"
+WEIGHT_SUFFIXES = (".safetensors", ".npz")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
+
+
+def wrong(file: Path, key: str, found: object, expected: str) -> LoadError:
+    """The one shape of a loader's complaint: file, key, what is there, what should be."""
+    return LoadError(f"{file}: {key}: {found}; expected {expected}")
+
+
+def fetch(place: str | Path) -> Path:
+    """The local file or folder that a place names; a hub id is downloaded into the hub's own cache.
+
+    Args:
+        place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``.
+
+    Raises:
+        LoadError: when it is neither, or the hub does not give it.
+    """
+    path = Path(place).expanduser()
+    if path.exists():
+        return path
+    base, mark, name = str(place).rpartition("#")
+    if mark and base:
+        folder = fetch(base)
+        chosen = folder / f"{name}.safetensors"
+        if "/" in name or not chosen.is_file():
+            have = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none"
+            raise LoadError(f"{place}: no file {name}.safetensors in {folder}; known names: {have}")
+        return chosen
+    if isinstance(place, Path) or not _HUB_ID.fullmatch(place) or ".." in place:
+        raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
+    return _from_hub(place)
+
+
+def _from_hub(place: str) -> Path:
+    repo, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
+    is_file = inside.endswith(WEIGHT_SUFFIXES)
+    folder = inside.rpartition("/")[0] if is_file else inside
+    prefix = f"{folder}/" if folder else ""
+    patterns = [inside, *(prefix + name for name in COMPANIONS)] if is_file else [prefix + name for name in ALLOWED]
+    try:
+        from huggingface_hub import snapshot_download
+
+        # The hub's * also crosses "/": without the second list "layer_*.safetensors" would fetch whole sub-folders.
+        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=[f"{prefix}*/*"]))
+    except Exception as exc:  # the seam where every failure of the hub, the network and its cache becomes ours
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason})") from exc
+    found = root / inside
+    if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
+        return found
+    raise LoadError(f"{place}: {repo} has nothing there that saesteer reads; expected one of {', '.join(patterns)}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A small JSON file that must hold an object.
+
+    Raises:
+        LoadError: when it cannot be read, is no JSON, or is no object.
+    """
+    try:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise LoadError(f"{file}: not readable as JSON ({exc}); expected a JSON object") from exc
+    if not isinstance(document, dict):
+        raise LoadError(f"{file}: holds a JSON {type(document).__name__}; expected a JSON object")
+    return document
+
+
+def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: int = 1) -> int:
+    """``document[key]`` as an int (JSON's true and 3.0 are none)."""
+    value = document.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise wrong(file, key, repr(value), f"a whole number, at least {at_least}")
+    return value
+
+
+def text(file: Path, document: dict[str, Any], key: str) -> str | None:
+    """``document[key]`` as a string, None where it is absent or null."""
+    value = document.get(key)
+    if value is not None and not isinstance(value, str):
+        raise wrong(file, key, repr(value), "a string")
+    return value
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Hex sha256 over names, sizes and modification times; the content is not read."""
+    digest = hashlib.sha256()
+    for file in files:
+        stat = file.stat()
+        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def bytes_on_disk(files: Iterable[Path]) -> int:
+    """The sum of the files' sizes."""
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,213 @@
+"""SparseCoder, the canonical dictionary every loader returns; it knows no file format, no engine and no request.
+
+The plain torch methods here are the definition of what the fields mean: fp32, no tricks beyond memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from saesteer.errors import LoadError
+
+Activation = Literal["relu", "jumprelu", "topk"]
+InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
+FeatureUnit = Literal["raw", "normalised"]
+
+LAYER_NORM_EPS = 1e-5  # added to the standard deviation, outside the root
+SMALLEST_NORM = 1e-12  # a zero token stays zero instead of becoming NaN
+ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time: a 10 GB bf16 dictionary is never held twice
+
+
+@dataclass(frozen=True, slots=True)
+class CoderInfo:
+    """All that is known of a dictionary without reading its weights; plain Python values.
+
+    ``feature_ids`` is None when row i of the weights is feature i. A file that holds only some features of a dictionary
+    (a manifest) names them in row order; requests use the original index, ``row_of`` finds its row.
+    """
+
+    format: str
+    d_in: int
+    d_out: int
+    features: int  # rows of w_enc and w_dec
+    activation: Activation
+    k: int | None = None  # only for topk
+    in_norm: InNorm = "none"  # per token, before the encoder
+    site_in: str | None = None  # "resid_post.20", or None when the files do not say
+    site_out: str | None = None
+    feature_unit: FeatureUnit = "raw"  # what a clamp value is measured in
+    has_max_act: bool = False
+    skip_first: int = 1  # first positions that the format leaves alone
+    source: str = ""  # the path or hub id as given
+    fingerprint: str = ""  # hex sha256 over names, sizes and times of the files read
+    feature_ids: tuple[int, ...] | None = None
+    can_reconstruct: bool = True  # False: decode() lacks features or the output bias, only deltas mean something
+    model: str | None = None  # the language model it was trained on, where the files say
+    stored_dtype: str = "float32"  # of the weight matrices in the file
+    bytes_on_disk: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.activation in get_args(Activation), self.activation
+        assert self.in_norm in get_args(InNorm), self.in_norm
+        assert self.feature_unit in get_args(FeatureUnit), self.feature_unit
+        assert min(self.features, self.d_in, self.d_out) > 0, (self.features, self.d_in, self.d_out)
+        assert (self.k is not None) == (self.activation == "topk"), (self.activation, self.k)
+        assert self.k is None or 0 < self.k <= self.features, (self.k, self.features)
+        assert self.in_norm == "none" or self.d_in == self.d_out, "a transcoder's output has no input statistics"
+        assert self.skip_first >= 0, self.skip_first
+        if self.feature_ids is not None:
+            assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
+            assert self.activation != "topk", "ranking inside a subset of the features is wrong"
+
+    def row_of(self, feature: int) -> int | None:
+        """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""
+        if self.feature_ids is None:
+            return feature if 0 <= feature < self.features else None
+        return self.feature_ids.index(feature) if feature in self.feature_ids else None
+
+    def to_json(self) -> dict[str, object]:
+        """A JSON object with every field."""
+        document = {field.name: getattr(self, field.name) for field in fields(self)}
+        document["feature_ids"] = None if self.feature_ids is None else list(self.feature_ids)
+        return document
+
+    @classmethod
+    def from_json(cls, document: object) -> CoderInfo:
+        """The inverse of ``to_json``.
+
+        Raises:
+            LoadError: when it is no such object.
+        """
+        if not isinstance(document, Mapping):
+            raise LoadError(f"dictionary info: {type(document).__name__}; expected a JSON object")
+        values = dict(document)
+        if (ids := values.get("feature_ids")) is not None:
+            values["feature_ids"] = tuple(ids)
+        try:
+            return cls(**values)
+        except (TypeError, AssertionError) as exc:
+            raise LoadError(f"dictionary info: {exc}; expected the fields of CoderInfo") from exc
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseCoder:
+    """An SAE or transcoder: ``f = act(in_norm(x) @ w_enc.T + b_enc)``, ``x_hat = un_norm(f @ w_dec + b_dec)``.
+
+    Whatever a format subtracts, scales or gates is folded in by its loader, so that these two lines always hold.
+    """
+
+    w_enc: Tensor  # [F, d_in]   row i = encoder direction of row i; fp16, bf16 or fp32, contiguous
+    b_enc: Tensor  # [F]         float32
+    w_dec: Tensor  # [F, d_out]  row i = decoder direction of row i; dtype of w_enc, contiguous
+    b_dec: Tensor  # [d_out]     float32
+    info: CoderInfo
+    threshold: Tensor | None = None  # [F] float32, only for jumprelu
+    max_act: Tensor | None = None  # [F] float32, the largest activation seen, in info.feature_unit
+
+    def __post_init__(self) -> None:
+        info = self.info
+        for name, shape in (("w_enc", (info.features, info.d_in)), ("w_dec", (info.features, info.d_out))):
+            weight: Tensor = getattr(self, name)
+            assert tuple(weight.shape) == shape, f"{name} is {list(weight.shape)}, expected {list(shape)}"
+            assert weight.is_floating_point(), f"{name} is {weight.dtype}, expected a float dtype"
+            assert weight.is_contiguous(), f"{name} is not contiguous"
+        assert self.w_enc.dtype == self.w_dec.dtype, (self.w_enc.dtype, self.w_dec.dtype)
+        lengths = {"b_enc": info.features, "b_dec": info.d_out, "threshold": info.features, "max_act": info.features}
+        for name, length in lengths.items():
+            vector: Tensor | None = getattr(self, name)
+            if vector is not None:
+                assert tuple(vector.shape) == (length,), f"{name} is {list(vector.shape)}, expected [{length}]"
+                assert vector.dtype == torch.float32, f"{name} is {vector.dtype}, expected float32"
+        assert (self.threshold is not None) == (info.activation == "jumprelu"), "a threshold belongs to jumprelu"
+        assert (self.max_act is not None) == info.has_max_act, "has_max_act does not tell the truth"
+
+    def pre(self, x: Tensor) -> Tensor:
+        """Pre-activations ``in_norm(x) @ w_enc.T + b_enc``.
+
+        in_norm: ``none`` x;  ``layer_norm`` (x - mean(x)) / (std(x, ddof=1) + 1e-5);  ``l2_sqrt_d`` x * sqrt(d) / |x|.
+
+        Args:
+            x: [..., d_in], any float dtype.
+
+        Returns:
+            [..., F] float32.
+        """
+        normed = self._in_norm(x.float())
+        out = normed.new_empty((*normed.shape[:-1], self.info.features))
+        for start in range(0, self.info.features, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            out[..., rows] = torch.nn.functional.linear(normed, self.w_enc[rows].float(), self.b_enc[rows])
+        return out
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Feature activations of ``p = pre(x)``; what is not active is exactly 0.
+
+        ``relu`` p where p > 0;  ``jumprelu`` p where p > threshold (strict);  ``topk`` p where p > 0 and p is among the
+        k largest of its token, ties going to the lowest row.
+
+        Args:
+            x: [..., d_in], any float dtype.
+
+        Returns:
+            [..., F] float32, in ``info.feature_unit``.
+        """
+        pre = self.pre(x)
+        active = pre > (0.0 if self.threshold is None else self.threshold)
+        if self.info.k is not None:
+            active &= _largest(pre, self.info.k)
+        return torch.where(active, pre, 0.0)
+
+    def decode(self, f: Tensor, like: Tensor | None = None) -> Tensor:
+        """The reconstruction ``y = f @ w_dec + b_dec``, taken back out of the input norm.
+
+        un_norm with the statistics of ``like``: ``none`` y;  ``layer_norm`` y * std(like, ddof=1) + mean(like);
+        ``l2_sqrt_d`` y * |like| / sqrt(d).
+
+        Args:
+            f: [..., F].
+            like: [..., d_in], the input that f was encoded from; needed when ``info.in_norm`` is not none.
+
+        Returns:
+            [..., d_out] float32.
+        """
+        f = f.float()
+        out = self.b_dec.expand(*f.shape[:-1], -1).clone()
+        for start in range(0, self.info.features, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            out += f[..., rows] @ self.w_dec[rows].float()
+        if self.info.in_norm == "none":
+            return out
+        assert like is not None, f"decode of a dictionary with in_norm {self.info.in_norm} needs like="
+        return _NORMS[self.info.in_norm][1](out, like.float())
+
+    def _in_norm(self, x: Tensor) -> Tensor:
+        return x if self.info.in_norm == "none" else _NORMS[self.info.in_norm][0](x)
+
+
+def _largest(pre: Tensor, k: int) -> Tensor:
+    """True at the k largest of the last axis, ties to the lowest index (torch.topk leaves ties open)."""
+    kth = pre.topk(k, dim=-1).values[..., -1:]
+    above, equal = pre > kth, pre == kth
+    return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+
+
+def _l2_scale(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return math.sqrt(x.shape[-1]) / norm.clamp_min(SMALLEST_NORM)
+
+
+def _layer_norm(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + LAYER_NORM_EPS)
+
+
+# in_norm -> (into the norm, back out of it with the statistics of the second argument)
+_NORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "layer_norm": (_layer_norm, lambda y, like: y * like.std(-1, keepdim=True) + like.mean(-1, keepdim=True)),
+    "l2_sqrt_d": (lambda x: x * _l2_scale(x), lambda y, like: y / _l2_scale(like)),
+}
