@@ -28,7 +28,7 @@ def stop(sentence):
 def works(command):
     """Whether a command runs and succeeds."""
     try:
-        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+        return subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
     except OSError:
         return False
 
@@ -39,10 +39,10 @@ def find_python():
     new = [path for path in found if works([path, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"])]
     if not new:
         stop("Python 3.11 or newer is needed, and only %s was found." % platform.python_version())
-    for path in new:
-        if works([path, "-c", "import venv, ensurepip"]):
-            return path
-    stop("%s cannot make environments with pip; install its venv package (on Debian: python3-venv)." % new[0])
+    good = [path for path in new if works([path, "-c", "import venv, ensurepip"])]
+    if not good:
+        stop("%s cannot make environments with pip; install its venv package (on Debian: python3-venv)." % new[0])
+    return good[0]
 
 
 def choose_device():
@@ -71,11 +71,10 @@ def main(venv):
             stop("%s was not found; it is at %s, or set PIP_FIND_LINKS to a folder that has it." % (TORCH, TORCH_INDEX))
         print("2/3 vLLM for CPU and the rest, about a minute", flush=True)
     else:
-        print("1/3 PyTorch and vLLM for GPU", flush=True)
-        print("2/3 and the rest, some minutes", flush=True)
+        print("1/2 PyTorch, vLLM for GPU and the rest, some minutes", flush=True)
     if subprocess.call([*pip, *quiet, "--editable", ".[%s,demo,dev]" % device]):
         stop("pip could not install saesteer[%s]; its own message is above." % device)
-    print("3/3 Checking that vLLM can be imported", flush=True)
+    print("%s Checking that vLLM can be imported" % ("3/3" if device == "cpu" else "2/2"), flush=True)
     if device == "cpu" and subprocess.call([*pip, "--quiet", "uninstall", "--yes", *BUILT_FOR_CUDA]):
         stop("pip could not remove %s." % ", ".join(BUILT_FOR_CUDA))
     if subprocess.call([os.path.join(venv, "bin", "python"), "-c", "import vllm"], stdout=subprocess.DEVNULL):
