@@ -1,0 +1,95 @@
+"""The Triton kernel that lists the tokens of steered requests once a step, and its launcher. Knows no edits."""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from saesteer.kernels.configs import MAP_BLOCK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit(
+    do_not_specialize=[
+        "work",
+        "slots",
+        "row_offset",
+        "query_start_loc",
+        "positions",
+        "table",
+        "stride_table",
+        "num_reqs",
+    ],
+)
+def _map_kernel(
+    work,  # [max_tokens + 1, 4] int32
+    slots,  # [>= num_reqs] int32 or int64
+    row_offset,
+    query_start_loc,  # [>= num_reqs + 1]
+    positions,  # [tokens]
+    table,  # [rows, stride_table] int32
+    stride_table,
+    num_reqs,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    # Items of the requests before this one, and its own: each program finds its place by itself.
+    place = 0
+    for start in range(0, tl.minimum(request, num_reqs), BLOCK):
+        before = start + lanes
+        real = before < request
+        rows = tl.load(slots + before, mask=real, other=0).to(tl.int64) + row_offset
+        steered = tl.load(table + rows * stride_table, mask=real, other=0) > 0
+        begins = tl.load(query_start_loc + before, mask=real, other=0)
+        ends = tl.load(query_start_loc + before + 1, mask=real, other=0)
+        place += tl.sum(tl.where(steered & real, ends - begins, 0).to(tl.int32), axis=0)
+    count = 0
+    if request < num_reqs:
+        row = tl.load(slots + request).to(tl.int64) + row_offset
+        if tl.load(table + row * stride_table) > 0:
+            begin = tl.load(query_start_loc + request).to(tl.int32)
+            count = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
+            for start in range(0, count, BLOCK):
+                offset = start + lanes
+                real = offset < count
+                token = begin + offset
+                item = work + (1 + place + offset).to(tl.int64) * 4
+                position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
+                tl.store(item, token, mask=real)
+                tl.store(item + 1, tl.zeros([BLOCK], tl.int32) + row.to(tl.int32), mask=real)
+                tl.store(item + 2, position, mask=real)
+                tl.store(item + 3, tl.zeros([BLOCK], tl.int32), mask=real)
+    if request >= num_reqs - 1:
+        tl.store(work, place + count)
+
+
+def map_triton(
+    work: Tensor,
+    slots: Tensor,
+    row_offset: int,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    num_reqs: int,
+) -> None:
+    """Launch the map kernel, one program a request (one for an empty batch); arguments as of the op `map_`."""
+    _map_kernel[(max(num_reqs, 1),)](
+        work,
+        slots,
+        row_offset,
+        query_start_loc,
+        positions,
+        table,
+        table.stride(0),
+        num_reqs,
+        BLOCK=MAP_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,30 @@
+"""Where there is no GPU the kernels run in Triton's interpreter, which has to be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Chosen for this import alone: engines that other tests start must not inherit it.
+    early = "triton" in sys.modules
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    import saesteer.kernels.edit
+    import saesteer.kernels.work  # noqa: F401
+
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = before
+    if early and before != "1":
+        pytest.exit("triton was imported before tests/kernels/conftest.py: set TRITON_INTERPRET=1", returncode=2)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU, or the CPU for the interpreter and the reference."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
