@@ -76,7 +76,7 @@ def _open(place: Path) -> tuple[Arrays, CoderInfo]:
     if features == d_in:
         raise wrong(file, w_enc, f"shape {[d_in, features]}", SQUARE)
     site_in, site_out, model = _from_path(file)
-    if site_in != "mlp_in_pregain" and site_in is not None and d_in != d_out:
+    if site_in is not None and site_in == site_out and d_in != d_out:
         raise wrong(file, w_dec, f"width {d_out} for an input of {d_in}", f"equal widths at {site_in}")
     info = CoderInfo(
         format=NAME,

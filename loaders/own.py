@@ -120,7 +120,7 @@ def _write(stream: IO[bytes], tensors: dict[str, Tensor], metadata: dict[str, st
         flat = tensors[name].detach().reshape(-1)
         step = BLOCK_BYTES // flat.element_size()
         for start in range(0, len(flat), step):
-            stream.write(memoryview(flat[start : start + step].cpu().view(torch.uint8).numpy()))
+            stream.write(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
 
 
 def _metadata(info: CoderInfo) -> dict[str, str]:

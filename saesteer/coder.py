@@ -87,9 +87,9 @@ class CoderInfo:
         if not isinstance(document, Mapping):
             raise LoadError(f"dictionary info: {type(document).__name__}; expected a JSON object")
         values = dict(document)
-        if (ids := values.get("feature_ids")) is not None:
-            values["feature_ids"] = tuple(ids)
         try:
+            if (ids := values.get("feature_ids")) is not None:
+                values["feature_ids"] = tuple(ids)
             return cls(**values)
         except (TypeError, AssertionError) as exc:
             raise LoadError(f"dictionary info: {exc}; expected the fields of CoderInfo") from exc

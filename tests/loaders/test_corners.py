@@ -1,0 +1,104 @@
+"""Corners of the loaders that a formula alone does not show: subsets, folds, blocks, memory order, names of hooks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from saesteer.loaders import describe, load
+from tests.loaders import writers
+from tests.loaders.test_formats import CASES
+from tests.loaders.writers import SEEN, D, F
+
+X = writers.tokens()
+
+
+def test_subset_rows_are_those_of_the_whole_dictionary(tmp_path: Path) -> None:
+    r = writers.raw(seed=5)
+    part = load(writers.manifest(tmp_path / "m", writers.manifest_tensors(r, SEEN), layers=((20, "post_block"),)))
+    whole = load(writers.own(tmp_path / "w.safetensors", writers.own_tensors(r)))
+    x = torch.from_numpy(X)
+    assert [part.info.row_of(feature) for feature in SEEN] == [0, 1, 2]
+    assert part.info.row_of(0) is part.info.row_of(F) is part.info.row_of(-1) is None
+    torch.testing.assert_close(part.encode(x), whole.encode(x)[..., SEEN])
+
+
+def test_the_other_site_of_a_manifest_is_another_dictionary(tmp_path: Path) -> None:
+    tensors = writers.manifest_tensors(writers.raw(seed=5), SEEN)
+    folder = writers.manifest(tmp_path, tensors, layers=((20, "post_block"), (4, "pre_attn")))
+    first, second = (load(f"{folder}#layer_{name}") for name in ("20_post_block", "4_pre_attn"))
+    assert second.info.site_in == "resid_pre.4"
+    torch.testing.assert_close(second.b_enc, first.b_enc + 1)
+
+
+def test_fold_uses_the_weights_as_they_will_be_used(tmp_path: Path) -> None:
+    """A large b_dec and x near it: the fold of the unrounded matrix would be wrong by the rounding of |b_dec|."""
+    r = writers.raw(seed=3)
+    r["b_dec"] *= np.float32(100)
+    arrays = {key: r[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}
+    coder = load(writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays), dtype=torch.bfloat16)
+    x = r["b_dec"] + X[1]
+    truth = (x - r["b_dec"]).astype(float) @ r["W_enc"] + r["b_enc"]
+    assert np.abs(coder.pre(torch.from_numpy(x)).numpy() - truth).max() < 0.05
+
+
+def test_fortran_ordered_npz(tmp_path: Path) -> None:
+    r = writers.raw()
+    straight = load(writers.gemma_scope(tmp_path / "c", r))
+    swapped = load(writers.gemma_scope(tmp_path / "f", {key: np.asfortranarray(value) for key, value in r.items()}))
+    assert torch.equal(straight.w_enc, swapped.w_enc)
+    assert torch.equal(straight.w_dec, swapped.w_dec)
+
+
+def test_many_blocks_are_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [case.write(tmp_path / case.name) for case in CASES if case.name in BLOCKED]
+    whole = [load(str(place)) for place in places]
+    monkeypatch.setattr("saesteer.loaders.arrays.BLOCK_BYTES", 7 * D * 4)
+    monkeypatch.setattr("saesteer.loaders.folds.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("saesteer.coder.ROWS_AT_ONCE", 3)
+    for before, place in zip(whole, places, strict=True):
+        after = load(str(place))
+        for name in ("w_enc", "w_dec", "b_enc", "b_dec"):
+            assert torch.equal(getattr(before, name), getattr(after, name)), name
+        x = torch.from_numpy(X)
+        torch.testing.assert_close(before.encode(x), after.encode(x), rtol=1e-5, atol=1e-3)
+
+
+BLOCKED = ("gemma_scope-res", "saelens-v6-gated", "saelens-v6-topk-rescaled", "manifest-full", "own-topk")
+
+
+def test_dead_decoder_row_stays_harmless_when_rescaled(tmp_path: Path) -> None:
+    r = writers.raw()
+    r["W_dec"][3] = 0
+    cfg = writers.saelens_cfg("topk", k=F, rescale_acts_by_decoder_norm=True)
+    coder = load(writers.saelens(tmp_path, cfg, {key: r[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}))
+    x = torch.from_numpy(X)
+    assert not coder.encode(x)[..., 3].any()
+    assert coder.decode(coder.encode(x)).isfinite().all()
+
+
+HOOKS = [
+    ("blocks.0.hook_resid_pre", None, "resid_pre.0"),
+    ("blocks.12.hook_resid_mid", None, "resid_mid.12"),
+    ("blocks.1.hook_attn_out", None, "attn_out.1"),
+    ("blocks.1.hook_mlp_out", None, "mlp_out.1"),
+    ("blocks.1.ln2.hook_normalized", None, "mlp_in_pregain.1"),
+    ("blocks.1.mlp.hook_in", None, "mlp_in.1"),
+    ("blocks.1.mlp.hook_post", None, "mlp_hidden.1"),
+    ("blocks.1.hook_mlp_in", "model.layers.1.pre_feedforward_layernorm.output", "mlp_in.1"),
+    ("blocks.1.attn.hook_z", "model.layers.1.self_attn.o_proj.input", "z.1"),
+    ("blocks.1.hook_mlp_out", "language_model.layers.1.post_feedforward_layernorm.output", "mlp_out.1"),
+    ("blocks.1.hook_unheard_of", None, None),
+    (None, "model.layers.9.output", "resid_post.9"),
+    (None, "model.layers.9.post_attention_layernorm.output", None),
+    (None, None, None),
+]
+
+
+@pytest.mark.parametrize(("name", "hf_name", "site"), HOOKS)
+def test_hook_names_become_sites(name: str | None, hf_name: str | None, site: str | None, tmp_path: Path) -> None:
+    cfg = writers.saelens_cfg("jumprelu")
+    cfg["metadata"] |= {"hook_name": name, "hf_hook_name": hf_name}
+    info = describe(writers.saelens(tmp_path, cfg, writers.raw()))
+    assert (info.site_in, info.site_out) == (site, site)

@@ -1,0 +1,165 @@
+"""saesteer's own file: what is written is what is read, bit for bit, and the same dictionary gives the same bytes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+import saesteer
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.errors import LoadError
+from saesteer.loaders import describe, load, own
+from tests.loaders import writers
+
+EMBEDDED = Path(saesteer.__file__).parent / "data" / "smollm2-135m-l15-9216.safetensors"
+TENSORS = ("w_enc", "w_dec", "b_enc", "b_dec", "threshold", "max_act")
+SITES = [None, "resid_post.15", "mlp_in_pregain.3", "embed"]
+
+
+@st.composite
+def coders(draw: st.DrawFn) -> SparseCoder:
+    features, d_in, d_out = (draw(st.integers(1, 9)) for _ in range(3))
+    activation: Any = draw(st.sampled_from(["relu", "jumprelu", "topk"]))
+    norm: Any = draw(st.sampled_from(["none", "layer_norm", "l2_sqrt_d"])) if d_in == d_out else "none"
+    ids = (
+        st.none()
+        if activation == "topk"
+        else st.none() | st.permutations(range(20)).map(lambda all: tuple(all[:features]))
+    )
+    has_max_act = draw(st.booleans())
+    info = CoderInfo(
+        format="saesteer",
+        d_in=d_in,
+        d_out=d_out,
+        features=features,
+        activation=activation,
+        k=draw(st.integers(1, features)) if activation == "topk" else None,
+        in_norm=norm,
+        site_in=draw(st.sampled_from(SITES)),
+        site_out=draw(st.sampled_from(SITES)),
+        feature_unit=draw(st.sampled_from(["raw", "normalised"])),
+        has_max_act=has_max_act,
+        skip_first=draw(st.integers(0, 3)),
+        feature_ids=draw(ids),
+        can_reconstruct=draw(st.booleans()),
+        model=draw(st.none() | st.text(max_size=5)),
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    threshold = random(1).repeat(features) if draw(st.booleans()) else random(features)
+    return SparseCoder(
+        w_enc=random(features, d_in).to(dtype),
+        b_enc=random(features),
+        w_dec=random(features, d_out).to(dtype),
+        b_dec=random(d_out),
+        info=info,
+        threshold=threshold if activation == "jumprelu" else None,
+        max_act=random(features).abs() if has_max_act else None,
+    )
+
+
+def same(one: SparseCoder, other: SparseCoder) -> None:
+    for name in TENSORS:
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert (ours is None) == (theirs is None), name
+        assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs)), name
+
+
+def meaning(info: CoderInfo) -> CoderInfo:
+    """What a file carries: not where it lies."""
+    return replace(info, format="", source="", fingerprint="", bytes_on_disk=0, stored_dtype="")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(coder=coders())
+def test_round_trip(coder: SparseCoder, tmp_path: Path) -> None:
+    first, second = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    own.write(first, coder)
+    again = load(first)
+    same(coder, again)
+    assert meaning(again.info) == meaning(coder.info)
+    assert again.info == describe(first)
+    own.write(second, again)
+    assert first.read_bytes() == second.read_bytes()
+    with safe_open(first, "pt") as opened:  # the official reader takes our bytes
+        assert torch.equal(opened.get_tensor("W_enc"), coder.w_enc)
+        assert opened.metadata()["format"] == "saesteer"
+
+
+@pytest.mark.parametrize("architecture", ["standard", "jumprelu"])
+def test_another_format_written_as_ours_is_the_same_dictionary(architecture: str, tmp_path: Path) -> None:
+    arrays = {key: value for key, value in writers.raw().items() if architecture == "jumprelu" or key != "threshold"}
+    source = load(writers.saelens(tmp_path / "s", writers.saelens_cfg(architecture), arrays))
+    own.write(tmp_path / "o.safetensors", source)
+    again = load(tmp_path / "o.safetensors")
+    same(source, again)
+    assert meaning(again.info) == meaning(source.info)
+
+
+def test_writing_replaces_whole_files_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(b"old")
+    own.write(file, load(writers.own(tmp_path / "in" / "saesteer.safetensors", writers.own_tensors(writers.raw()))))
+    assert load(file).info.features == writers.F
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.safetensors"]
+    with pytest.raises(LoadError, match="cannot be written"):
+        own.write(tmp_path / "nowhere" / "x.safetensors", load(file))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = writers.own(tmp_path / "x.safetensors", writers.own_tensors(writers.raw()))
+    before, coder = file.read_bytes(), load(file)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(own, "_write", full)
+    with pytest.raises(LoadError, match="no space left"):
+        own.write(file, coder)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
+    file = writers.own(tmp_path / "x.safetensors", writers.own_tensors(writers.raw()))
+    before = describe(file).fingerprint
+    assert describe(file).fingerprint == before
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert describe(file).fingerprint != before
+
+
+def test_the_embedded_dictionary() -> None:
+    coder = load(EMBEDDED)
+    info = coder.info
+    assert (info.site_in, info.site_out, info.feature_unit) == ("resid_post.15", "resid_post.15", "raw")
+    assert (info.features, info.d_in, info.d_out, info.activation, info.has_max_act) == (
+        9216,
+        576,
+        576,
+        "jumprelu",
+        True,
+    )
+    assert info.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert coder.w_enc.dtype == torch.bfloat16
+    assert coder.threshold is not None
+    assert (coder.threshold == coder.threshold[0]).all()
+    # A feature is found again in its own decoder row, added to the mean.
+    for feature in (3497, 6511, 7081, 546):
+        f = coder.encode(coder.b_dec + 40 * coder.w_dec[feature].float())
+        assert f.argmax() == feature
+
+
+def test_writing_the_embedded_dictionary_gives_the_embedded_file(tmp_path: Path) -> None:
+    own.write(tmp_path / "x.safetensors", load(EMBEDDED))
+    assert (tmp_path / "x.safetensors").read_bytes() == EMBEDDED.read_bytes()
