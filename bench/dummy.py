@@ -1,0 +1,100 @@
+"""Models of real shape without weights, and random dictionaries that fit them; knows no engine."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.loaders import own
+
+_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256000,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 32768,
+    "vocab_size": 262208,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _shape(layers: int, width: int, heads: int, kv_heads: int, head: int, hidden: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "intermediate_size": hidden,
+    }
+
+
+MODELS = {
+    "gemma-2-2b": _GEMMA2 | _shape(26, 2304, 8, 4, 256, 9216),
+    "gemma-3-4b": _GEMMA3 | _shape(34, 2560, 8, 4, 256, 10240),
+    "gemma-3-27b": _GEMMA3 | _shape(62, 5376, 32, 16, 128, 21504),
+}
+
+
+def model_folder(name: str, parent: Path) -> Path:
+    """A folder with the config.json of a model in MODELS, for ``load_format="dummy"``."""
+    folder = parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    return folder
+
+
+def dictionary_file(width: int, features: int, parent: Path, seed: int = 0) -> Path:
+    """A random jumprelu dictionary [features, width] in bf16; decoder rows have unit length."""
+    path = parent / f"random-{width}-{features}-{seed}.safetensors"
+    if path.exists():
+        return path
+    draw = torch.Generator().manual_seed(seed)
+    w_dec = torch.randn(features, width, generator=draw)
+    w_dec /= w_dec.norm(dim=1, keepdim=True)
+    info = CoderInfo(
+        format="saesteer",
+        d_in=width,
+        d_out=width,
+        features=features,
+        activation="jumprelu",
+        k=None,
+        in_norm="none",
+        site_in=None,
+        site_out=None,
+        feature_unit="raw",
+        has_max_act=True,
+        skip_first=1,
+        source="random",
+        fingerprint="",
+    )
+    own.write(
+        path,
+        SparseCoder(
+            w_enc=(torch.randn(features, width, generator=draw) / width**0.5).bfloat16(),
+            b_enc=torch.randn(features, generator=draw) * 0.1,
+            w_dec=w_dec.bfloat16(),
+            b_dec=torch.zeros(width),
+            info=info,
+            threshold=torch.rand(features, generator=draw),
+            max_act=torch.rand(features, generator=draw) + 1,
+        ),
+    )
+    return path

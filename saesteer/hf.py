@@ -1,0 +1,272 @@
+"""The same spec on a Hugging Face Transformers model, through hooks: the oracle of the parity tests, and for laptops.
+
+It calls the same ops through the same tables as the server; it knows nothing of vLLM. One sequence at a time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saesteer.coder import SparseCoder
+from saesteer.config import DictionarySource, SaesteerConfig
+from saesteer.engine import Engine, Site
+from saesteer.errors import ConfigError, UnsupportedError
+from saesteer.kernels import layout
+from saesteer.loaders import load
+from saesteer.sites import canonical, parse
+from saesteer.spec import Spec, as_spec
+
+_ROW = 1  # one sequence at a time holds the first row
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveFeature:
+    """One feature on one token."""
+
+    position: int
+    token: str
+    feature: int
+    value: float  # in the dictionary's own unit
+
+
+class Model:
+    """A Transformers causal language model whose residual stream can be edited by specs.
+
+    Args:
+        model: a loaded model, or a path or hub id.
+        tokenizer: needed for text; loaded with the model when that is a path or hub id.
+        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
+        sites: sites to hook beside those of the dictionaries.
+        max_edits: table entries that one spec may use.
+        dtype: to load the model in; default float32.
+
+    Raises:
+        ConfigError: a dictionary or site that the model does not have.
+        UnsupportedError: a model whose layers have no residual stream of the known shape.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        dictionaries: Mapping[str, str] | None = None,
+        sites: Sequence[str] = (),
+        max_edits: int = 64,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if isinstance(model, str) or hasattr(model, "__fspath__"):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        trunk = _find_trunk(model)
+        sources = {name: DictionarySource.from_argument(str(path)) for name, path in (dictionaries or {}).items()}
+        self._config = SaesteerConfig.from_json(SaesteerConfig(sources, tuple(sites), max_edits).to_json())
+        text = model.config.get_text_config()
+        self.engine = Engine(
+            self._config,
+            width=text.hidden_size,
+            layers=len(trunk.layers),
+            dtype=model.dtype,
+            device=model.device,
+            max_rows=1,
+            max_tokens=text.max_position_embeddings,
+        )
+        self._coders: dict[str, SparseCoder] = {}
+        self._captured: dict[str, Tensor] | None = None
+        for site in self.engine.sites.values():
+            self._hook(trunk, site)
+
+    def _hook(self, trunk: Any, site: Site) -> None:
+        kind, layer = parse(site.name)
+        block = trunk.layers[layer]
+        if kind == "resid_post":
+            block.register_forward_hook(lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out))
+        elif kind == "resid_pre":
+            block.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
+        else:
+            gemma = hasattr(block, "pre_feedforward_layernorm")
+            norm = block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm
+            norm.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
+
+    def _edit(self, site: Site, hidden: Tensor) -> None:
+        stream = hidden.view(-1, hidden.shape[-1])
+        if self._captured is not None:
+            self._captured[site.name] = stream.clone()
+        torch.ops.saesteer.edit_(
+            stream,
+            None,
+            None,
+            self.engine.table,
+            site.index,
+            self.engine.work,
+            site.w_enc,
+            site.w_dec,
+            site.b_enc,
+            layout.BARE,
+            0.0,
+            0.0,
+            site.has_topk,
+        )
+
+    @contextmanager
+    def _steered(self, steer: Any, prompt_len: int) -> Iterator[None]:
+        spec = as_spec(steer) or Spec()
+        self.engine.fill(_ROW, self.engine.row_words(spec, prompt_len))
+        try:
+            yield
+        finally:
+            self.engine.fill(_ROW, None)
+            self.engine.rest()
+
+    def _forward(self, ids: Sequence[int], start: int, cache: Any = None) -> Any:
+        device = self.engine.device
+        count = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
+        positions = torch.arange(start, start + len(ids), device=device)
+        row = torch.tensor([_ROW], dtype=torch.int32, device=device)
+        self.engine.schedule(row, 0, count, positions, 1)
+        tokens = torch.tensor([list(ids)], device=device)
+        with torch.no_grad():
+            return self.model(tokens, position_ids=positions[None], past_key_values=cache, use_cache=cache is not None)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a text as it stands (no chat template); ids pass through.
+
+        Raises:
+            ConfigError: a text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ConfigError("this model was given without a tokenizer, expected token ids instead of text")
+        return list(self.tokenizer(prompt).input_ids)
+
+    def chat_ids(self, message: str) -> list[int]:
+        """Token ids of one user message in the model's chat template, ready for the answer."""
+        turns = [{"role": "user", "content": message}]
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def logits(self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None) -> Tensor:
+        """Float32 logits [tokens, vocabulary] of one forward pass over all tokens, teacher-forced.
+
+        Args:
+            prompt: text or token ids.
+            steer: a spec as ``saesteer.LLM.generate`` takes it.
+            prompt_len: where the prompt ends and the generated tokens begin; default all is prompt.
+
+        Raises:
+            SpecError: the spec is wrong.
+        """
+        ids = self.encode(prompt)
+        with self._steered(steer, len(ids) if prompt_len is None else prompt_len):
+            logits: Tensor = self._forward(ids, 0).logits[0]
+        return logits.float()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        steer: Any = None,
+        max_tokens: int = 64,
+        repetition_penalty: float = 1.0,
+    ) -> list[int]:
+        """Greedy continuation as token ids, without the end token.
+
+        Raises:
+            SpecError: the spec is wrong.
+        """
+        from transformers import DynamicCache
+
+        ids = self.encode(prompt)
+        ends = self.model.generation_config.eos_token_id
+        stop = set(ends if isinstance(ends, list) else [ends])
+        made: list[int] = []
+        cache = DynamicCache()
+        with self._steered(steer, len(ids)):
+            fresh = ids
+            while len(made) < max_tokens:
+                scores = self._forward(fresh, len(ids) + len(made) - len(fresh), cache).logits[0, -1].float()
+                seen = torch.tensor(sorted({*ids, *made}), device=scores.device)
+                kept = scores[seen]
+                scores[seen] = torch.where(kept > 0, kept / repetition_penalty, kept * repetition_penalty)
+                token = int(scores.argmax())
+                if token in stop:
+                    break
+                made.append(token)
+                fresh = [token]
+        return made
+
+    def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
+        """The residual stream [tokens, d] at an instrumented site, as it stands before the edits there.
+
+        Raises:
+            ConfigError: the site is not instrumented.
+        """
+        name = canonical(site)
+        if name not in self.engine.sites:
+            raise ConfigError(f"site {site!r} is not instrumented; known: {', '.join(self.engine.sites)}")
+        self._captured = {}
+        try:
+            ids = self.encode(prompt)
+            with self._steered(steer, len(ids)):
+                self._forward(ids, 0)
+            return self._captured[name]
+        finally:
+            self._captured = None
+
+    def coder(self, dictionary: str) -> SparseCoder:
+        """The dictionary itself, for encode and decode.
+
+        Raises:
+            ConfigError: no dictionary has this name.
+        """
+        if dictionary not in self._config.dictionaries:
+            raise ConfigError(f"no dictionary {dictionary!r}; known: {', '.join(self._config.dictionaries)}")
+        if dictionary not in self._coders:
+            coder = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype)
+            self._coders[dictionary] = coder
+        return self._coders[dictionary]
+
+    def activations(self, prompt: str | Sequence[int], dictionary: str, *, steer: Any = None) -> Tensor:
+        """Feature activations [tokens, F], float32, in the dictionary's own unit.
+
+        Raises:
+            ConfigError: no dictionary has this name.
+        """
+        coder = self.coder(dictionary)
+        site = self.engine.catalog.dictionaries[dictionary].site_in
+        return coder.encode(self.stream(prompt, str(site), steer=steer))
+
+    def features(self, prompt: str | Sequence[int], dictionary: str, *, top_k: int = 5) -> list[list[ActiveFeature]]:
+        """The strongest features of each token, strongest first; position 0 is left out, where the stream is an outlier.
+
+        Raises:
+            ConfigError: no dictionary has this name.
+        """
+        ids = self.encode(prompt)
+        values, indices = self.activations(ids, dictionary).topk(top_k, dim=-1)
+        words = [self.tokenizer.decode([token]) if self.tokenizer else str(token) for token in ids]
+        return [
+            [
+                ActiveFeature(position, words[position], int(feature), float(value))
+                for value, feature in zip(values[position], indices[position], strict=True)
+                if value > 0
+            ]
+            for position in range(1, len(ids))
+        ]
+
+
+def _find_trunk(model: nn.Module) -> Any:
+    for module in model.modules():
+        blocks = getattr(module, "layers", None)
+        if isinstance(blocks, nn.ModuleList) and len(blocks) and hasattr(blocks[0], "post_attention_layernorm"):
+            return module
+    raise UnsupportedError(f"model {type(model).__name__} has no decoder layers of a known shape")

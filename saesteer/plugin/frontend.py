@@ -1,0 +1,240 @@
+"""The front door: specs are checked, refused with 400, and their KV cache kept apart. Knows no tensor and no worker.
+
+Wraps, each in the process that talks to clients:
+    InputProcessor.__init__          reads the catalog of this server
+    InputProcessor.process_inputs    checks the spec against it; cache_salt := hash(tenant's salt, edits)
+    *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
+    *Request.to_beam_search_params   beam search drops extra_args: refused
+    *.get_supported_tasks            handshake with the workers, before the first request
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from saesteer import spec as language
+from saesteer.config import KEY, SaesteerConfig
+from saesteer.errors import ConfigError, SpecError, UnsupportedError
+from saesteer.plan import Catalog, plan
+from saesteer.plugin import hooks
+from saesteer import __version__
+
+
+class SpecRefused(SpecError, VLLMValidationError):  # type: ignore[misc]  # both are exceptions without slots
+    """A SpecError that vLLM's front ends answer with 400, its field as ``param``."""
+
+    def __init__(self, error: SpecError) -> None:
+        VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
+        self.field = error.field
+        self.code = error.code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def install() -> None:
+    """Put the wraps in place."""
+    hooks.wrap("InputProcessor.__init__", _reading_catalog)
+    hooks.wrap("InputProcessor.process_inputs", _checking)
+    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
+        hooks.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
+    for request in ("ChatCompletionRequest", "CompletionRequest"):
+        hooks.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
+    hooks.wrap("VllmConfig.compute_hash", _salting_compile_cache)
+    hooks.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
+    hooks.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
+
+
+def config_of(vllm_config: Any) -> SaesteerConfig | None:
+    """What the operator configured; None on a server without saesteer, or with SAESTEER_DISABLE=1."""
+    additional = vllm_config.additional_config
+    raw = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
+        return None
+    return SaesteerConfig.from_json(raw)
+
+
+@cache
+def _fingerprint(wire: str) -> str:
+    return SaesteerConfig.from_json(json.loads(wire)).fingerprint()
+
+
+def fingerprint(config: SaesteerConfig) -> str:
+    """Digest of saesteer's version and all that its graphs and caches depend on; files are looked at once."""
+    return hashlib.sha256((__version__ + _fingerprint(json.dumps(config.to_json()))).encode()).hexdigest()
+
+
+def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
+    @wraps(original)
+    def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
+        stock = original(self, *args, **kwargs)
+        config = config_of(self)
+        if config is None:
+            return stock
+        return hashlib.sha256((stock + fingerprint(config)).encode()).hexdigest()[: len(stock)]
+
+    return compute_hash
+
+
+def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = config_of(vllm_config)
+        if config is not None:
+            refuse_unservable(vllm_config)
+        self.saesteer_catalog = None if config is None else config.catalog()
+        self.saesteer_fingerprint = "" if config is None else fingerprint(config)
+        original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
+def refuse_unservable(vllm_config: Any) -> None:
+    """Refuse engine options under which an edit would be lost or land on the wrong token.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    parallel, passes = vllm_config.parallel_config, vllm_config.compilation_config.pass_config
+    refused = {
+        "micro-batch overlap (use_ubatching)": getattr(parallel, "use_ubatching", False),
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+        "sequence parallelism (pass_config.enable_sp)": getattr(passes, "enable_sp", False),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "the Rust front end (VLLM_USE_RUST_FRONTEND)": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "1",
+    }
+    for option, on in refused.items():
+        if on:
+            raise UnsupportedError(f"saesteer cannot serve with {option} in this version; switch it off")
+
+
+def spec_of(params: Any) -> language.Spec | None:
+    """The spec in a request's ``extra_args``, parsed.
+
+    Raises:
+        SpecError: it is wrong.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    return language.from_json(extra[KEY]) if KEY in extra else None
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            spec = spec_of(params)
+            request = original(self, request_id, prompt, params, *args, **kwargs)
+            if spec is not None:
+                admit(spec, self.saesteer_catalog, self.saesteer_fingerprint, request)
+        except SpecError as error:
+            raise SpecRefused(error) from None
+        return request
+
+    return process_inputs
+
+
+def admit(spec: language.Spec, catalog: Catalog | None, server: str, request: Any) -> None:
+    """Check a spec against the server and its request, and keep the request's KV cache apart.
+
+    Raises:
+        SpecError: the spec asks for what this server does not have.
+    """
+    if catalog is None:
+        message = "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
+        raise SpecError(message, field="saesteer", code="not_served")
+    ids = request.prompt_token_ids
+    if ids is None or getattr(request, "resumable", False):
+        message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
+        raise SpecError(message, field="saesteer", code="not_served")
+    if plan(spec, catalog, len(ids)):
+        request.cache_salt = cache_salt(request.cache_salt, server, spec)
+
+
+def cache_salt(tenant: str | None, server: str, spec: language.Spec) -> str:
+    """Hex salt of the prefix cache for requests with these edits: what is not steered alike shares no KV block.
+
+    Args:
+        tenant: the request's own salt.
+        server: fingerprint of the dictionaries, since a KV store may outlive a server.
+        spec: of the request.
+    """
+    edits = spec.to_json().get("edits", [])
+    return hashlib.sha256(json.dumps([tenant, server, edits], sort_keys=True).encode()).hexdigest()
+
+
+def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        body = self.model_extra or {}
+        if KEY in body:
+            if KEY in (params.extra_args or {}):
+                message = "stands both in the body and in vllm_xargs; expected one of them"
+                raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
+            params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
+        return params
+
+    return to_sampling_params
+
+
+def _refusing_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}):
+            message = "beam search cannot be steered; expected sampling (use_beam_search false)"
+            raise SpecRefused(SpecError(message, field=KEY, code="not_served"))
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
+
+
+def _agree(config: SaesteerConfig, statuses: list[Any]) -> None:
+    expected = {"version": __version__, "fingerprint": fingerprint(config)}
+    for status in statuses:
+        if status != expected:
+            raise ConfigError(f"a worker runs another saesteer or other dictionaries: {status}, expected {expected}")
+
+
+def _lost(exc: Exception) -> ConfigError:
+    return ConfigError(f"a worker does not answer saesteer's handshake, so it would not steer: {exc}")
+
+
+def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_supported_tasks(self: Any) -> Any:
+        tasks = original(self)
+        config = config_of(self.vllm_config)
+        if config is not None and not getattr(self, "saesteer_agreed", False):
+            try:
+                statuses = self.collective_rpc("saesteer_status")
+            except Exception as exc:
+                raise _lost(exc) from exc
+            _agree(config, statuses)
+            self.saesteer_agreed = True
+        return tasks
+
+    return get_supported_tasks
+
+
+def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def get_supported_tasks(self: Any) -> Any:
+        tasks = await original(self)
+        config = config_of(self.vllm_config)
+        if config is not None and not getattr(self, "saesteer_agreed", False):
+            try:
+                statuses = await self.collective_rpc("saesteer_status")
+            except Exception as exc:
+                raise _lost(exc) from exc
+            _agree(config, statuses)
+            self.saesteer_agreed = True
+        return tasks
+
+    return get_supported_tasks

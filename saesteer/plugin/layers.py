@@ -1,0 +1,144 @@
+"""Where a model family's layers offer the sites, and the op put there. Knows norms and streams, not requests.
+
+A vLLM decoder layer hands (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
+stands around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
+
+    resid_post.L   behind the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
+                   tensor that stock has rounded already, and nothing of stock's own fusions changes
+    resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
+    resid_pre.0    before layer 0's input norm: the embedding
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from saesteer.engine import Engine, Site
+from saesteer.errors import UnsupportedError
+from saesteer.kernels import layout
+from saesteer.sites import parse
+
+# Decoder layer class → the norm that consumes resid_mid.
+FAMILIES = {
+    "LlamaDecoderLayer": "post_attention_layernorm",
+    "MistralDecoderLayer": "post_attention_layernorm",
+    "Qwen2DecoderLayer": "post_attention_layernorm",
+    "Qwen3DecoderLayer": "post_attention_layernorm",
+    "Gemma2DecoderLayer": "pre_feedforward_layernorm",
+    "Gemma3DecoderLayer": "pre_feedforward_layernorm",
+}
+
+
+class _Edited(nn.Module):
+    """Mixin of a swapped norm; its tensors are buffers, so that compiled graphs take them as inputs of fixed address."""
+
+    saesteer_table: Tensor
+    saesteer_work: Tensor
+    saesteer_site: Tensor
+    saesteer_w_enc: Tensor
+    saesteer_w_dec: Tensor
+    saesteer_b_enc: Tensor
+    saesteer_has_topk: bool
+    saesteer_weight_offset: float
+    weight: Tensor
+    variance_epsilon: float
+
+    def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
+        """Call the op on the stream of this norm's site."""
+        torch.ops.saesteer.edit_(
+            stream,
+            second,
+            self.weight.data if form == layout.NORMED else None,
+            self.saesteer_table,
+            self.saesteer_site,
+            self.saesteer_work,
+            self.saesteer_w_enc,
+            self.saesteer_w_dec,
+            self.saesteer_b_enc,
+            form,
+            self.variance_epsilon,
+            self.saesteer_weight_offset,
+            self.saesteer_has_topk,
+        )
+
+
+class _AfterNorm(_Edited):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        normed, stream = super().forward(x, residual)
+        self.edit(stream, normed, layout.NORMED)
+        return normed, stream
+
+
+class _BeforeNorm(_Edited):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            self.edit(x, None, layout.BARE)
+        else:
+            self.edit(residual, x, layout.PAIR)
+        return super().forward(x, residual)
+
+
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Put the op at every site of the engine.
+
+    Raises:
+        UnsupportedError: the model's family or a norm is not known.
+    """
+    trunk = find_trunk(model)
+    for site in engine.sites.values():
+        norm, mixin = _place(trunk, site)
+        _swap(norm, mixin, site, engine)
+
+
+def find_trunk(model: nn.Module) -> Any:
+    """The module that holds ``layers`` and the final ``norm`` of the text model.
+
+    Raises:
+        UnsupportedError: there is none of a known family.
+    """
+    seen = set()
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(module, "norm"):
+            family = type(layers[0]).__name__
+            if family in FAMILIES:
+                return module
+            seen.add(family)
+    raise UnsupportedError(
+        f"model {type(model).__name__} with layers {sorted(seen)} is not served by this version; "
+        f"served: {', '.join(FAMILIES)}"
+    )
+
+
+def _place(trunk: Any, site: Site) -> tuple[nn.Module, type[_Edited]]:
+    kind, layer = parse(site.name)
+    layers = trunk.layers
+    if kind == "resid_mid":
+        return getattr(layers[layer], FAMILIES[type(layers[layer]).__name__]), _BeforeNorm
+    if kind == "resid_pre":
+        assert layer == 0, "other resid_pre are resid_post of the layer before"
+        return layers[0].input_layernorm, _BeforeNorm
+    assert kind == "resid_post", site.name
+    return (trunk.norm if layer + 1 == len(layers) else layers[layer + 1].input_layernorm), _AfterNorm
+
+
+def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
+    if type(norm) not in (RMSNorm, GemmaRMSNorm):
+        raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
+    buffers = {
+        "table": engine.table,
+        "work": engine.work,
+        "site": site.index,
+        "w_enc": site.w_enc,
+        "w_dec": site.w_dec,
+        "b_enc": site.b_enc,
+    }
+    for name, tensor in buffers.items():
+        norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
+    cls = type(norm)
+    norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
+    edited: Any = norm
+    edited.saesteer_has_topk = site.has_topk
+    edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0

@@ -1,0 +1,96 @@
+"""``saesteer.LLM``: vLLM's offline engine, with dictionaries at start and a spec for each prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import vllm
+from vllm import SamplingParams
+
+from saesteer.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.spec import Spec, as_spec
+
+Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
+
+
+class LLM(vllm.LLM):
+    """vLLM's ``LLM``, whose requests may clamp features of the given dictionaries.
+
+    Args:
+        model: as vLLM takes it.
+        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
+        sites: sites to instrument beside those of the dictionaries.
+        max_edits: table entries that one request may use.
+        **kwargs: anything else that ``vllm.LLM`` takes.
+
+    Raises:
+        ConfigError: a dictionary or site that this model or version cannot serve.
+        LoadError: a weight file that is not what it should be.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dictionaries: Mapping[str, str] | None = None,
+        sites: Sequence[str] = (),
+        max_edits: int = 64,
+        **kwargs: Any,
+    ) -> None:
+        sources = {name: DictionarySource.from_argument(str(path)) for name, path in (dictionaries or {}).items()}
+        config = SaesteerConfig.from_json(SaesteerConfig(sources, tuple(sites), max_edits).to_json())
+        config.catalog()
+        additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
+        super().__init__(model=model, additional_config=additional, **kwargs)
+
+    def generate(  # type: ignore[override]  # one keyword more than vLLM's
+        self, prompts: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
+    ) -> list[vllm.RequestOutput]:
+        """vLLM's ``generate``; ``steer`` is one spec for all prompts, or one (or None) for each.
+
+        A spec is a dict as in HTTP, a ``Spec``, or an edit or list of edits from ``saesteer.clamp`` and its kin.
+
+        Raises:
+            SpecError: a spec is wrong; nothing has been generated.
+        """
+        params = self._steered(sampling_params, steer, len(prompts) if isinstance(prompts, list | tuple) else 1)
+        return super().generate(prompts, params, **kwargs)
+
+    def chat(  # type: ignore[override]
+        self, messages: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
+    ) -> list[vllm.RequestOutput]:
+        """vLLM's ``chat``; ``steer`` as in ``generate``, one for each conversation.
+
+        Raises:
+            SpecError: a spec is wrong; nothing has been generated.
+        """
+        several = bool(messages) and isinstance(messages[0], list | tuple)
+        params = self._steered(sampling_params, steer, len(messages) if several else 1)
+        return super().chat(messages, params, **kwargs)
+
+    def _steered(self, params: Any, steer: Any, prompts: int) -> Any:
+        if steer is None:
+            return params
+        specs = [as_spec(one) for one in (steer if _is_list_of_specs(steer) else [steer] * prompts)]
+        if len(specs) != prompts:
+            raise ValueError(f"steer has {len(specs)} specs for {prompts} prompts, expected one for all or one for each")
+        params = self.get_default_sampling_params() if params is None else params
+        each = list(params) if isinstance(params, list | tuple) else [params] * prompts
+        if len(each) != prompts:
+            raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
+        steered = [_with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
+        return steered if prompts > 1 or isinstance(params, list | tuple) else steered[0]
+
+
+def _is_list_of_specs(steer: Any) -> bool:
+    """A list of edits is one spec; a list that holds specs, dicts with edits, None or lists is one for each prompt."""
+    if not isinstance(steer, list | tuple):
+        return False
+    return any(one is None or isinstance(one, Spec | list | tuple) or (isinstance(one, Mapping) and "op" not in one) for one in steer)
+
+
+def _with_spec(params: SamplingParams, spec: Spec | None) -> SamplingParams:
+    if spec is None:
+        return params
+    clone = params.clone()
+    clone.extra_args = {**(params.extra_args or {}), KEY: spec.to_json()}
+    return clone

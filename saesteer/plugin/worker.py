@@ -1,0 +1,196 @@
+"""The worker's side: dictionaries loaded with the model, rows filled as requests come, a work list before each forward.
+
+Wraps, on instances after the worker has built its runner:
+    runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
+    worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
+    V2 runner: model_state.add_request, remove_request, prepare_inputs
+    V1 runner: _update_states, _prepare_inputs, _dummy_run
+"""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer import __version__
+from saesteer.config import SaesteerConfig
+from saesteer.engine import Engine
+from saesteer.errors import ConfigError
+from saesteer.kernels import ops
+from saesteer.plugin import frontend, hooks, layers
+from saesteer.rows import Rows
+
+logger = logging.getLogger("vllm.saesteer")
+
+
+def install() -> None:
+    """Put the wraps on the worker classes in place."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    hooks.wrap("WorkerWrapperBase.init_device", _attaching)
+    WorkerBase.saesteer_status = status  # type: ignore[attr-defined]
+
+
+def status(self: Any) -> dict[str, str]:
+    """What this worker runs, for the handshake; called by name over collective_rpc."""
+    config = frontend.config_of(self.vllm_config)
+    served = config is not None and hasattr(self, "saesteer")
+    return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
+
+
+def _attaching(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init_device(self: Any) -> None:
+        original(self)
+        config = frontend.config_of(self.vllm_config)
+        if config is not None:
+            attach(self.worker, config)
+
+    return init_device
+
+
+def attach(worker: Any, config: SaesteerConfig) -> None:
+    """Wrap this worker and its runner; the model is not loaded yet."""
+    runner = worker.model_runner
+    load_model = runner.load_model
+    warm_up = worker.compile_or_warm_up_model
+
+    @wraps(load_model)
+    def load_with_dictionaries(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_model(*args, **kwargs)
+        worker.saesteer = steering = _build(runner, config)
+        if hasattr(runner, "model_state"):
+            _wrap_v2(runner.model_state, steering)
+        else:
+            _wrap_v1(runner, steering)
+        return loaded
+
+    @wraps(warm_up)
+    def warm_up_and_check(*args: Any, **kwargs: Any) -> Any:
+        times = warm_up(*args, **kwargs)
+        _check_hits(runner, worker.saesteer.engine)
+        return times
+
+    runner.load_model = load_with_dictionaries
+    worker.compile_or_warm_up_model = warm_up_and_check
+
+
+def _build(runner: Any, config: SaesteerConfig) -> "Steering":
+    model_config, scheduler = runner.vllm_config.model_config, runner.vllm_config.scheduler_config
+    engine = Engine(
+        config,
+        width=model_config.get_hidden_size(),
+        layers=model_config.hf_text_config.num_hidden_layers,
+        dtype=model_config.dtype,
+        device=torch.device(runner.device),
+        max_rows=scheduler.max_num_seqs,
+        max_tokens=scheduler.max_num_batched_tokens,
+    )
+    layers.attach(runner.get_model(), engine)
+    logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
+    return Steering(engine)
+
+
+def _check_hits(runner: Any, engine: Engine) -> None:
+    if not any(ops.hits.get(site.index.data_ptr()) for site in engine.sites.values()):
+        runner._dummy_run(1)  # an eager start warms nothing up
+    missed = [name for name, site in engine.sites.items() if not ops.hits.get(site.index.data_ptr())]
+    if missed:
+        raise ConfigError(f"saesteer's op never ran at {', '.join(missed)}: a stale compiled graph, or an unknown layer")
+
+
+class Steering:
+    """The running requests that are steered, by id, and the rows of those that hold one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.words: dict[str, NDArray[np.int32]] = {}  # of steered requests only
+
+    def add(self, request: Any) -> NDArray[np.int32] | None:
+        """Remember a new request; its row's words, or None when it is not steered."""
+        spec = frontend.spec_of(request.sampling_params)
+        words = None
+        if spec is not None:
+            words = self.engine.row_words(spec, len(request.prompt_token_ids))
+        self.words.pop(request.req_id, None)
+        if words is not None:
+            self.words[request.req_id] = words
+        return words
+
+
+def _wrap_v2(state: Any, steering: Steering) -> None:
+    """The V2 runner: a request's state slot, plus one, is its row; slots and positions are on the device already."""
+    engine = steering.engine
+    add, remove, prepare = state.add_request, state.remove_request, state.prepare_inputs
+
+    @wraps(add)
+    def add_request(req_index: int, new_req_data: Any) -> None:
+        add(req_index, new_req_data)
+        engine.fill(req_index + 1, steering.add(new_req_data))
+
+    @wraps(remove)
+    def remove_request(req_id: str) -> None:
+        remove(req_id)
+        steering.words.pop(req_id, None)
+
+    @wraps(prepare)
+    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+        # A dummy batch has made-up ids but slots of living requests, so the ids decide.
+        if steering.words and any(request in steering.words for request in input_batch.req_ids):
+            batch = input_batch
+            engine.schedule(batch.idx_mapping, 1, batch.query_start_loc, batch.positions, batch.num_reqs)
+        else:
+            engine.rest()
+        return prepare(input_batch, req_states)
+
+    state.add_request, state.remove_request, state.prepare_inputs = add_request, remove_request, prepare_inputs
+
+
+def _wrap_v1(runner: Any, steering: Steering) -> None:
+    """The V1 runner: batch slots move, so rows are our own, and a step with steered requests copies its row numbers."""
+    engine = steering.engine
+    rows = Rows(engine.table.shape[0] - 1)
+    numbers = torch.zeros(engine.table.shape[0], dtype=torch.int32, device=engine.device)
+    update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
+
+    @wraps(update)
+    def update_states(scheduler_output: Any) -> Any:
+        for request in scheduler_output.finished_req_ids:
+            steering.words.pop(request, None)
+            rows.release(request)
+        for request in scheduler_output.scheduled_new_reqs:
+            rows.release(request.req_id)
+            steering.add(request)
+        return update(scheduler_output)
+
+    @wraps(prepare)
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        steered = [request for request in batch if request in steering.words]
+        if not steered:
+            engine.rest()
+            return prepared
+        taken, fresh = rows.take(steered)
+        by_id = dict(zip(steered, taken, strict=True))
+        for request in fresh:
+            engine.fill(by_id[request], steering.words[request])
+        staged = torch.tensor([by_id.get(request, 0) for request in batch], dtype=torch.int32)
+        if engine.device.type == "cuda":
+            staged = staged.pin_memory()
+        numbers[: len(batch)].copy_(staged, non_blocking=True)
+        starts: Tensor = runner.query_start_loc.gpu
+        engine.schedule(numbers, 0, starts, runner.positions, len(batch))
+        return prepared
+
+    @wraps(dummy)
+    def dummy_run(*args: Any, **kwargs: Any) -> Any:
+        engine.rest()
+        return dummy(*args, **kwargs)
+
+    runner._update_states, runner._prepare_inputs, runner._dummy_run = update_states, prepare_inputs, dummy_run

@@ -1,0 +1,163 @@
+"""Real engines on the real small model, shared by a test session. On CPU eager, on a GPU compiled with full graphs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from saesteer import hf
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.demo import DEMO_SAE
+from saesteer.loaders import own
+from saesteer.model import ensure_model
+
+HERE = Path(__file__).parent
+CUDA = torch.cuda.is_available()
+WIDTH = 576  # of the embedded model
+
+BRIDGE = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 2.0, "unit": "max_act"}
+OCEAN = {"op": "clamp", "dictionary": "demo", "feature": 6511, "value": 1.0, "unit": "max_act"}
+
+PROMPTS = [
+    "Who are you?",
+    "The capital of France is",
+    "In the morning I like to",
+    "Water is made of",
+]
+LONG_PROMPT = "The old town lies between the hills and the sea, and every road in it leads down to the harbour. " * 12
+
+
+@dataclass(frozen=True)
+class Dictionaries:
+    """Paths of the dictionaries that the test engines load: the real one, and one of each other form of site."""
+
+    folder: Path
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        return {
+            "demo": str(DEMO_SAE),
+            "second": f"{self.folder}/second.safetensors@resid_post.15",
+            "topk": f"{self.folder}/topk.safetensors@resid_post.20",
+            "mid": f"{self.folder}/mid.safetensors@resid_mid.7",
+            "embed": f"{self.folder}/embed.safetensors@resid_pre.0",
+            "last": f"{self.folder}/last.safetensors@resid_post.29",
+        }
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> str:
+    return str(ensure_model())
+
+
+@pytest.fixture(scope="session")
+def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
+    folder = tmp_path_factory.mktemp("dictionaries")
+    for seed, (name, activation) in enumerate(
+        [("second", "jumprelu"), ("topk", "topk"), ("mid", "relu"), ("embed", "relu"), ("last", "jumprelu")]
+    ):
+        own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
+    return Dictionaries(folder)
+
+
+def random_coder(activation: Any, seed: int, features: int = 96) -> SparseCoder:
+    """A random dictionary of the model's width, with unit decoder rows and asymmetric values."""
+    draw = torch.Generator().manual_seed(seed)
+    w_dec = torch.randn(features, WIDTH, generator=draw)
+    w_dec /= w_dec.norm(dim=1, keepdim=True)
+    info = CoderInfo(
+        format="saesteer",
+        d_in=WIDTH,
+        d_out=WIDTH,
+        features=features,
+        activation=activation,
+        k=8 if activation == "topk" else None,
+        in_norm="none",
+        site_in=None,
+        site_out=None,
+        feature_unit="raw",
+        has_max_act=True,
+        skip_first=1,
+        source="test",
+        fingerprint="",
+    )
+    return SparseCoder(
+        w_enc=torch.randn(features, WIDTH, generator=draw) / WIDTH**0.5,
+        b_enc=torch.randn(features, generator=draw) * 0.1,
+        w_dec=w_dec.contiguous(),
+        b_dec=torch.randn(WIDTH, generator=draw) * 0.1,
+        info=info,
+        threshold=torch.rand(features, generator=draw) * 0.2 if activation == "jumprelu" else None,
+        max_act=torch.rand(features, generator=draw) + 1.0,
+    )
+
+
+def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
+    """Options of a small engine for this machine."""
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
+    if CUDA:
+        options |= {"gpu_memory_utilization": 0.1, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    else:
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": 400 << 20}
+    return options | more
+
+
+def run_apart(job: dict[str, Any], **environment: str) -> Any:
+    """Run one engine job (see engine_job.py) in a process of its own and return its JSON answer."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "engine_job.py")],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", **environment},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (made,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    return json.loads(made.removeprefix("answer "))
+
+
+Answer = list[tuple[int, float]]  # token, logprob
+
+
+def generate(llm: Any, prompts: list[Any], steer: Any = None, *, tokens: int = 16, **sampling: Any) -> list[Answer]:
+    """Greedy answers with the logprob of each token."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, **sampling)
+    outputs = llm.generate(prompts, params, steer=steer, use_tqdm=False)
+    return [answer(output.outputs[0]) for output in outputs]
+
+
+def answer(completion: Any) -> Answer:
+    """Tokens and logprobs of one completion."""
+    return [(t, step[t].logprob) for t, step in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable[..., Any]]:
+    """Engines by their options, each started once."""
+    from saesteer import LLM
+
+    engines: dict[str, Any] = {}
+
+    def make(**options: Any) -> Any:
+        key = json.dumps(options, sort_keys=True)
+        if key not in engines:
+            engines[key] = LLM(model_dir, dictionaries=dictionaries.arguments, **engine_options(**options))
+        return engines[key]
+
+    yield make
+    engines.clear()
+
+
+@pytest.fixture(scope="session")
+def oracle(model_dir: str, dictionaries: Dictionaries) -> hf.Model:
+    return hf.Model(model_dir, dictionaries=dictionaries.arguments, dtype=torch.float32)

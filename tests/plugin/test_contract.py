@@ -1,0 +1,90 @@
+"""Every hook point of the installed vLLM is what saesteer counts on, and a changed one is a refusal that names it."""
+
+from typing import Any
+
+import pytest
+
+from saesteer.errors import ConfigError, UnsupportedError
+from saesteer.loaders import own
+from tests.plugin import conftest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.plugin import frontend, hooks  # noqa: E402  # needs vLLM
+
+
+def test_the_installed_vllm_keeps_the_contract() -> None:
+    hooks.check_contract()
+
+
+def test_a_missing_hook_is_named_with_the_version() -> None:
+    gone = hooks.Hook("vllm.config", "VllmConfig.compute_hush", (), "nothing")
+    with pytest.raises(UnsupportedError, match=rf"vLLM {hooks.vllm_version()}.*compute_hush".replace("+", r"\+")):
+        gone.find()
+
+
+def test_a_changed_signature_is_named() -> None:
+    changed = hooks.Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("batch",), "V1")
+    with pytest.raises(UnsupportedError, match=r"_update_states\(scheduler_output"):
+        changed.find()
+
+
+def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.40.1")
+    with pytest.raises(UnsupportedError, match=r"0\.40\.1"):
+        hooks.check_contract()
+
+
+class _Config:
+    """The two attributes of a VllmConfig that compute_hash's wrap reads; a stand-in, since a real one needs a model."""
+
+    def __init__(self, additional: Any) -> None:
+        self.additional_config = additional
+
+
+def _hash(additional: Any) -> str:
+    return str(frontend._salting_compile_cache(lambda self: "0123456789")(_Config(additional)))
+
+
+def test_the_compile_cache_key_changes_with_the_plugin_and_with_every_change_of_sites(tmp_path: Any) -> None:
+    own.write(tmp_path / "a.safetensors", conftest.random_coder("relu", 0))
+    place = f"{tmp_path}/a.safetensors"
+    configs = [
+        {},
+        {"saesteer": {}},
+        {"saesteer": {"sites": ["resid_post.3"]}},
+        {"saesteer": {"sites": ["resid_post.3", "resid_post.4"]}},
+        {"saesteer": {"dictionaries": {"a": f"{place}@resid_post.3"}}},
+        {"saesteer": {"dictionaries": {"a": f"{place}@resid_mid.3"}}},
+        {"saesteer": {"dictionaries": {"b": f"{place}@resid_mid.3"}}},
+    ]
+    keys = [_hash(config) for config in configs]
+    assert keys[0] == "0123456789", "without saesteer's configuration the key is stock's"
+    assert len(set(keys)) == len(keys)
+    assert keys == [_hash(config) for config in configs]
+
+
+def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
+    from saesteer.errors import SpecError
+    from saesteer.spec import from_json
+
+    with pytest.raises(SpecError, match="started without"):
+        frontend.admit(from_json({"edits": []}), None, "", object())
+
+
+def test_salts_differ_by_tenant_server_and_edits() -> None:
+    from saesteer.spec import from_json
+
+    specs = [from_json({"edits": [conftest.BRIDGE]}), from_json({"edits": [conftest.OCEAN]})]
+    salts = [frontend.cache_salt(t, s, spec) for t in (None, "a", "b") for s in ("x", "y") for spec in specs]
+    assert len(set(salts)) == 12
+    assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts)
+
+
+def test_a_worker_that_disagrees_is_refused() -> None:
+    from saesteer.config import SaesteerConfig
+
+    config = SaesteerConfig()
+    frontend._agree(config, [{"version": frontend.__version__, "fingerprint": frontend.fingerprint(config)}])
+    with pytest.raises(ConfigError, match="another saesteer"):
+        frontend._agree(config, [{"version": "0.0.0", "fingerprint": ""}])

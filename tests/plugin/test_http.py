@@ -1,0 +1,173 @@
+"""The same over HTTP: a real `saesteer serve demo`, a real socket, the OpenAI client and httpx."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, PROMPTS
+
+pytestmark = pytest.mark.slow
+
+STEERED = {"edits": [BRIDGE]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
+    command = [sys.executable, "-m", "saesteer", "serve", "demo", "--port", str(port), "--host", "127.0.0.1", *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+    try:
+        _wait(client, process, log)
+        yield client
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+
+
+def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise AssertionError(log.read_text()[-4000:])
+
+
+@pytest.fixture(scope="module")
+def model(server: httpx.Client) -> str:
+    return str(server.get("/v1/models").json()["data"][0]["id"])
+
+
+def complete(server: httpx.Client, model: str, prompt: Any = PROMPTS[0], **body: Any) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
+    return server.post("/v1/completions", json=body)
+
+
+def text(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def test_body_field_and_xargs_say_the_same(server: httpx.Client, model: str) -> None:
+    plain = text(complete(server, model))
+    steered = text(complete(server, model, saesteer=STEERED))
+    by_string = text(complete(server, model, vllm_xargs={"saesteer": json.dumps(STEERED)}))
+    assert steered == by_string != plain
+    assert text(complete(server, model)) == plain
+
+
+def test_chat_and_responses_and_the_openai_client(server: httpx.Client, model: str) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.base_url}v1", api_key="none")
+    turns: Any = [{"role": "user", "content": "Who are you?"}]
+    answers = []
+    for extra in ({}, {"saesteer": STEERED}):
+        made = client.chat.completions.create(
+            model=model, messages=turns, max_tokens=24, temperature=0, extra_body=extra
+        )
+        answers.append(made.choices[0].message.content)
+        other = client.responses.create(
+            model=model, input="Who are you?", max_output_tokens=24, temperature=0, extra_body=extra
+        )
+        answers.append(other.output_text)
+    assert answers[0] != answers[2] and answers[1] != answers[3]
+    assert "bridge" in str(answers[2]).lower() and "bridge" in str(answers[3]).lower()
+
+
+def test_streaming_is_steered(server: httpx.Client, model: str) -> None:
+    whole = text(complete(server, model, saesteer=STEERED))
+    body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    pieces = []
+    with server.stream("POST", "/v1/completions", json={**body, "stream": True, "saesteer": STEERED}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+    assert "".join(pieces) == whole
+
+
+def test_two_prompts_and_n_of_two_are_all_steered(server: httpx.Client, model: str) -> None:
+    one, other = (text(complete(server, model, prompt, saesteer=STEERED)) for prompt in PROMPTS[:2])
+    both = complete(server, model, PROMPTS[:2], saesteer=STEERED, n=2).json()["choices"]
+    assert [choice["text"] for choice in both] == [one, one, other, other]
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"edits": [{**BRIDGE, "feature": 9216}]}, "saesteer.edits[0].feature"),
+    ({"edits": [{**BRIDGE, "dictionary": "demon"}]}, "saesteer.edits[0].dictionary"),
+    ({"edits": [{**BRIDGE, "valeu": 1}]}, "saesteer.edits[0].valeu"),
+    ({"edits": [{**BRIDGE, "value": "much"}]}, "saesteer.edits[0].value"),
+    ({"edits": [{**BRIDGE, "mode": "blend"}]}, "saesteer.edits[0].mode"),
+    ({"edits": [{**BRIDGE, "scope": {"positions": [[3, 3]]}}]}, "saesteer.edits[0].scope"),
+    ({"edits": [{"op": "ablate", "vector": "refusal", "site": "resid_post.14"}]}, "saesteer.edits[0]"),
+    ({"edits": 3}, "saesteer.edits"),
+    ("{", "saesteer"),
+    (None, "saesteer"),
+]
+
+
+@pytest.mark.parametrize(("spec", "field"), BAD, ids=[str(n) for n in range(len(BAD))])
+def test_bad_specs_are_400_and_name_the_field(server: httpx.Client, model: str, spec: Any, field: str) -> None:
+    plain = text(complete(server, model))
+    queued = _counter(server, "vllm:prompt_tokens_total")
+    for path, extra in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": _turns()})):
+        response = server.post(path, json={"model": model, "max_tokens": 4, "saesteer": spec, **extra})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert str(error["param"]).startswith(field)
+        assert field in error["message"]
+    assert _counter(server, "vllm:prompt_tokens_total") == queued, "the engine received nothing of it"
+    assert text(complete(server, model)) == plain
+
+
+def _turns() -> list[dict[str, str]]:
+    return [{"role": "user", "content": "x"}]
+
+
+def _counter(server: httpx.Client, name: str) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_beam_search_is_refused(server: httpx.Client, model: str) -> None:
+    response = complete(server, model, use_beam_search=True, n=2, saesteer=STEERED)
+    assert response.status_code == 400
+    assert "beam search" in response.json()["error"]["message"]
+
+
+def test_many_at_once_over_the_socket(server: httpx.Client, model: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    specs: list[Any] = [None, STEERED, {"edits": [OCEAN]}]
+    plain = [text(complete(server, model, **({"saesteer": spec} if spec else {}))) for spec in specs]
+    assert len(set(plain)) == 3
+    with ThreadPoolExecutor(9) as pool:
+        jobs = [
+            pool.submit(complete, server, model, **({"saesteer": specs[n % 3]} if specs[n % 3] else {}))
+            for n in range(18)
+        ]
+    # bf16 rounds otherwise in a larger batch, so the first words are compared, not all of them.
+    for n, job in enumerate(jobs):
+        assert text(job.result())[:4] == plain[n % 3][:4]

@@ -1,0 +1,143 @@
+"""Requests that are chunked, join, finish, get preempted, share ids or parameters: each is steered as asked, no other.
+
+In float32, so that batch sizes do not change tokens: a request in a crowd is compared with the same request alone.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, Answer, answer, generate
+
+pytestmark = pytest.mark.slow
+
+STEERED = {"edits": [BRIDGE]}
+
+
+def same(one: Answer, other: Answer, tolerance: float = 2e-4) -> bool:
+    """Equal tokens, logprobs within float32's batch noise."""
+    tokens = [token for token, _ in one] == [token for token, _ in other]
+    return tokens and all(abs(a - b) < tolerance for (_, a), (_, b) in zip(one, other, strict=True))
+
+
+def crowd() -> tuple[list[str], list[Any]]:
+    """Twelve requests of different lengths, a third of them plain, the others steered in two ways."""
+    prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}{PROMPTS[n % 4]}" for n in range(12)]
+    specs = [[None, STEERED, {"edits": [{**OCEAN, "scope": {"generated": True}}]}][n % 3] for n in range(12)]
+    return prompts, specs
+
+
+def alone(llm: Any, prompts: list[str], specs: list[Any], tokens: list[int]) -> list[Answer]:
+    return [
+        generate(llm, [prompt], spec, tokens=n)[0] for prompt, spec, n in zip(prompts, specs, tokens, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 512},
+        {"num_gpu_blocks_override": 24, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8},
+    ],
+    ids=["chunked prefill, joining and finishing", "preemption"],
+)
+def test_a_crowd_is_steered_as_each_alone(make_engine: Any, options: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    prompts, specs = crowd()
+    tokens = [8 + 5 * (n % 4) for n in range(12)]
+    if "num_gpu_blocks_override" in options:
+        if not CUDA:
+            options = {**options, "block_size": 32}
+        tokens = [60] * 12
+    llm = make_engine(dtype="float32", enable_prefix_caching=False, **options)
+    expected = alone(llm, prompts, specs, tokens)
+    params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0, ignore_eos=True) for n in tokens]
+    outputs = llm.generate(prompts, params, steer=specs, use_tqdm=False)
+    made = [answer(output.outputs[0]) for output in outputs]
+    wrong = [n for n in range(12) if not same(made[n], expected[n])]
+    assert not wrong
+    if "num_gpu_blocks_override" in options:
+        preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        assert preempted and preempted[0] > 0, "the cache was small enough to preempt"
+
+
+def test_n_of_two_steers_both(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32")
+    params = SamplingParams(temperature=0, n=2, max_tokens=16, logprobs=0, ignore_eos=True)
+    (steered,) = llm.generate([PROMPTS[0]], params, steer=STEERED, use_tqdm=False)
+    (expected,) = generate(llm, [PROMPTS[0]], STEERED)
+    assert len(steered.outputs) == 2
+    assert all(same(answer(one), expected) for one in steered.outputs)
+
+
+def test_ids_that_begin_alike_are_kept_apart(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32")
+    plain, steered = generate(llm, [PROMPTS[1]])[0], generate(llm, [PROMPTS[1]], STEERED)[0]
+    engine = llm.llm_engine
+    for name, spec in (("a", STEERED), ("a-1", None), ("b-1", STEERED), ("b", None)):
+        extra = {"saesteer": spec} if spec else None
+        params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, extra_args=extra)
+        ids = llm.get_tokenizer()(PROMPTS[1]).input_ids
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    done = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = answer(output.outputs[0])
+    assert len(done) == 4
+    for name, made in done.items():
+        assert same(made, steered if name.split("-")[0] + name[1:] in ("a", "b-1") else plain), name
+
+
+def test_a_reused_params_object_steers_every_time(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32")
+    extra = {"saesteer": STEERED}
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, extra_args=extra)
+    (expected,) = generate(llm, [PROMPTS[0]], STEERED)
+    for _ in range(2):
+        outputs = llm.generate([PROMPTS[0], PROMPTS[0]], params, use_tqdm=False)
+        assert all(same(answer(output.outputs[0]), expected) for output in outputs)
+    assert params.extra_args == {"saesteer": {"edits": [BRIDGE]}}
+
+
+def test_a_bad_spec_is_refused_and_its_batchmates_do_not_notice(make_engine: Any) -> None:
+    from saesteer import SpecError
+
+    llm = make_engine()
+    before = generate(llm, PROMPTS)
+    bad = {"edits": [{**BRIDGE, "feature": 9216}]}
+    with pytest.raises(SpecError, match=r"saesteer\.edits\[0\]\.feature"):
+        generate(llm, PROMPTS, [None, STEERED, bad, None])
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert generate(llm, PROMPTS) == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "code"),
+    [
+        ({"edits": [{**BRIDGE, "dictionary": "demon"}]}, "saesteer.edits[0].dictionary", "unknown_name"),
+        ({"edits": [{**BRIDGE, "value": float("nan")}]}, "saesteer.edits[0].value", "not_finite"),
+        ({"edits": [BRIDGE, {**BRIDGE, "colour": 1}]}, "saesteer.edits[1].colour", "unknown_field"),
+        (
+            {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.12", "scale": 4.0}]},
+            "saesteer.edits[0]",
+            "not_served",
+        ),
+        ({"edits": [{**BRIDGE, "feature": n} for n in range(65)]}, "saesteer.edits", "too_many"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_named(make_engine: Any, spec: Any, field: str, code: str) -> None:
+    from saesteer import SpecError
+
+    with pytest.raises(SpecError) as caught:
+        generate(make_engine(), [PROMPTS[0]], spec)
+    assert caught.value.code == code
+    assert caught.value.field.startswith(field)

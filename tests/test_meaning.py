@@ -1,0 +1,213 @@
+"""From a spec in JSON to edited tensors, against an independent float32 transcription of what the language means.
+
+The transcription knows no plan, no table and no op: it reads the JSON and follows the definition of a clamp, word by word.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.config import DictionarySource, SaesteerConfig
+from saesteer.engine import Engine
+from saesteer.errors import ConfigError, SpecError
+from saesteer.kernels import layout
+from saesteer.loaders import own
+from saesteer.spec import from_json
+
+WIDTH, FEATURES, TOKENS = 24, 10, 20
+PLACES = {"jump": ("jumprelu", "resid_post.1"), "rect": ("relu", "resid_post.1"), "top": ("topk", "resid_post.1")}
+
+
+def coder(activation: Any, seed: int) -> SparseCoder:
+    draw = torch.Generator().manual_seed(seed)
+    info = CoderInfo("saesteer", WIDTH, WIDTH, FEATURES, activation, 3 if activation == "topk" else None, "none", None, None, "raw", True, 1, "t", "")
+    return SparseCoder(
+        w_enc=torch.randn(FEATURES, WIDTH, generator=draw) / 4,
+        b_enc=torch.randn(FEATURES, generator=draw) * 0.1,
+        w_dec=torch.randn(FEATURES, WIDTH, generator=draw),
+        b_dec=torch.zeros(WIDTH),
+        info=info,
+        threshold=torch.rand(FEATURES, generator=draw) if activation == "jumprelu" else None,
+        max_act=torch.rand(FEATURES, generator=draw) + 1,
+    )
+
+
+CODERS = {name: coder(activation, seed) for seed, (name, (activation, _)) in enumerate(PLACES.items())}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make_engine(tmp_path_factory.mktemp("coders"))
+
+
+def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: Any) -> Engine:
+    for name, one in CODERS.items():
+        own.write(folder / f"{name}.safetensors", one)
+    sources = {
+        name: DictionarySource(f"{folder}/{name}.safetensors", (sites or {}).get(name, site))
+        for name, (_, site) in PLACES.items()
+    }
+    size = {"width": WIDTH, "layers": 4, "dtype": torch.float32, "max_rows": 4, "max_tokens": 64} | options
+    return Engine(SaesteerConfig(sources, max_edits=64), device=torch.device("cpu"), **size)
+
+
+def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
+    """Requests of TOKENS tokens each, one after the other, through plan, table, work list and op."""
+    for row, spec in enumerate(specs, 1):
+        engine.fill(row, None if spec is None else engine.row_words(from_json(spec), prompt_len))
+    rows = torch.arange(len(specs), dtype=torch.int64)
+    starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
+    positions = torch.arange(TOKENS).repeat(len(specs))
+    engine.schedule(rows, 1, starts, positions, len(specs))
+    (site,) = engine.sites.values()
+    out = x.clone()
+    torch.ops.saesteer.edit_(
+        out, None, None, engine.table, site.index, engine.work, site.w_enc, site.w_dec, site.b_enc,
+        layout.BARE, 0.0, 0.0, site.has_topk,
+    )  # fmt: skip
+    return out
+
+
+def transcription(spec: Any, prompt_len: int, x: np.ndarray) -> np.ndarray:
+    """x [TOKENS, WIDTH] of one request → x', from the definition of clamp, scope and group."""
+    x = x.astype(np.float32).copy()
+    groups: list[tuple[str, list[Any]]] = []
+    for one in spec["edits"]:
+        if not groups or groups[-1][0] != one["dictionary"]:
+            groups.append((one["dictionary"], []))
+        groups[-1][1].append(one)
+    for name, clamps in groups:
+        c = CODERS[name]
+        w_enc, w_dec = c.w_enc.numpy(), c.w_dec.numpy()
+        for t in range(TOKENS):
+            pre = w_enc @ x[t] + c.b_enc.numpy()
+            if c.info.activation == "topk":
+                kept = sorted(range(FEATURES), key=lambda i: (-pre[i], i))[:3]
+                f = np.array([max(pre[i], 0) if i in kept else 0 for i in range(FEATURES)], np.float32)
+            else:
+                bound = c.threshold.numpy() if c.threshold is not None else np.zeros(FEATURES, np.float32)
+                f = np.where(pre > bound, pre, 0).astype(np.float32)
+            changed = f.copy()
+            # min and max of one feature make a band, whichever stands first
+            for one in sorted(clamps, key=lambda one: one.get("mode") == "max"):
+                i = one["feature"]
+                if not within(one.get("scope"), t, prompt_len) or (one.get("only_if_active") and f[i] == 0):
+                    continue
+                v = one["value"] * (float(c.max_act[i]) if one.get("unit") == "max_act" else 1)
+                mode = one.get("mode", "set")
+                if mode == "set":
+                    changed[i] = v
+                elif mode == "add":
+                    changed[i] = f[i] + v
+                elif mode == "scale":
+                    changed[i] = f[i] * v
+                elif mode == "min":
+                    changed[i] = max(changed[i], v)
+                else:
+                    changed[i] = min(changed[i], v)
+            x[t] = x[t] + (changed - f) @ w_dec
+    return x
+
+
+def within(scope: Any, t: int, prompt_len: int) -> bool:
+    scope = scope or {}
+    prompt, generated = scope.get("prompt"), scope.get("generated")
+    prompt = (not generated if generated is not None else True) if prompt is None else prompt
+    generated = (not scope["prompt"] if scope.get("prompt") is not None else True) if generated is None else generated
+    if not (prompt if t < prompt_len else generated) or t < scope.get("skip_first", 0):
+        return False
+    if "positions" not in scope:
+        return t > 0
+    ends = [(a + prompt_len if a < 0 else a, 10**9 if b is None else b + prompt_len if b < 0 else b) for a, b in scope["positions"]]
+    return any(a <= t < b for a, b in ends)
+
+
+values = st.floats(-4, 4, width=32).filter(lambda v: abs(v) > 0.01)
+scopes = st.one_of(
+    st.none(),
+    st.fixed_dictionaries({}, optional={"prompt": st.booleans(), "skip_first": st.integers(0, 6)}),
+    st.just({"generated": True}),
+    st.lists(st.tuples(st.integers(-8, 15), st.one_of(st.none(), st.integers(-4, 20))), min_size=1, max_size=3).map(
+        lambda spans: {"positions": [list(span) for span in spans]}
+    ),
+)
+clamps = st.builds(
+    lambda name, feature, value, mode, unit, active, scope: {
+        "op": "clamp", "dictionary": name, "feature": feature, "value": value, "mode": mode,
+        "unit": "raw" if mode == "scale" else unit, "only_if_active": active, **({"scope": scope} if scope else {}),
+    },
+    st.sampled_from(list(PLACES)), st.integers(0, FEATURES - 1), values,
+    st.sampled_from(["set", "add", "scale", "min", "max"]), st.sampled_from(["raw", "max_act"]), st.booleans(), scopes,
+)  # fmt: skip
+specs = st.lists(clamps, min_size=1, max_size=6).map(lambda edits: {"edits": edits})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(specs, st.integers(1, TOKENS), st.integers(0, 2**31))
+def test_a_spec_means_what_the_definition_says(engine: Engine, spec: Any, prompt_len: int, seed: int) -> None:
+    try:
+        engine.row_words(from_json(spec), prompt_len)
+    except SpecError:
+        return  # duplicates and empty scopes, tested in tests/spec
+    x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    out = edit(engine, [None, spec, None], prompt_len, x)
+    expected = transcription(spec, prompt_len, x[TOKENS : 2 * TOKENS].numpy())
+    # float32, sums of 24 products in another order, up to six groups that build on each other
+    np.testing.assert_allclose(out[TOKENS : 2 * TOKENS].numpy(), expected, rtol=2e-4, atol=2e-3)
+    assert torch.equal(out[:TOKENS], x[:TOKENS]) and torch.equal(out[2 * TOKENS :], x[2 * TOKENS :])
+
+
+def test_a_row_is_empty_after_its_request(engine: Engine) -> None:
+    spec = {"edits": [{"op": "clamp", "dictionary": "jump", "feature": 1, "value": 3.0}]}
+    x = torch.randn(TOKENS, WIDTH)
+    assert not torch.equal(edit(engine, [spec], 4, x), x)
+    assert torch.equal(edit(engine, [None], 4, x), x)
+    engine.rest()
+    assert int(engine.work[0, 0]) == 0
+
+
+def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> None:
+    before = engine.table.data_ptr(), engine.table.shape
+    for n in range(5000):
+        clamp = {"op": "clamp", "dictionary": "rect", "feature": n % FEATURES, "value": float(n + 1)}
+        engine.fill(1 + n % 4, engine.row_words(from_json({"edits": [clamp]}), 5))
+    for row in range(1, 5):
+        engine.fill(row, None)
+    assert (engine.table.data_ptr(), engine.table.shape) == before
+    assert not engine.table[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("sites", "options", "message"),
+    [
+        ({}, {"width": 25}, "24 wide, but this model is 25 wide"),
+        ({"jump": "resid_post.4"}, {}, "layers 0 to 3"),
+        ({"jump": "mlp_out.1"}, {}, "not served"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_at_start(
+    tmp_path: Path, sites: dict[str, str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(tmp_path, sites, **options)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [3, {"dictionary": {}}, {"dictionaries": []}, {"dictionaries": {"a": 3}}, {"sites": "resid_post.1"}, {"max_edits": 0}],
+)
+def test_a_wrong_configuration_is_refused(raw: Any) -> None:
+    with pytest.raises(ConfigError):
+        SaesteerConfig.from_json(raw)
+
+
+def test_the_configuration_round_trips() -> None:
+    config = SaesteerConfig({"a": DictionarySource.from_argument("org/repo/x@resid_mid.3")}, ("resid_post.1",), 7)
+    assert SaesteerConfig.from_json(config.to_json()) == config
+    assert config.dictionaries["a"] == DictionarySource("org/repo/x", "resid_mid.3")
