@@ -27,14 +27,19 @@ SPECS: dict[str, Any] = {
         ]
     },
     "add": {"edits": [{**BRIDGE, "mode": "add", "value": 12.0, "unit": "raw"}]},
-    "scale if active": {"edits": [{**OCEAN, "mode": "scale", "value": 3.0, "unit": "raw", "only_if_active": True}]},
+    "scale if active": {  # two features that fire on many tokens of the prompts
+        "edits": [
+            {**OCEAN, "feature": n, "mode": "scale", "value": 3.0, "unit": "raw", "only_if_active": True}
+            for n in (2526, 5501)
+        ]
+    },
     "two dictionaries at one site": {
         "edits": [OCEAN, {"op": "clamp", "dictionary": "second", "feature": 5, "value": 20.0}, BRIDGE]
     },
     "exact topk": {
         "edits": [
-            {"op": "clamp", "dictionary": "topk", "feature": n, "value": 2.0, "mode": "scale", "only_if_active": True}
-            for n in range(8)
+            {"op": "clamp", "dictionary": "topk", "feature": n, "value": 4.0, "mode": "scale", "only_if_active": True}
+            for n in (17, 18)
         ]
     },
     "resid_mid": {"edits": [{"op": "clamp", "dictionary": "mid", "feature": 17, "value": 30.0}]},
@@ -73,8 +78,9 @@ def near_threshold(oracle: hf.Model, ids: list[int], spec: Any) -> torch.Tensor:
         pre = coder.pre(oracle.stream(ids, site, steer=None))
         feature = pre[:, edit["feature"]]
         if coder.info.activation == "topk":
-            kth = pre.topk(int(coder.info.k or 0) + 1).values[:, -2:]
-            near |= ((feature[:, None] - kth).abs() < NEAR).any(1)
+            last_in, first_out = pre.topk(int(coder.info.k or 0) + 1).values[:, -2:].unbind(1)
+            rival = torch.where(feature >= last_in, first_out, last_in)
+            near |= (feature - rival).abs() < NEAR
         else:
             bound = 0.0 if coder.threshold is None else float(coder.threshold[edit["feature"]])
             near |= (feature - bound).abs() < NEAR
