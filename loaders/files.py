@@ -54,7 +54,7 @@ def fetch(place: str | Path) -> Path:
             have = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none"
             raise LoadError(f"{place}: no file {name}.safetensors in {folder}; known names: {have}")
         return chosen
-    if isinstance(place, Path) or not _HUB_ID.fullmatch(place) or ".." in place:
+    if isinstance(place, Path) or not _HUB_ID.fullmatch(place):
         raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
     return _from_hub(place)
 

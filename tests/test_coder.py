@@ -129,6 +129,7 @@ def test_a_zero_token_stays_finite_and_a_norm_needs_like(norm: str) -> None:
     coder = random_coder(in_norm=norm)
     zero = torch.zeros(1, D)
     f = coder.encode(zero)
+    assert torch.equal(coder.pre(zero)[0], coder.b_enc)
     assert coder.decode(f, like=zero).isfinite().all()
     with pytest.raises(AssertionError, match="like="):
         coder.decode(f)

@@ -83,6 +83,8 @@ def test_fake_hub_single_file_and_name_inside_a_folder(fake_hub: FakeHub) -> Non
     assert describe("org/sae/m#layer_4_pre_attn").site_in == "resid_pre.4"
     with pytest.raises(LoadError, match="2 sites and none chosen"):
         describe("org/sae/m")
+    with pytest.raises(LoadError, match="known names: layer_20_post_block, layer_4_pre_attn"):
+        describe("org/sae/m#../sub/mine")
 
 
 def test_fake_hub_failures_are_one_sentence(fake_hub: FakeHub) -> None:

@@ -167,7 +167,7 @@ def saelens_formula(
 
 def manifest_cases() -> list[Case]:
     r = writers.raw(seed=5)
-    everything, backwards = list(range(F)), list(range(F))[::-1]
+    everything, turned = list(range(F)), [*range(7, F), *range(7)]
     one = ((20, "post_block"),)
 
     def case(name: str, rows: list[int], facts: dict[str, Any], *, full: bool = False, **more: Any) -> Case:
@@ -213,8 +213,8 @@ def manifest_cases() -> list[Case]:
         case("by-manifest-file", SEEN, post, suffix="/manifest.json"),
         case("full", SEEN, {"feature_ids": None}, full=True),
         case("full-topk", SEEN, {"feature_ids": None, "activation": "topk", "k": 5}, full=True, **topk_params),
-        case("all-backwards", backwards, {"feature_ids": None}),
-        case("all-backwards-topk", backwards, {"feature_ids": None, "k": 5}, **topk_params),
+        case("all-turned", turned, {"feature_ids": None}),
+        case("all-turned-topk", turned, {"feature_ids": None, "k": 5}, **topk_params),
     ]
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load
+from saesteer.loaders.arrays import open_arrays
 from tests.loaders import writers
 from tests.loaders.writers import SEEN, D, F
 
@@ -252,6 +253,16 @@ def test_cut_short(name: str, keep: int, tmp_path: Path) -> None:
             read(str(file))
 
 
+@pytest.mark.parametrize("name", ["saelens", "manifest", "own"])
+def test_cut_short_while_it_is_read(name: str, tmp_path: Path) -> None:
+    file = GOOD[name](tmp_path)
+    opened = open_arrays(file)
+    file.write_bytes(file.read_bytes()[:-4])
+    last = max(opened.entries, key=lambda key: opened.entries[key].start)
+    with pytest.raises(LoadError, match=f"{last}: not readable .the file is cut short."):
+        list(opened._blocks(last))
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 @given(data=st.data())
 @every_good_file
@@ -306,6 +317,20 @@ def test_changed_value_in_an_npz_fails_its_checksum(tmp_path: Path) -> None:
     at = content.index(large["W_dec"].tobytes()) + 300 * D * 4
     file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     assert describe(file).features == 400
+    with pytest.raises(LoadError, match="W_dec: not readable"):
+        load(file)
+
+
+def test_compressed_npz_and_its_checksum(tmp_path: Path) -> None:
+    large: dict[str, Any] = writers.raw(features=400)
+    file = tmp_path / "params.npz"
+    np.savez_compressed(file, **large)
+    assert np.array_equal(load(file).w_enc.numpy().T, large["W_enc"])
+    with zipfile.ZipFile(file) as archive:
+        crc = struct.pack("<L", archive.getinfo("W_dec.npy").CRC)
+    content = bytearray(file.read_bytes())
+    content[content.rindex(crc)] ^= 1  # in the directory at the file's end
+    file.write_bytes(content)
     with pytest.raises(LoadError, match="W_dec: not readable"):
         load(file)
 
