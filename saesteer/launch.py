@@ -1,0 +1,185 @@
+"""From `saesteer serve …` to a running `vllm serve …`: checks what can be checked without an engine, then becomes vLLM.
+
+Knows vLLM's command line, and of vLLM itself nothing.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from saesteer.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.demo import DEMO_DICTIONARY, DEMO_SAE, engine_options
+from saesteer.errors import ConfigError
+from saesteer.model import ensure_model
+
+# Flags that change how vLLM reads the model's config: then its width is left to vLLM's own start to check.
+_OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
+
+
+def need_vllm() -> None:
+    """Raises ConfigError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' brings it")
+
+
+def config_from(dictionaries: Sequence[str], sites: Sequence[str] = (), max_edits: int = 64) -> SaesteerConfig:
+    """The operator's wishes from the words of the command line.
+
+    Args:
+        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
+        sites: names, each word one or several with commas.
+        max_edits: table entries of one request.
+
+    Raises:
+        ConfigError: a word is not of that form.
+    """
+    sources: dict[str, DictionarySource] = {}
+    for word in dictionaries:
+        name, equals, place = word.partition("=")
+        if not (name and equals and place):
+            raise ConfigError(
+                f"--dictionary {word}: expected NAME=PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"
+            )
+        if name in sources:
+            raise ConfigError(f"--dictionary {word}: the name {name!r} is taken by {sources[name].path}")
+        sources[name] = DictionarySource.from_argument(place)
+    named = [site for word in sites for site in word.split(",") if site]
+    return SaesteerConfig.from_json(SaesteerConfig(sources, tuple(named), max_edits).to_json())
+
+
+def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None:
+    """Tell now what vLLM would only tell after a minute, in a traceback: what is wrong with the model or a dictionary.
+
+    Args:
+        model: a folder or hub id.
+        config: the operator's wishes.
+        flags: for vLLM; those that say how to find the model's config are heeded.
+
+    Raises:
+        ConfigError: no such model, or a dictionary or site that it does not have.
+        LoadError: a dictionary's files are not what they should be.
+    """
+    infos = config.describe()
+    sites = config.all_sites(infos)
+    if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
+        return
+    from saesteer.engine import check_fit
+
+    shape = _text_config(model, flags)
+    check_fit(infos, sites, width=shape.hidden_size, layers=shape.num_hidden_layers)
+
+
+def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
+    """Become `vllm serve`; comes back only as an error.
+
+    Raises:
+        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config.
+    """
+    need_vllm()
+    extra = list(flags)
+    if model == DEMO_DICTIONARY:
+        model, config = _demo(config)
+        extra += _missing(flags, {"--served-model-name": DEMO_DICTIONARY} | _as_flags(engine_options()))
+    check(model, config, extra)
+    words = ["serve", model, *_with_config(extra, config)]
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words], environment(os.environ))
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment for vLLM: where VLLM_PLUGINS chooses among the plugins, saesteer is one of them."""
+    found = dict(given)
+    chosen = found.get("VLLM_PLUGINS")
+    if chosen is not None and KEY not in chosen.split(","):
+        found["VLLM_PLUGINS"] = ",".join([*filter(None, chosen.split(",")), KEY])
+    return found
+
+
+def _demo(config: SaesteerConfig) -> tuple[str, SaesteerConfig]:
+    sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
+    model = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # this is a command
+    return str(model), SaesteerConfig(sources, config.sites, config.max_edits)
+
+
+def _as_flags(options: Mapping[str, Any]) -> dict[str, str | None]:
+    return {f"--{name.replace('_', '-')}": None if value is True else str(value) for name, value in options.items()}
+
+
+def _missing(flags: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:
+    """The defaults that the flags do not set, as words."""
+    words: list[str] = []
+    for flag, value in defaults.items():
+        if not any(_is(word, flag) or _is(word, flag.replace("--", "--no-", 1)) for word in flags):
+            words += [flag] if value is None else [flag, value]
+    return words
+
+
+def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
+    """The flags with saesteer's part merged into the user's own --additional-config, if there is one."""
+    flag = "--additional-config"
+    if any(word.replace("_", "-").startswith(flag + ".") for word in flags):
+        raise ConfigError(
+            f"{flag}.NAME cannot stand beside saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
+        )
+    merged = _json_object(flag, _value(flags, flag))
+    if KEY in merged:
+        raise ConfigError(
+            f"{flag} has {KEY!r} already; say it with --dictionary, --sites and --max-edits, or run vllm serve"
+        )
+    merged[KEY] = config.to_json()
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        if not _is(word, flag):
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return [*kept, flag, json.dumps(merged)]
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} is {text!r}, expected a JSON object")
+    return found
+
+
+def _is(word: str, flag: str) -> bool:
+    """vLLM takes --a-b, --a_b and --a-b=value."""
+    return word.partition("=")[0].replace("_", "-") == flag
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag; "" for one without; None where it does not stand."""
+    found = None
+    for word, after in zip(flags, [*flags[1:], ""], strict=True):
+        if _is(word, flag):
+            found = word.partition("=")[2] if "=" in word else after
+    return found
+
+
+def _text_config(model: str, flags: Sequence[str]) -> Any:
+    from transformers import AutoConfig
+
+    if not Path(model).exists() and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
+        raise ConfigError(f"model {model!r}: no such folder; expected one, or a hub id such as org/name")
+    revision = _value(flags, "--revision")
+    trust = _value(flags, "--trust-remote-code") is not None
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust)
+    except (OSError, ValueError, ImportError) as exc:
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        found = (
+            "the folder's config cannot be read"
+            if Path(model).exists()
+            else "no such folder, nor a hub id that answers"
+        )
+        raise ConfigError(f"model {model!r}: {found} ({reason})") from exc
+    return config.get_text_config()

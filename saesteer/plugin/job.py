@@ -1,0 +1,164 @@
+"""One engine in a process of its own: batches of prompts in, answers out. Stock vLLM, or with saesteer.
+
+A process each, because what an engine holds is freed by its end alone, and whether plugins load is decided once. It
+does not know what the answers are for: the demo and `saesteer doctor` ask.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from saesteer.errors import ConfigError, SaesteerError
+
+_ERROR = re.compile(r"^(?:\(.*?\)\s*)?(?:ERROR\b.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts that are generated together, greedily.
+
+    Attributes:
+        prompts: texts, or lists of token ids.
+        steer: a spec as JSON, or None, for each prompt; empty: nobody is steered.
+        chat: each prompt is a text, and a user's turn in the model's chat template.
+        fresh: forget the prefix cache first.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    steer: Sequence[Mapping[str, Any] | None] = ()
+    max_tokens: int = 32
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    chat: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one prompt got."""
+
+    text: str
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: list[float]  # of each token of ids
+    cached: int  # tokens of the prompt that the prefix cache had
+
+
+def run(
+    model: str,
+    batches: Sequence[Batch],
+    *,
+    dictionaries: Mapping[str, str] | None,
+    options: Mapping[str, Any],
+    verbose: bool = False,
+) -> list[list[Answer]]:
+    """Start an engine, generate the batches one after the other, end it.
+
+    Args:
+        model: a folder or hub id.
+        batches: what to generate.
+        dictionaries: as ``saesteer.LLM`` takes them; None is stock vLLM, to which no plugin is loaded.
+        options: anything else that ``vllm.LLM`` takes.
+        verbose: show what vLLM says; else it is kept from the terminal.
+
+    Raises:
+        ConfigError: the engine refuses the model, a dictionary or a spec.
+        SaesteerError: the engine failed; the message holds its reason.
+    """
+    job = {
+        "model": model,
+        "dictionaries": None if dictionaries is None else dict(dictionaries),
+        "options": dict(options),
+        "batches": [asdict(batch) for batch in batches],
+    }
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if dictionaries is None:
+        environment["VLLM_PLUGINS"] = ""
+    with tempfile.TemporaryDirectory(prefix="saesteer-") as scratch:
+        answers, log = Path(scratch, "answers.json"), Path(scratch, "log.txt")
+        with log.open("w") as said:
+            done = subprocess.run(
+                [sys.executable, "-m", "saesteer.plugin.job", str(answers)],
+                input=json.dumps(job),
+                text=True,
+                env=environment,
+                stdout=None if verbose else said,
+                stderr=None if verbose else said,
+                check=False,
+            )
+        if not answers.is_file():
+            reason = _reason(log.read_text()) or f"exit code {done.returncode}"
+            raise SaesteerError(f"the engine could not start ({reason}); --verbose shows all that vLLM says")
+        found = json.loads(answers.read_text())
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return [[Answer(**answer) for answer in batch] for batch in found]
+
+
+def _reason(log: str) -> str:
+    """The first error of a log: what vLLM says after it is about the processes that it took with it."""
+    found = [match for line in log.splitlines() if (match := _ERROR.match(line.strip()))]
+    return f"{found[0][1]}: {found[0][2]}"[:400] if found else ""
+
+
+def _work(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    import vllm
+
+    from saesteer.plugin.llm import LLM
+
+    if job["dictionaries"] is None:
+        llm: Any = vllm.LLM(model=job["model"], **job["options"])
+    else:
+        llm = LLM(job["model"], dictionaries=job["dictionaries"], **job["options"])
+    return [_generate(llm, Batch(**batch)) for batch in job["batches"]]
+
+
+def _generate(llm: Any, batch: Batch) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    if batch.fresh:
+        llm.reset_prefix_cache()
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=batch.max_tokens,
+            repetition_penalty=batch.repetition_penalty,
+            ignore_eos=batch.ignore_eos,
+            logprobs=0,
+            extra_args=None if spec is None else {"saesteer": spec},
+        )
+        for spec in batch.steer or [None] * len(batch.prompts)
+    ]
+    if batch.chat:
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in batch.prompts], params, use_tqdm=False)
+    else:
+        prompts = [text if isinstance(text, str) else {"prompt_token_ids": list(text)} for text in batch.prompts]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [asdict(_answer(output)) for output in outputs]
+
+
+def _answer(output: Any) -> Answer:
+    made = output.outputs[0]
+    logprobs = [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)]
+    return Answer(
+        made.text, list(output.prompt_token_ids), list(made.token_ids), logprobs, output.num_cached_tokens or 0
+    )
+
+
+def _main() -> None:
+    try:
+        found: Any = _work(json.load(sys.stdin))
+    except SaesteerError as exc:
+        found = str(exc)
+    Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()
