@@ -48,7 +48,7 @@ class Child:
     """An engine in a process of its own."""
 
     def __init__(self, job: dict[str, Any], stock: bool) -> None:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"} | ({"VLLM_PLUGINS": ""} if stock else {})
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | ({"VLLM_PLUGINS": ""} if stock else {})
         command = [sys.executable, "-m", "bench.engine", "--child", json.dumps(job)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

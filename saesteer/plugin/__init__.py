@@ -21,7 +21,7 @@ def register() -> None:
     _registered = True
     from saesteer.plugin import frontend, hooks, worker
 
-    hooks.check_contract()
+    hooks.check_contract(worker=False)
     frontend.install()
     if os.environ.get("SAESTEER_DISABLE") == "1":
         logging.getLogger("vllm.saesteer").warning("saesteer is disabled by SAESTEER_DISABLE=1: steering is refused")

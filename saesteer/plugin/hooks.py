@@ -26,12 +26,14 @@ class Hook:
         path: its name there, such as ``Class.method``.
         parameters: leading parameter names that saesteer passes or reads, ``self`` left out.
         why: what saesteer does there.
+        worker: it is needed where the model runs, and its module is imported only there.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...]
     why: str
+    worker: bool = False
 
     def find(self) -> Callable[..., Any]:
         """The function, checked.
@@ -56,6 +58,9 @@ class Hook:
 
 
 _OPENAI = "vllm.entrypoints.openai"
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu.model_states"
+_NORMS = "vllm.model_executor.layers.layernorm"
 
 HOOKS: dict[str, Hook] = {
     hook.path: hook
@@ -74,17 +79,18 @@ HOOKS: dict[str, Hook] = {
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
         Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
         Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),
-        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.add_request", ("req_index", "new_req_data"), "V2"),
-        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.remove_request", ("req_id",), "V2"),
-        Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.prepare_inputs", ("input_batch",), "V2"),
-        Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",), "V1"),
+        Hook(f"{_V2}.interface", "ModelState.add_request", ("req_index", "new_req_data"), "V2", worker=True),
+        Hook(f"{_V2}.interface", "ModelState.remove_request", ("req_id",), "V2", worker=True),
+        Hook(f"{_V2}.interface", "ModelState.prepare_inputs", ("input_batch",), "V2", worker=True),
+        Hook(_V1, "GPUModelRunner._update_states", ("scheduler_output",), "V1", worker=True),
         Hook(
-            "vllm.v1.worker.gpu_model_runner",
-            "GPUModelRunner._prepare_inputs",
-            ("scheduler_output", "num_scheduled_tokens"),
-            "V1",
+            _V1, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens"), "V1", worker=True
         ),
-        Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run", ("num_tokens",), "V1"),
+        Hook(_V1, "GPUModelRunner._dummy_run", ("num_tokens",), "V1", worker=True),
+        *(
+            Hook(_NORMS, f"{norm}.forward_native", ("x", "residual"), "the op's place", worker=True)
+            for norm in ("RMSNorm", "GemmaRMSNorm")
+        ),
         *(
             Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_sampling_params", (), "the body field")
             for module, name in (
@@ -97,8 +103,6 @@ HOOKS: dict[str, Hook] = {
             Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_beam_search_params", (), "refused there")
             for module, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
         ),
-        Hook("vllm.model_executor.layers.layernorm", "RMSNorm.forward_native", ("x", "residual"), "the op's place"),
-        Hook("vllm.model_executor.layers.layernorm", "GemmaRMSNorm.forward_native", ("x", "residual"), "the op's place"),
     )
 }
 
@@ -113,8 +117,8 @@ def vllm_version() -> str:
     raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
 
 
-def check_contract() -> None:
-    """Look every hook up.
+def check_contract(*, worker: bool) -> None:
+    """Look the hooks up: those that every process needs, or those of a worker.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a hook that is missing or changed.
@@ -123,7 +127,8 @@ def check_contract() -> None:
     if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
         raise UnsupportedError(f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}")
     for hook in HOOKS.values():
-        hook.find()
+        if hook.worker == worker:
+            hook.find()
 
 
 def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -55,7 +55,12 @@ def _attaching(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def attach(worker: Any, config: SaesteerConfig) -> None:
-    """Wrap this worker and its runner; the model is not loaded yet."""
+    """Wrap this worker and its runner; the model is not loaded yet.
+
+    Raises:
+        UnsupportedError: a hook is missing or changed.
+    """
+    hooks.check_contract(worker=True)
     runner = worker.model_runner
     load_model = runner.load_model
     warm_up = worker.compile_or_warm_up_model

@@ -19,7 +19,8 @@ from saesteer.loaders import own
 from saesteer.model import ensure_model
 
 HERE = Path(__file__).parent
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
 WIDTH = 576  # of the embedded model
 
 BRIDGE = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 2.0, "unit": "max_act"}

@@ -13,8 +13,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.plugin import frontend, hooks  # noqa: E402  # needs vLLM
 
 
-def test_the_installed_vllm_keeps_the_contract() -> None:
-    hooks.check_contract()
+@pytest.mark.parametrize("worker", [False, True])
+def test_the_installed_vllm_keeps_the_contract(worker: bool) -> None:
+    hooks.check_contract(worker=worker)
 
 
 def test_a_missing_hook_is_named_with_the_version() -> None:
@@ -32,7 +33,7 @@ def test_a_changed_signature_is_named() -> None:
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "vllm_version", lambda: "0.40.1")
     with pytest.raises(UnsupportedError, match=r"0\.40\.1"):
-        hooks.check_contract()
+        hooks.check_contract(worker=False)
 
 
 class _Config:
