@@ -1,4 +1,4 @@
-"""For tests and benchmarks: tables built by hand, and the one measure of accuracy. Knows kernels/layout.py, not plans."""
+"""For tests and benchmarks: tables built by hand, and the measure of accuracy. Knows kernels/layout.py, not plans."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups]) -> None:
 
 
 def make_table(rows: Sequence[Sequence[Groups]], sites: int, device: str | torch.device = "cpu") -> Tensor:
-    """The table that holds `rows[r]` (its groups, site by site) in row r + 1; row 0 stays empty. int32 [rows + 1, words].
+    """The table that holds `rows[r]` (groups, site by site) in row r + 1; row 0 stays empty. int32 [rows + 1, words].
 
     Words behind a row's own are garbage, as in a server after many requests.
     """
@@ -79,9 +79,7 @@ def make_table(rows: Sequence[Sequence[Groups]], sites: int, device: str | torch
     return table.to(device)
 
 
-def make_work(
-    items: Sequence[tuple[int, int, int]], max_tokens: int, device: str | torch.device = "cpu"
-) -> Tensor:
+def make_work(items: Sequence[tuple[int, int, int]], max_tokens: int, device: str | torch.device = "cpu") -> Tensor:
     """The work list of `items` (token, row, position), int32 [max_tokens + 1, 4]; what lies behind them is garbage."""
     work = torch.full((max_tokens + 1, 4), -(2**30), dtype=torch.int32)
     work[0, 0] = len(items)

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     early = "triton" in sys.modules
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.experimental.gluon  # which Triton imports at the first launch, and which asks again
+    import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch, and it asks again)
 
     import saesteer.kernels.edit
     import saesteer.kernels.work  # noqa: F401
