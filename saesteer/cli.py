@@ -22,7 +22,7 @@ Dictionaries = Annotated[
     typer.Option(
         "--dictionary",
         metavar="NAME=PLACE[@SITE]",
-        help="A dictionary and its name in requests: a path or hub id, @SITE where its files do not say it. Repeatable.",
+        help="A dictionary and its name in requests: a path or hub id, @SITE if its files do not say it. Repeatable.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM says.")]

@@ -73,6 +73,19 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
     check_fit(infos, sites, width=shape.hidden_size, layers=shape.num_hidden_layers)
 
 
+def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
+    """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionary.
+
+    Raises:
+        ConfigError: the embedded model cannot be had.
+    """
+    if model != DEMO_DICTIONARY:
+        return model, config, {}
+    sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
+    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # for the commands alone
+    return str(folder), SaesteerConfig(sources, config.sites, config.max_edits), engine_options()
+
+
 def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
     """Become `vllm serve`; comes back only as an error.
 
@@ -80,12 +93,12 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
         ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config.
     """
     need_vllm()
-    extra = list(flags)
-    if model == DEMO_DICTIONARY:
-        model, config = _demo(config)
-        extra += _missing(flags, {"--served-model-name": DEMO_DICTIONARY} | _as_flags(engine_options()))
-    check(model, config, extra)
-    words = ["serve", model, *_with_config(extra, config)]
+    place, config, options = resolve(model, config)
+    if place != model:
+        options["served_model_name"] = model
+    extra = [*flags, *_missing(flags, _as_flags(options))]
+    check(place, config, extra)
+    words = ["serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words], environment(os.environ))
 
@@ -97,12 +110,6 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     if chosen is not None and KEY not in chosen.split(","):
         found["VLLM_PLUGINS"] = ",".join([*filter(None, chosen.split(",")), KEY])
     return found
-
-
-def _demo(config: SaesteerConfig) -> tuple[str, SaesteerConfig]:
-    sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
-    model = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # this is a command
-    return str(model), SaesteerConfig(sources, config.sites, config.max_edits)
 
 
 def _as_flags(options: Mapping[str, Any]) -> dict[str, str | None]:

@@ -1,0 +1,78 @@
+"""What `saesteer doctor` concludes from answers; that it asks real engines is tested in test_real.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from saesteer.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
+from saesteer.plugin.job import Answer
+
+CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
+
+
+def answer(start: int, *, cached: int = 0) -> Answer:
+    return Answer("", [1] * 400, list(range(start, start + TOKENS)), [-float(start)] * TOKENS, cached)
+
+
+PLAIN_A, PLAIN_B, STEERED_B = answer(0), answer(100), answer(200)
+PLAIN, STEERED = answer(300), answer(400)
+STOCK = [[PLAIN_A, PLAIN_B], [PLAIN_A, PLAIN_B], [PLAIN], [PLAIN], [PLAIN], [PLAIN], [PLAIN]]
+OURS = [
+    [PLAIN_A, STEERED_B],
+    [PLAIN_A, PLAIN_B],
+    [STEERED],
+    [PLAIN],
+    [replace(PLAIN, cached=384)],
+    [PLAIN],
+    [STEERED],
+]
+
+
+def failed(ours: list[list[Answer]], distances: Distances = CLOSE) -> list[str]:
+    return [check.name for check in compare(STOCK, ours, distances) if not check.passed]
+
+
+def with_answer(batch: int, place: int, other: Answer) -> list[list[Answer]]:
+    ours = [list(answers) for answers in OURS]
+    ours[batch][place] = other
+    return ours
+
+
+def test_all_is_well() -> None:
+    assert failed(OURS) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [
+        (with_answer(0, 0, replace(PLAIN_A, logprobs=[-0.001] * TOKENS)), "unsteered = stock"),
+        (with_answer(0, 1, PLAIN_B), "steered ≠ stock"),
+        (with_answer(1, 1, STEERED_B), "the next batch is clean"),
+        (with_answer(2, 0, replace(STEERED, logprobs=[float("nan")] * TOKENS)), "finite"),
+        (with_answer(3, 0, STEERED), "prefix cache, steered first"),
+        (with_answer(3, 0, replace(PLAIN, cached=16)), "prefix cache, steered first"),
+        (with_answer(5, 0, STEERED), "prefix cache, plain first"),
+        (with_answer(6, 0, PLAIN), "prefix cache, plain first"),
+        (with_answer(6, 0, replace(STEERED, cached=16)), "prefix cache, plain first"),
+        (with_answer(4, 0, PLAIN), "prefix caching is on"),
+    ],
+)
+def test_each_fault_is_seen(ours: list[list[Answer]], name: str) -> None:
+    assert name in failed(ours)
+
+
+@pytest.mark.parametrize(
+    "distances",
+    [Distances(plain=0.01, steered=0.5, unlike=5.0), Distances(plain=0.01, steered=0.02, unlike=0.02)],
+    ids=["apart", "clamp-without-effect"],
+)
+def test_disagreement_is_seen(distances: Distances) -> None:
+    assert failed(OURS, distances) == ["Transformers agrees"]
+
+
+def test_both_engines_are_asked_the_same() -> None:
+    plain, steered = batches(None), batches({"edits": []})
+    assert [replace(batch, steer=()) for batch in plain] == [replace(batch, steer=()) for batch in steered]
+    assert all(spec is None for batch in plain for spec in batch.steer)
+    assert steered[0].prompts == PROMPTS
+    assert steered[2].prompts == [LONG]

@@ -1,0 +1,105 @@
+"""What `saesteer serve` hands to vLLM: its words and its environment."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saesteer import launch
+from saesteer.config import SaesteerConfig
+from saesteer.demo import DEMO_SAE
+
+
+class Became(Exception):
+    """The process would be vLLM now."""
+
+
+@pytest.fixture
+def become(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the process became, instead of becoming it."""
+    seen: dict[str, Any] = {}
+
+    def execve(program: str, words: list[str], environment: dict[str, str]) -> None:
+        seen.update(program=program, words=words, environment=environment)
+        raise Became
+
+    monkeypatch.setattr(os, "execve", execve)
+    return seen
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    config = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def additional_config(words: list[str]) -> Any:
+    assert words.count("--additional-config") == 1
+    return json.loads(words[words.index("--additional-config") + 1])
+
+
+def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
+    config = launch.config_from([f"gs={DEMO_SAE}@resid_post.3"], ["resid_post.1,resid_mid.2", "resid_pre.0"], 32)
+    with pytest.raises(Became):
+        launch.serve(model, config, ["--port", "8001", "--enforce-eager"])
+    assert become["program"] == sys.executable
+    words = become["words"]
+    assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    assert words[5:8] == ["--port", "8001", "--enforce-eager"]
+    assert additional_config(words) == {
+        "saesteer": {
+            "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3"}},
+            "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
+            "max_edits": 32,
+        }
+    }
+    assert SaesteerConfig.from_json(additional_config(words)["saesteer"]) == config
+
+
+@pytest.mark.parametrize(
+    "form", [["--additional-config", '{"a": 1}'], ['--additional_config={"a": 1}']], ids=["two", "one"]
+)
+def test_users_additional_config_is_kept(model: str, become: dict[str, Any], form: list[str]) -> None:
+    with pytest.raises(Became):
+        launch.serve(model, launch.config_from([]), ["--port", "1", *form, "--seed", "7"])
+    words = become["words"]
+    assert words[5:9] == ["--port", "1", "--seed", "7"]
+    found = additional_config(words)
+    assert (found["a"], found["saesteer"]["max_edits"]) == (1, 64)
+
+
+def test_demo_brings_model_dictionary_and_options(
+    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "ensure_model", lambda say: Path(model))
+    monkeypatch.setattr(
+        launch, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16", "enforce_eager": True}
+    )
+    with pytest.raises(Became):
+        launch.serve("demo", launch.config_from([]), ["--max_model_len=512", "--no-enforce-eager"])
+    words = become["words"]
+    assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
+    assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
+    assert additional_config(words)["saesteer"]["dictionaries"] == {"demo": {"path": str(DEMO_SAE), "site": None}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"VLLM_PLUGINS": ""}, {"VLLM_PLUGINS": "saesteer"}),
+        ({"VLLM_PLUGINS": "a,b"}, {"VLLM_PLUGINS": "a,b,saesteer"}),
+        ({"VLLM_PLUGINS": "saesteer,a"}, {"VLLM_PLUGINS": "saesteer,a"}),
+    ],
+)
+def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
+    assert launch.environment(given) == expected
+
+
+def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:
+    with pytest.raises(Became):
+        launch.serve("s3://bucket/model", launch.config_from([f"demo={DEMO_SAE}"]), [])

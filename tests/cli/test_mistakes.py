@@ -1,0 +1,122 @@
+"""Mistakes on the command line, as a user makes them: one sentence on stderr, exit code 2, no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saesteer import __version__
+from saesteer.demo import DEMO_SAE
+
+# Whatever the machine can reach: an unknown hub id is looked up in the cache alone, at once.
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def saesteer(*words: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    code = f"{before}\nfrom saesteer.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=OFFLINE, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    """A folder with the config of a model that is 64 wide and has 2 layers."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def assert_one_sentence(done: "subprocess.CompletedProcess[str]", *parts: str) -> None:
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("saesteer: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("words", [["demo"], ["serve", "some/model"], ["doctor"]], ids=lambda words: str(words[0]))
+def test_no_extra_installed(words: list[str]) -> None:
+    done = saesteer(*words, before="import sys; sys.modules['vllm'] = None")
+    assert_one_sentence(done, "vLLM is not installed", "saesteer[cpu]")
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./model", "nobody/no-such-model", "not a model"])
+def test_unknown_model(model: str) -> None:
+    assert_one_sentence(saesteer("serve", model, "--dictionary", f"demo={DEMO_SAE}"), f"model '{model}'")
+
+
+def test_model_folder_without_config(tmp_path: Path) -> None:
+    done = saesteer("serve", str(tmp_path), "--dictionary", f"demo={DEMO_SAE}")
+    assert_one_sentence(done, f"model '{tmp_path}'", "config")
+
+
+@pytest.mark.parametrize("place", ["/no/such/file.safetensors", "nobody/no-such-dictionary"])
+def test_unknown_dictionary(small_model: Path, place: str) -> None:
+    assert_one_sentence(saesteer("serve", str(small_model), "--dictionary", f"gs={place}"), place, "no such file")
+
+
+def test_wrong_width(small_model: Path) -> None:
+    done = saesteer("serve", str(small_model), "--dictionary", f"bridges={DEMO_SAE}")
+    assert_one_sentence(done, "'bridges' is 576 wide", "64 wide")
+
+
+def test_layer_that_the_model_lacks(small_model: Path) -> None:
+    done = saesteer("serve", str(small_model), "--sites", "resid_post.2")
+    assert_one_sentence(done, "resid_post.2", "layers 0 to 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--dictionary", "no-equals-sign"], "expected NAME=PATH_OR_REPO[@SITE]"),
+        (["--dictionary", "a=x", "--dictionary", "a=y"], "the name 'a' is taken"),
+        (["--dictionary", f"a={DEMO_SAE}@resid_post.nine"], "resid_post.nine"),
+        (["--sites", "middle"], "'middle'"),
+        (["--max-edits", "0"], "max_edits is 0"),
+        (["--additional-config", "[1]"], "expected a JSON object"),
+        (["--additional-config", "{"], "expected a JSON object"),
+        (["--additional-config", '{"saesteer": {}}'], "has 'saesteer' already"),
+        (["--additional-config.key", "1"], "one JSON object"),
+    ],
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_words(small_model: Path, words: list[str], part: str) -> None:
+    assert_one_sentence(saesteer("serve", str(small_model), *words), part)
+
+
+def test_inspect_of_nothing() -> None:
+    assert_one_sentence(saesteer("inspect", "/no/such/file"), "/no/such/file", "no such file")
+
+
+def test_inspect_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no weights")
+    assert_one_sentence(saesteer("inspect", str(file)), str(file))
+
+
+def test_doctor_without_dictionary(small_model: Path) -> None:
+    assert_one_sentence(saesteer("doctor", str(small_model)), "needs a dictionary")
+
+
+def test_version() -> None:
+    done = saesteer("--version")
+    assert (done.returncode, done.stdout) == (0, f"saesteer {__version__}\n")
+
+
+def test_unknown_command() -> None:
+    done = saesteer("demonstrate")
+    assert done.returncode == 2
+    assert "demonstrate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_python_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "saesteer", "inspect", str(DEMO_SAE)], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "resid_post.15" in done.stdout
+    assert "9,216" in done.stdout

@@ -1,0 +1,59 @@
+"""The public names: the list itself, that each is there, and that asking for none costs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+import saesteer
+
+
+def test_public_names_are_these() -> None:
+    """What stands here stays; a new name is added on purpose."""
+    assert saesteer.__all__ == [
+        "LLM",
+        "CoderInfo",
+        "ConfigError",
+        "LoadError",
+        "SaesteerError",
+        "SparseCoder",
+        "Spec",
+        "SpecError",
+        "UnsupportedError",
+        "__version__",
+        "ablate",
+        "add",
+        "cap",
+        "clamp",
+        "describe",
+        "load",
+        "reconstruct",
+        "use",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in saesteer.__all__ if name != "LLM"])
+def test_name_is_there(name: str) -> None:
+    assert getattr(saesteer, name) is not None
+    assert name in dir(saesteer)
+
+
+def test_llm_is_vllms_with_steering() -> None:
+    import vllm
+
+    assert issubclass(saesteer.LLM, vllm.LLM)
+
+
+def test_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'clmap'; it has .*clamp"):
+        _ = saesteer.clmap  # type: ignore[attr-defined]
+
+
+def test_import_is_free() -> None:
+    code = "import saesteer, sys; assert not {'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_request_language_needs_no_torch() -> None:
+    code = "import sys; from saesteer import Spec, clamp; assert not {'torch', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
