@@ -166,9 +166,9 @@ def _is(word: str, flag: str) -> bool:
 def _value(flags: Sequence[str], flag: str) -> str | None:
     """The last value of a flag; "" for one without; None where it does not stand."""
     found = None
-    for word, after in zip(flags, [*flags[1:], ""], strict=True):
+    for place, word in enumerate(flags):
         if _is(word, flag):
-            found = word.partition("=")[2] if "=" in word else after
+            found = word.partition("=")[2] if "=" in word else "".join(flags[place + 1 : place + 2])
     return found
 
 

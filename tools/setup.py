@@ -62,7 +62,7 @@ def main(venv):
         if subprocess.call([python, "-m", "venv", "--clear", venv]):
             stop("%s -m venv %s failed; its own message is above." % (python, venv))
     pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
-    quiet = ["install", "--quiet"]
+    quiet = ["install", "-qq"]  # errors alone: a mirror may warn of each package
     if device == "cpu":
         print("1/3 PyTorch for CPU", flush=True)
         # Short patience with an index out of reach: pip goes on with what the others have.
