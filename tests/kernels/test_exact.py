@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saesteer.kernels.edit import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
-from saesteer.kernels.reference import edit_ref_
+from saesteer.kernels.reference import edit_ref_, rms_norm_ref
 from saesteer.testing import Entry, Groups, make_table, make_work
 
 WIDTH = 8
@@ -142,6 +142,20 @@ def test_a_token_whose_deltas_are_all_zero_keeps_its_bits(
         assert torch.equal(after[[0, 2]], was[[0, 2]])
         assert not torch.equal(after[1], was[1])
     assert stream[1, 0] == 0.0
+
+
+@pytest.mark.parametrize("run", [edit_ref_, kernel], ids=["reference", "kernel"])
+def test_the_norm_is_of_the_stream_as_it_was_rounded(run: Callable[..., None], device: torch.device) -> None:
+    device = torch.device("cpu") if run is edit_ref_ else device
+    stream = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).half().to(device)
+    second, weight = torch.zeros_like(stream), torch.ones_like(stream[0])
+    w = torch.full((1, 1000), 1 / 32, dtype=torch.float16, device=device)
+    table = make_table([[[[Entry(0, shift=0.3)]]]], 1, device)
+    site = torch.zeros(1, dtype=torch.int32, device=device)
+    work = make_work([(t, 1, t) for t in range(4)], 4, device)
+    run(stream, second, weight, table, site, work, w, w, torch.zeros(1, device=device), NORMED, 1e-6, 0.0)
+    # Of what was there before the rounding, two elements in five would differ.
+    assert (second == rms_norm_ref(stream, weight, 1e-6, 0.0)).float().mean() > 0.98
 
 
 def test_only_the_listed_site_counts(device: torch.device) -> None:
