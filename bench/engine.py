@@ -82,15 +82,16 @@ def measure(model: str, rounds: int, sizes: list[int], folder: Path) -> list[dic
         "max_model_len": 1024,
         "max_num_seqs": 64,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.4,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 8 << 30,  # given, so that two engines may start on one GPU
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
     }
     place = f"{dictionary_file(int(str(shape['hidden_size'])), 16384, folder)}@resid_post.{layer}"
     clamp = {"op": "clamp", "dictionary": "random", "feature": 9001, "value": 30.0}
     steering = {"additional_config": {"saesteer": {"dictionaries": {"random": place}}}}
     stock = Child({"engine": engine, "clamp": clamp}, stock=True)
-    stock.read("ready")  # one after the other: each sizes its cache by the memory that it finds free
     ours = Child({"engine": engine | steering, "clamp": clamp}, stock=False)
+    stock.read("ready")
     ours.read("ready")
     modes = {"stock": (stock, False), "idle": (ours, False), "one clamp": (ours, True)}
     rows = []

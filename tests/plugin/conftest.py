@@ -104,7 +104,8 @@ def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     """Options of a small engine for this machine."""
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
     if CUDA:
-        options |= {"gpu_memory_utilization": 0.1, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        options |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}
+        options |= {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 400 << 20}
     return options | more

@@ -14,8 +14,12 @@ pytestmark = pytest.mark.slow
 STEERED = {"edits": [BRIDGE]}
 
 
-def same(one: Answer, other: Answer, tolerance: float = 2e-4) -> bool:
-    """Equal tokens, logprobs within float32's batch noise."""
+# Of a logprob, between batches of different size: float32 on a CPU; on a GPU its products are rounded to tf32.
+NOISE = 2e-2 if CUDA else 2e-4
+
+
+def same(one: Answer, other: Answer, tolerance: float = NOISE) -> bool:
+    """Equal tokens, logprobs within the noise of another batch size."""
     tokens = [token for token, _ in one] == [token for token, _ in other]
     return tokens and all(abs(a - b) < tolerance for (_, a), (_, b) in zip(one, other, strict=True))
 
@@ -66,7 +70,8 @@ def test_n_of_two_steers_both(make_engine: Any) -> None:
     from vllm import SamplingParams
 
     llm = make_engine(dtype="float32")
-    params = SamplingParams(temperature=0, n=2, max_tokens=16, logprobs=0, ignore_eos=True)
+    # Greedy with n = 2 is refused by some versions; this is as good as greedy.
+    params = SamplingParams(temperature=1e-3, n=2, max_tokens=16, logprobs=0, ignore_eos=True)
     (steered,) = llm.generate([PROMPTS[0]], params, steer=STEERED, use_tqdm=False)
     (expected,) = generate(llm, [PROMPTS[0]], STEERED)
     assert len(steered.outputs) == 2
