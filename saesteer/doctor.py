@@ -125,7 +125,7 @@ def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Dist
         Check(
             "Transformers agrees",
             distances.steered <= bound,
-            f"steered {distances.steered:.4f} apart, plain {distances.plain:.4f}, "
+            f"steered {distances.steered:.1e} apart, plain {distances.plain:.1e}, "
             f"without the clamp {distances.unlike:.2f} (mean logprob)",
         ),
         Check(

@@ -78,7 +78,9 @@ def run(
         "options": dict(options),
         "batches": [asdict(batch) for batch in batches],
     }
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # With the scheduler in the same process all prompts of a batch are there before its first step. Otherwise the last
+    # ones may miss it, batches have other shapes from run to run, and stock vLLM does not repeat its own logprobs.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if dictionaries is None:
         environment["VLLM_PLUGINS"] = ""
     with tempfile.TemporaryDirectory(prefix="saesteer-") as scratch:
