@@ -46,9 +46,10 @@ def edit_config(width: int) -> EditConfig:
 
 def blocks(width: int, config: EditConfig) -> tuple[int, int]:
     """Two powers of two that cover `width`: (head, tail). The tail is 0 where one block is as good."""
-    whole = 1 << (width - 1).bit_length()
+    # Never less than an element a thread: a sum over fewer was wrong on the GPU (Triton 3.6, width 1).
+    whole = max(1 << (width - 1).bit_length(), 32 * config.num_warps)
     head = whole >> 1
-    if not config.split or whole == width or head == 0:
+    if not config.split or whole == width or head >= width:
         return whole, 0
     # A tail with less than 8 elements a thread would spread its rows over the warps, unlike the head.
     tail = max(1 << (width - head - 1).bit_length(), config.num_warps * 256)

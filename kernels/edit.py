@@ -91,6 +91,73 @@ def _ranks(
     return rank
 
 
+@triton.jit
+def _chunk(
+    entry,  # the chunk's first entry
+    words,  # words of the group from here on
+    here,  # position of the token
+    x0,  # [HEAD] fp32
+    x1,  # [TAIL] fp32
+    w_enc,
+    w_dec,
+    b_enc,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_TOPK: tl.constexpr,
+):
+    """sum of delta * w_dec[slot] over at most CHUNK entries of one group: [HEAD], [TAIL], and how many were not 0."""
+    cols0 = tl.arange(0, HEAD)
+    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    lane = tl.arange(0, CHUNK) * ENTRY
+    inside = lane < words
+    entry += lane
+    slot = tl.load(entry + SLOT, mask=inside, other=0)
+    lo = tl.load(entry + LO, mask=inside, other=0)
+    hi = tl.load(entry + HI, mask=inside, other=0)
+    flags = tl.load(entry + FLAGS, mask=inside, other=0)
+    mul = _real(entry + MUL, inside)
+    add = _real(entry + ADD, inside)
+    low = _real(entry + LOW, inside)
+    high = _real(entry + HIGH, inside)
+    bias = _real(entry + BIAS, inside)
+    threshold = _real(entry + THRESHOLD, inside)
+    gain = _real(entry + GAIN, inside)
+
+    # Entries whose window is elsewhere load no weights and add nothing.
+    want = inside & (lo <= here) & (here < hi)
+    starts = slot.to(tl.int64) * WIDTH
+    enc0 = _rows(w_enc, starts, want, cols0, WIDTH)
+    dec0 = _rows(w_dec, starts, want, cols0, WIDTH)
+    if TAIL > 0:
+        enc1 = _rows(w_enc, starts, want, cols1, WIDTH)
+        dec1 = _rows(w_dec, starts, want, cols1, WIDTH)
+    dots = tl.sum(enc0.to(tl.float32) * x0[None, :], axis=1)
+    if TAIL > 0:
+        dots += tl.sum(enc1.to(tl.float32) * x1[None, :], axis=1)
+    pre = dots + bias
+    active = pre > threshold
+    if HAS_TOPK:
+        ranked = want & ((flags & TOPK) != 0)
+        if tl.max(ranked.to(tl.int32), axis=0) > 0:
+            base = tl.load(entry + BASE, mask=inside, other=0)
+            size = tl.load(entry + SIZE, mask=inside, other=0)
+            k = tl.load(entry + TOP_K, mask=inside, other=0)
+            rank = _ranks(x0, x1, pre, slot, ranked, base, size, w_enc, b_enc, WIDTH, HEAD, TAIL, CHUNK)
+            active = active & ((rank < k) | (ranked == 0))
+
+    f = tl.where(active, pre, 0.0)
+    delta = gain * tl.minimum(tl.maximum(mul * f + add, low - f), high - f)
+    skipped = ((flags & ONLY_IF_ACTIVE) != 0) & (f == 0.0)
+    delta = tl.where(want & (skipped == 0), delta, 0.0)
+    sum0 = tl.sum(delta[:, None] * dec0.to(tl.float32), axis=0)
+    sum1 = sum0
+    if TAIL > 0:
+        sum1 = tl.sum(delta[:, None] * dec1.to(tl.float32), axis=0)
+    return sum0, sum1, tl.sum((delta != 0.0).to(tl.int32), axis=0)
+
+
 # Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
 # tensors (site, norm_weight) are aligned as they come.
 @triton.jit(
@@ -131,7 +198,6 @@ def _edit_kernel(
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
-    lane = tl.arange(0, CHUNK) * ENTRY
     dtype: tl.constexpr = stream.dtype.element_ty
 
     for it in range(first, n_items, step):
@@ -167,50 +233,19 @@ def _edit_kernel(
             c = begin
             while c < end:
                 group_end = tl.load(entries + c + GROUP_END)
-                entry = entries + c + lane
-                inside = c + lane < end
-                slot = tl.load(entry + SLOT, mask=inside, other=0)
-                lo = tl.load(entry + LO, mask=inside, other=0)
-                hi = tl.load(entry + HI, mask=inside, other=0)
-                flags = tl.load(entry + FLAGS, mask=inside, other=0)
-                mul = _real(entry + MUL, inside)
-                add = _real(entry + ADD, inside)
-                low = _real(entry + LOW, inside)
-                high = _real(entry + HIGH, inside)
-                bias = _real(entry + BIAS, inside)
-                threshold = _real(entry + THRESHOLD, inside)
-                gain = _real(entry + GAIN, inside)
-
-                # Entries of the next group, and those whose window is elsewhere, load no weights and add nothing.
-                want = inside & (c + lane < group_end) & (lo <= here) & (here < hi)
-                starts = slot.to(tl.int64) * WIDTH
-                enc0 = _rows(w_enc, starts, want, cols0, WIDTH)
-                dec0 = _rows(w_dec, starts, want, cols0, WIDTH)
+                # A lone clamp is the usual case, and room for more would cost it speed. Ranking needs the wide tile.
+                if (c + ENTRY >= group_end) & (not HAS_TOPK):
+                    one0, one1, changed = _chunk(
+                        entries + c, ENTRY, here, x0, x1, w_enc, w_dec, b_enc, WIDTH, HEAD, TAIL, 1, HAS_TOPK
+                    )
+                else:
+                    one0, one1, changed = _chunk(
+                        entries + c, group_end - c, here, x0, x1, w_enc, w_dec, b_enc, WIDTH, HEAD, TAIL, CHUNK, HAS_TOPK
+                    )
+                sum0 += one0
                 if TAIL > 0:
-                    enc1 = _rows(w_enc, starts, want, cols1, WIDTH)
-                    dec1 = _rows(w_dec, starts, want, cols1, WIDTH)
-                dots = tl.sum(enc0.to(tl.float32) * x0[None, :], axis=1)
-                if TAIL > 0:
-                    dots += tl.sum(enc1.to(tl.float32) * x1[None, :], axis=1)
-                pre = dots + bias
-                active = pre > threshold
-                if HAS_TOPK:
-                    ranked = want & ((flags & TOPK) != 0)
-                    if tl.max(ranked.to(tl.int32), axis=0) > 0:
-                        base = tl.load(entry + BASE, mask=inside, other=0)
-                        size = tl.load(entry + SIZE, mask=inside, other=0)
-                        k = tl.load(entry + TOP_K, mask=inside, other=0)
-                        rank = _ranks(x0, x1, pre, slot, ranked, base, size, w_enc, b_enc, WIDTH, HEAD, TAIL, CHUNK)
-                        active = active & ((rank < k) | (ranked == 0))
-
-                f = tl.where(active, pre, 0.0)
-                delta = gain * tl.minimum(tl.maximum(mul * f + add, low - f), high - f)
-                skipped = ((flags & ONLY_IF_ACTIVE) != 0) & (f == 0.0)
-                delta = tl.where(want & (skipped == 0), delta, 0.0)
-                changes += tl.sum((delta != 0.0).to(tl.int32), axis=0)
-                sum0 += tl.sum(delta[:, None] * dec0.to(tl.float32), axis=0)
-                if TAIL > 0:
-                    sum1 += tl.sum(delta[:, None] * dec1.to(tl.float32), axis=0)
+                    sum1 += one1
+                changes += changed
 
                 # Never less than one entry: a table gone wrong must not hang the device.
                 c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
