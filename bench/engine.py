@@ -48,7 +48,9 @@ class Child:
     """An engine in a process of its own."""
 
     def __init__(self, job: dict[str, Any], stock: bool) -> None:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | ({"VLLM_PLUGINS": ""} if stock else {})
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | (
+            {"VLLM_PLUGINS": ""} if stock else {}
+        )
         command = [sys.executable, "-m", "bench.engine", "--child", json.dumps(job)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -145,7 +147,9 @@ def main() -> None:
 
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
     for row in rows:
-        print(f"{row['requests']:>4} requests  {row['mode']:<10} {row['ms_per_token']:.3f} ms  {row['paired_percent']:+.2f} %")
+        print(
+            f"{row['requests']:>4} requests  {row['mode']:<10} {row['ms_per_token']:.3f} ms  {row['paired_percent']:+.2f} %"
+        )
     if options.out:
         with options.out.open("a") as out:
             for row in rows:

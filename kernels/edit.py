@@ -240,7 +240,19 @@ def _edit_kernel(
                     )
                 else:
                     one0, one1, changed = _chunk(
-                        entries + c, group_end - c, here, x0, x1, w_enc, w_dec, b_enc, WIDTH, HEAD, TAIL, CHUNK, HAS_TOPK
+                        entries + c,
+                        group_end - c,
+                        here,
+                        x0,
+                        x1,
+                        w_enc,
+                        w_dec,
+                        b_enc,
+                        WIDTH,
+                        HEAD,
+                        TAIL,
+                        CHUNK,
+                        HAS_TOPK,
                     )
                 sum0 += one0
                 if TAIL > 0:

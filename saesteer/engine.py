@@ -83,7 +83,13 @@ class Engine:
         self._has_work = False
 
     def _load_site(
-        self, number: int, name: str, infos: Mapping[str, CoderInfo], width: int, dtype: torch.dtype, device: torch.device
+        self,
+        number: int,
+        name: str,
+        infos: Mapping[str, CoderInfo],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Site:
         here = [key for key, info in infos.items() if canonical(str(info.site_in)) == name]
         slots = sum(infos[key].features for key in here)
@@ -164,4 +170,6 @@ def _placement(site: int, base: int, info: CoderInfo, coder: SparseCoder) -> Pla
         return np.ascontiguousarray(tensor.float().cpu().numpy())
 
     threshold = np.zeros(info.features, np.float32) if coder.threshold is None else array(coder.threshold)
-    return Placement(site, base, info, array(coder.b_enc), threshold, None if coder.max_act is None else array(coder.max_act))
+    return Placement(
+        site, base, info, array(coder.b_enc), threshold, None if coder.max_act is None else array(coder.max_act)
+    )

@@ -100,7 +100,7 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
     check(place, config, extra)
     words = ["serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words], environment(os.environ))
+    os.execve(sys.executable, [sys.executable, "-m", "saesteer.plugin.serve", *words], environment(os.environ))
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:

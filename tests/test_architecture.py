@@ -22,6 +22,8 @@ ROOMS = (
     "errors",
     "sites",
     "checks",
+    "inline",
+    "edits",
     "spec",
     "plan",
     "coder",
@@ -46,9 +48,9 @@ ROOMS = (
 ONLY = {
     "kernels": {"kernels"},
     "loaders": {"loaders", "errors", "coder"},
-    "plan": {"errors", "sites", "checks", "spec", "plan"},
+    "plan": {"errors", "sites", "checks", "inline", "edits", "spec", "plan"},
 }
-STANDARD_LIBRARY_ONLY = {"errors", "sites", "checks", "spec", "plan"}
+STANDARD_LIBRARY_ONLY = {"errors", "sites", "checks", "inline", "edits", "spec", "plan"}
 OUR_FILES = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("saesteer", "loaders", "kernels")]
 
 

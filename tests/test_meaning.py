@@ -26,7 +26,22 @@ PLACES = {"jump": ("jumprelu", "resid_post.1"), "rect": ("relu", "resid_post.1")
 
 def coder(activation: Any, seed: int) -> SparseCoder:
     draw = torch.Generator().manual_seed(seed)
-    info = CoderInfo("saesteer", WIDTH, WIDTH, FEATURES, activation, 3 if activation == "topk" else None, "none", None, None, "raw", True, 1, "t", "")
+    info = CoderInfo(
+        "saesteer",
+        WIDTH,
+        WIDTH,
+        FEATURES,
+        activation,
+        3 if activation == "topk" else None,
+        "none",
+        None,
+        None,
+        "raw",
+        True,
+        1,
+        "t",
+        "",
+    )
     return SparseCoder(
         w_enc=torch.randn(FEATURES, WIDTH, generator=draw) / 4,
         b_enc=torch.randn(FEATURES, generator=draw) * 0.1,
@@ -124,7 +139,10 @@ def within(scope: Any, t: int, prompt_len: int) -> bool:
         return False
     if "positions" not in scope:
         return t > 0
-    ends = [(a + prompt_len if a < 0 else a, 10**9 if b is None else b + prompt_len if b < 0 else b) for a, b in scope["positions"]]
+    ends = [
+        (a + prompt_len if a < 0 else a, 10**9 if b is None else b + prompt_len if b < 0 else b)
+        for a, b in scope["positions"]
+    ]
     return any(a <= t < b for a, b in ends)
 
 
@@ -200,7 +218,14 @@ def test_what_does_not_fit_the_model_is_refused_at_start(
 
 @pytest.mark.parametrize(
     "raw",
-    [3, {"dictionary": {}}, {"dictionaries": []}, {"dictionaries": {"a": 3}}, {"sites": "resid_post.1"}, {"max_edits": 0}],
+    [
+        3,
+        {"dictionary": {}},
+        {"dictionaries": []},
+        {"dictionaries": {"a": 3}},
+        {"sites": "resid_post.1"},
+        {"max_edits": 0},
+    ],
 )
 def test_a_wrong_configuration_is_refused(raw: Any) -> None:
     with pytest.raises(ConfigError):

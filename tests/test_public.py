@@ -46,7 +46,7 @@ def test_llm_is_vllms_with_steering() -> None:
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'clmap'; it has .*clamp"):
-        _ = saesteer.clmap  # type: ignore[attr-defined]
+        _ = saesteer.clmap
 
 
 def test_import_is_free() -> None:

@@ -147,7 +147,9 @@ def admit(spec: language.Spec, catalog: Catalog | None, server: str, request: An
         SpecError: the spec asks for what this server does not have.
     """
     if catalog is None:
-        message = "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
+        message = (
+            "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
+        )
         raise SpecError(message, field="saesteer", code="not_served")
     ids = request.prompt_token_ids
     if ids is None or getattr(request, "resumable", False):

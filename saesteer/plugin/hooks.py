@@ -83,9 +83,7 @@ HOOKS: dict[str, Hook] = {
         Hook(f"{_V2}.interface", "ModelState.remove_request", ("req_id",), "V2", worker=True),
         Hook(f"{_V2}.interface", "ModelState.prepare_inputs", ("input_batch",), "V2", worker=True),
         Hook(_V1, "GPUModelRunner._update_states", ("scheduler_output",), "V1", worker=True),
-        Hook(
-            _V1, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens"), "V1", worker=True
-        ),
+        Hook(_V1, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens"), "V1", worker=True),
         Hook(_V1, "GPUModelRunner._dummy_run", ("num_tokens",), "V1", worker=True),
         *(
             Hook(_NORMS, f"{norm}.forward_native", ("x", "residual"), "the op's place", worker=True)
@@ -125,7 +123,9 @@ def check_contract(*, worker: bool) -> None:
     """
     version = vllm_version()
     if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
-        raise UnsupportedError(f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}")
+        raise UnsupportedError(
+            f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
+        )
     for hook in HOOKS.values():
         if hook.worker == worker:
             hook.find()

@@ -72,7 +72,9 @@ class LLM(vllm.LLM):
             return params
         specs = [as_spec(one) for one in (steer if _is_list_of_specs(steer) else [steer] * prompts)]
         if len(specs) != prompts:
-            raise ValueError(f"steer has {len(specs)} specs for {prompts} prompts, expected one for all or one for each")
+            raise ValueError(
+                f"steer has {len(specs)} specs for {prompts} prompts, expected one for all or one for each"
+            )
         params = self.get_default_sampling_params() if params is None else params
         each = list(params) if isinstance(params, list | tuple) else [params] * prompts
         if len(each) != prompts:
@@ -85,7 +87,10 @@ def _is_list_of_specs(steer: Any) -> bool:
     """A list of edits is one spec; a list that holds specs, dicts with edits, None or lists is one for each prompt."""
     if not isinstance(steer, list | tuple):
         return False
-    return any(one is None or isinstance(one, Spec | list | tuple) or (isinstance(one, Mapping) and "op" not in one) for one in steer)
+    return any(
+        one is None or isinstance(one, Spec | list | tuple) or (isinstance(one, Mapping) and "op" not in one)
+        for one in steer
+    )
 
 
 def _with_spec(params: SamplingParams, spec: Spec | None) -> SamplingParams:

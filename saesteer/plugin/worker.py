@@ -106,7 +106,9 @@ def _check_hits(runner: Any, engine: Engine) -> None:
         runner._dummy_run(1)  # an eager start warms nothing up
     missed = [name for name, site in engine.sites.items() if not ops.hits.get(site.index.data_ptr())]
     if missed:
-        raise ConfigError(f"saesteer's op never ran at {', '.join(missed)}: a stale compiled graph, or an unknown layer")
+        raise ConfigError(
+            f"saesteer's op never ran at {', '.join(missed)}: a stale compiled graph, or an unknown layer"
+        )
 
 
 class Steering:

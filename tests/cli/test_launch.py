@@ -48,7 +48,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
         launch.serve(model, config, ["--port", "8001", "--enforce-eager"])
     assert become["program"] == sys.executable
     words = become["words"]
-    assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    assert words[:5] == [sys.executable, "-m", "saesteer.plugin.serve", "serve", model]
     assert words[5:8] == ["--port", "8001", "--enforce-eager"]
     assert additional_config(words) == {
         "saesteer": {

@@ -31,7 +31,9 @@ def test_a_warm_compile_cache_never_loses_the_op(model_dir: str, dictionaries: D
         assert mixed[0] == plain[0] and mixed[2] == plain[2]
         assert mixed[1] != plain[1] and mixed[3] != plain[3]
         assert clean == plain
-        differences = [abs(a[1] - b[1]) for one, two in zip(stock, plain, strict=True) for a, b in zip(one, two, strict=True)]
+        differences = [
+            abs(a[1] - b[1]) for one, two in zip(stock, plain, strict=True) for a, b in zip(one, two, strict=True)
+        ]
         print("compiled: largest logprob difference between stock and an idle plugin:", max(differences))
         if CUDA:
             assert plain == stock

@@ -45,3 +45,21 @@ def test_a_clamp_that_changes_nothing_changes_no_bit(make_engine: Any) -> None:
 def test_an_empty_spec_is_plain(make_engine: Any) -> None:
     llm = make_engine()
     assert generate(llm, PROMPTS[:1], {"edits": []}) == generate(llm, PROMPTS[:1])
+
+
+@pytest.mark.gpu
+def test_a_dummy_gemma_is_stock_to_the_bit(tmp_path: Any) -> None:
+    """Gemma 2 2B's shape without weights, a random dictionary of 16,384 features; compiled, full graphs."""
+    from bench.dummy import dictionary_file, model_folder
+
+    options = engine_options(load_format="dummy", skip_tokenizer_init=True)
+    prompts = [{"prompt_token_ids": [2, *range(7 + n, 40 + 9 * n)]} for n in range(4)]
+    job = {"model": str(model_folder("gemma-2-2b", tmp_path)), "options": options, "dictionaries": None}
+    clamp = {"edits": [{"op": "clamp", "dictionary": "random", "feature": 9001, "value": 50.0}]}
+    plain, mixed = {"prompts": prompts, "tokens": 24}, {"prompts": prompts, "tokens": 24, "steer": [None, clamp] * 2}
+    (stock,) = run_apart({**job, "batches": [plain]}, VLLM_PLUGINS="")
+    ours = {"random": f"{dictionary_file(2304, 16384, tmp_path)}@resid_post.13"}
+    idle, steered, clean = run_apart({**job, "dictionaries": ours, "batches": [plain, mixed, plain]})
+    assert idle == stock and clean == stock
+    assert steered[0] == stock[0] and steered[2] == stock[2]
+    assert steered[1] != stock[1] and steered[3] != stock[3]

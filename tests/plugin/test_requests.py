@@ -32,9 +32,7 @@ def crowd() -> tuple[list[str], list[Any]]:
 
 
 def alone(llm: Any, prompts: list[str], specs: list[Any], tokens: list[int]) -> list[Answer]:
-    return [
-        generate(llm, [prompt], spec, tokens=n)[0] for prompt, spec, n in zip(prompts, specs, tokens, strict=True)
-    ]
+    return [generate(llm, [prompt], spec, tokens=n)[0] for prompt, spec, n in zip(prompts, specs, tokens, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_a_crowd_is_steered_as_each_alone(make_engine: Any, options: dict[str, A
         if not CUDA:
             options = {**options, "block_size": 32}
         tokens = [60] * 12
-    llm = make_engine(dtype="float32", enable_prefix_caching=False, **options)
+    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **options)
     expected = alone(llm, prompts, specs, tokens)
     params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0, ignore_eos=True) for n in tokens]
     outputs = llm.generate(prompts, params, steer=specs, use_tqdm=False)
