@@ -1,15 +1,14 @@
 """Reading one value of a request: checks that need only the value and its path. Knows no edit and no dictionary.
 
-A check takes a value and its path, returns the value in canonical form, and raises SpecError when it is wrong. A Record
-is an object with known fields, each with its check; it cannot exist with a wrong value in it, whether it comes from JSON
-or is made in Python, and two equal records have equal JSON.
+A check takes a value and its path, returns the value in canonical form, and raises SpecError when it is wrong. A
+Record is an object with known fields, each with its check; it cannot exist with a wrong value in it, whether it comes
+from JSON or is made in Python, and two equal records have equal JSON.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
@@ -106,7 +105,7 @@ def number(value: Any, at: str) -> float:
         fail(at, "wrong_type", f"got {show(value)}, expected a number")
     if value != value or value in (float("inf"), float("-inf")):
         fail(at, "not_finite", f"got {show(float(value))}, expected a finite number")
-    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # type: ignore[operator]  # reals of every kind compare with floats
         fail(at, "out_of_range", f"got {show(value)}, expected a number that float32 can hold, up to {FLOAT32_MAX:.6g}")
     return float(value) + 0.0
 
@@ -117,9 +116,10 @@ def integer(low: int, high: int) -> Check:
     def check(value: Any, at: str) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             fail(at, "wrong_type", f"got {show(value)}, expected an integer")
-        if not low <= value <= high:
-            fail(at, "out_of_range", f"got {show(int(value))}, expected an integer from {low} to {high}")
-        return int(value)
+        found = int(value)
+        if not low <= found <= high:
+            fail(at, "out_of_range", f"got {show(found)}, expected an integer from {low} to {high}")
+        return found
 
     return check
 
@@ -272,6 +272,10 @@ def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
     fail(step(at, key), "unknown_field", f"is not a field{closest(key, known)}, expected only {', '.join(known)}")
 
 
-@cache
+_TABLES: dict[type, dict[str, Field[Any]]] = {}
+
+
 def _table(cls: type[Record]) -> dict[str, Field[Any]]:
-    return {one.metadata["key"] or one.name: one for one in fields(cls)}
+    if cls not in _TABLES:
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in fields(cls)}
+    return _TABLES[cls]

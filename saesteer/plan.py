@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 from saesteer.checks import INT32_MAX, closest, fail, listing, show
@@ -221,7 +222,7 @@ def _feature_edit(clamp: Clamp, info: Dictionary, prompt_len: int, at: str) -> F
 
 
 def _together(group: _Growing) -> tuple[FeatureEdit, ...]:
-    """The edits of a group, each min and max of the same windows and gate made one band; no feature twice at a position."""
+    """The edits of a group, min and max of the same windows and gate made one band; no feature twice at a position."""
     found: list[FeatureEdit] = []
     halves: dict[object, int] = {}  # half of a band → its place in found
     for clamp, one in group.members:
@@ -251,15 +252,12 @@ def _refuse_twice(dictionary: str, edits: Sequence[FeatureEdit]) -> None:
         spans[edit.feature] += [(lo, hi, place) for lo, hi in edit.windows]
     for feature, found in spans.items():
         found.sort()
-        for (_, end, one), (start, _, two) in zip(found, found[1:], strict=False):
+        for (_, end, one), (start, _, two) in pairwise(found):
             if start < end:
                 first, second = edits[min(one, two)], edits[max(one, two)]
-                fail(
-                    f"{second.field}.feature",
-                    "duplicate",
-                    f"feature {feature} of {dictionary!r} is clamped at position {start} by {first.field} already, expected "
-                    "windows that do not meet, or a min and a max with the same windows, unit and only_if_active",
-                )
+                message = f"clamps feature {feature} of {dictionary!r} at position {start} as {first.field} does"
+                expected = "windows that do not meet, or a min and a max with the same windows, unit and only_if_active"
+                fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
 
 
 def _count(groups: Iterable[Group], most: int) -> None:

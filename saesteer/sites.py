@@ -33,7 +33,7 @@ def parse(name: str) -> tuple[str, int]:
     if found is None or found[1] not in KINDS:
         shown = repr(name[:64])
         raise ConfigError(
-            f"{shown} is not a site, expected a kind and a layer such as 'resid_post.20', of the kinds {', '.join(KINDS)}"
+            f"{shown} is not a site, expected a layer of a kind, such as 'resid_post.20'; kinds are {', '.join(KINDS)}"
         )
     return found[1], int(found[2])
 

@@ -61,7 +61,7 @@ __all__ = [
     "use",
 ]
 
-VERSION = 1
+VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
 MAX_EDITS = 4096  # of one spec; a server's own limit is lower
 MAX_READS = 256  # of each kind in `return`
