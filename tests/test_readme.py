@@ -1,0 +1,46 @@
+"""The README keeps its word: its requests parse, its links lead somewhere, its Python example runs."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saesteer.spec import from_json
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_curl_sends_a_right_spec() -> None:
+    [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
+    assert len(from_json(json.loads(body)["saesteer"]).edits) == 1
+
+
+def test_openai_example_sends_a_right_spec() -> None:
+    [code] = [code for code in PYTHON if "OpenAI" in code]
+    [extra] = [
+        node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.keyword) and node.arg == "extra_body"
+    ]
+    assert len(from_json(ast.literal_eval(extra)["saesteer"]).edits) == 1
+
+
+@pytest.mark.slow
+def test_python_example_runs(tmp_path: Path) -> None:
+    [code] = [code for code in PYTHON if "saesteer.LLM" in code]
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "The Bridge." in done.stdout
