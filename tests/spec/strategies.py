@@ -1,0 +1,192 @@
+"""Hypothesis strategies for the whole request language, and ways to break a spec's JSON. Knows no server."""
+
+import base64
+import struct
+from typing import Any
+
+from hypothesis import strategies as st
+
+from saesteer.sites import KINDS
+from saesteer.spec import (
+    Ablate,
+    ActivationRead,
+    Add,
+    Cap,
+    Clamp,
+    FeatureRead,
+    Gate,
+    InlineVector,
+    Reconstruct,
+    Return,
+    Scope,
+    Spec,
+    Use,
+)
+
+FAR = 2**31 - 2  # the last position and the largest bound
+
+names = st.one_of(
+    st.sampled_from(["gs20", "happy", "golden-gate", "org/repo@v1"]),
+    st.text(min_size=1, max_size=128).filter(str.isprintable),
+)
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+features = st.one_of(st.integers(0, 64), st.integers(0, 2**31 - 1))
+positions = st.one_of(st.integers(-12, 40), st.integers(-FAR, FAR))
+
+
+def _holds_something(span: tuple[int, int | None]) -> bool:
+    start, end = span
+    return end is None or (end != 0 and ((start < 0) != (end < 0) or start < end))
+
+
+intervals = st.tuples(positions, st.none() | positions).filter(_holds_something)
+scopes = st.builds(
+    Scope,
+    prompt=st.none() | st.booleans(),
+    generated=st.none() | st.just(True),
+    positions=st.none() | st.lists(intervals, min_size=1, max_size=4).map(tuple),
+    skip_first=st.none() | st.integers(0, 20) | st.integers(0, FAR),
+)
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> Gate:
+    """A condition on a feature or a probe, with one bound or two."""
+    low, high = sorted((draw(numbers), draw(numbers)))
+    which = draw(st.sampled_from(["above", "below", "both"])) if low < high else "above"
+    bounds = {"above": None if which == "below" else low, "below": None if which == "above" else high}
+    if draw(st.booleans()):
+        return Gate(probe=draw(names), **bounds)
+    return Gate(dictionary=draw(names), feature=draw(features), **bounds)
+
+
+whens = st.lists(gates(), max_size=3).map(tuple)
+sites = st.builds("{}.{}".format, st.sampled_from(KINDS), st.integers(0, 120))
+placed = st.one_of(
+    sites.map(lambda one: (one,)),
+    st.sampled_from(KINDS).map(lambda one: (one,)),
+    # distinct layers of one kind: resid_pre and resid_post could name one place twice
+    st.tuples(st.sampled_from(KINDS), st.lists(st.integers(0, 40), min_size=1, max_size=4, unique=True)).map(
+        lambda pair: tuple(f"{pair[0]}.{layer}" for layer in pair[1])
+    ),
+)
+
+
+@st.composite
+def inline_vectors(draw: st.DrawFn) -> InlineVector:
+    """A small float32 or float16 vector in base64, or one row per layer."""
+    width = draw(st.integers(1, 6))
+    layers = draw(st.none() | st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True).map(tuple))
+    rows = len(layers) if layers is not None else 1
+    dtype, letter = draw(st.sampled_from([("float32", "f"), ("float16", "e")]))
+    items = draw(st.lists(st.integers(-9, 9).filter(bool), min_size=rows * width, max_size=rows * width))
+    data = base64.b64encode(struct.pack(f"<{len(items)}{letter}", *items)).decode()
+    return InlineVector(dtype=dtype, shape=(width,) if layers is None else (rows, width), data=data, layers=layers)
+
+
+vectors = st.one_of(names, inline_vectors(), st.lists(numbers, min_size=1, max_size=6).filter(any).map(tuple))
+modes = st.sampled_from(["set", "add", "scale", "min", "max"])
+units = st.sampled_from(["raw", "max_act"])
+
+
+@st.composite
+def clamps(draw: st.DrawFn) -> Clamp:
+    """A clamp of any mode, unit, gate and scope."""
+    mode = draw(modes)
+    unit = "raw" if mode == "scale" else draw(units)
+    return Clamp(draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), draw(whens), draw(scopes))
+
+
+@st.composite
+def caps(draw: st.DrawFn) -> Cap:
+    """A cap with one bound or two."""
+    low, high = sorted((draw(numbers), draw(numbers)))
+    which = draw(st.sampled_from(["min", "max", "both"]))
+    low_bound, high_bound = (None if which == "max" else low), (None if which == "min" else high)
+    return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), draw(whens), draw(scopes))
+
+
+adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), whens, scopes)
+ablates = st.builds(Ablate, vectors, placed, numbers, whens, scopes)
+reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), whens, scopes)
+uses = st.builds(Use, names, numbers)
+edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
+
+returns = st.builds(
+    Return,
+    features=st.lists(
+        st.builds(FeatureRead, names, st.integers(1, 1024)), max_size=2, unique_by=lambda one: one.dictionary
+    ),
+    probes=st.lists(names, max_size=2, unique=True),
+    activations=st.lists(
+        st.builds(
+            ActivationRead,
+            sites,
+            st.sampled_from(["all", "prompt", "generated"]) | st.lists(intervals, min_size=1, max_size=2).map(tuple),
+        ),
+        max_size=2,
+        unique_by=lambda one: one.site,
+    ),
+)
+specs = st.builds(Spec, edits=st.lists(edits, max_size=4).map(tuple), returns=st.just(Return()) | returns)
+
+junk: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 40),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["set", "resid_post.3", "", 34.0, 10**400, 1e39, -0.0, [], {}, [[0, 0]], [[-1, None]]]),
+    st.lists(st.integers(-3, 3), max_size=3),
+    st.dictionaries(st.sampled_from(["op", "scope", "x"]), st.integers(0, 3), max_size=2),
+)
+
+
+def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything in a JSON document, itself first."""
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    return [path] + [place for key, value in items for place in places(value, (*path, key))]
+
+
+def at(document: Any, path: tuple[Any, ...]) -> Any:
+    """What stands at a path."""
+    for key in path:
+        document = document[key]
+    return document
+
+
+@st.composite
+def mutations(draw: st.DrawFn, document: Any) -> tuple[str, tuple[Any, ...], Any]:
+    """What was done, where, and the broken copy: a field dropped, renamed, inserted, doubled or given another value."""
+    found = copied(document)
+    path = draw(st.sampled_from(places(found)))
+    kind = draw(st.sampled_from(["drop", "rename", "insert", "double", "change"]))
+    here = at(found, path)
+    above = at(found, path[:-1])
+    if kind == "insert" and isinstance(here, dict):
+        key = draw(st.sampled_from(["op", "scope", "value", "scale", "min", "when", "layers"]) | st.text(max_size=4))
+        if key not in here:
+            here[key] = draw(junk)
+            return "insert", (*path, key), found
+    if path and kind == "drop":
+        del above[path[-1]]
+    elif path and kind == "rename" and isinstance(above, dict):
+        above[draw(st.sampled_from(["featur", "op", "scope", "max", "vector"]))] = above.pop(path[-1])
+    elif path and kind == "double" and isinstance(above, list):
+        above.append(copied(here))
+    elif path:
+        above[path[-1]] = draw(junk)
+        return "change", path, found
+    else:
+        return "change", path, draw(junk)
+    return kind, path, found
+
+
+def copied(document: Any) -> Any:
+    """A deep copy of a JSON document."""
+    if isinstance(document, dict):
+        return {key: copied(value) for key, value in document.items()}
+    return [copied(item) for item in document] if isinstance(document, list) else document
