@@ -77,7 +77,7 @@ def run(console: Console, *, verbose: bool = False) -> None:
 
 def _show(console: Console, plain: list[str], clamped: list[str]) -> None:
     console.print(
-        "\nSmolLM2-135M-Instruct in stock vLLM, four requests in one batch. Two of them clamp one feature of a sparse\n"
+        "\nSmolLM2-135M-Instruct in stock vLLM, four requests in one batch. Two of them clamp one feature of a sparse "
         f"autoencoder at layer 15, number {BRIDGE}, to twice the strongest activation that was seen of it.\n"
     )
     table = Table("", "as it is", f"feature {BRIDGE} clamped", box=box.ROUNDED, show_lines=True)
