@@ -56,12 +56,12 @@ def choose_device():
 def main(venv):
     """Make the environment at `venv`, or bring it up to date."""
     device = choose_device()
-    if not os.path.exists(os.path.join(venv, "bin", "python")):
+    pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
+    if not works([*pip, "--version"]):
         python = find_python()
         print("Making %s with %s" % (venv, python), flush=True)
         if subprocess.call([python, "-m", "venv", "--clear", venv]):
             stop("%s -m venv %s failed; its own message is above." % (python, venv))
-    pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
     quiet = ["install", "-qq"]  # errors alone: a mirror may warn of each package
     if device == "cpu":
         print("1/3 PyTorch for CPU", flush=True)
