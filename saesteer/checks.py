@@ -64,11 +64,11 @@ def show(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def listing(names: Iterable[str], most: int = 20) -> str:
-    """Known names in one phrase, not all of them when they are many."""
+def listing(names: Iterable[Any], most: int = 20) -> str:
+    """Known names or numbers in one phrase, not all of them when they are many."""
     known = sorted(names)
     rest = f" and {len(known) - most} more" if len(known) > most else ""
-    return (", ".join(known[:most]) or "none") + rest
+    return (", ".join(map(str, known[:most])) or "none") + rest
 
 
 def closest(name: str, known: Iterable[str]) -> str:

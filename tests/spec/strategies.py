@@ -2,10 +2,11 @@
 
 import base64
 import struct
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from saesteer.edits import Mode, Unit
 from saesteer.sites import KINDS
 from saesteer.spec import (
     Ablate,
@@ -54,10 +55,10 @@ def gates(draw: st.DrawFn) -> Gate:
     """A condition on a feature or a probe, with one bound or two."""
     low, high = sorted((draw(numbers), draw(numbers)))
     which = draw(st.sampled_from(["above", "below", "both"])) if low < high else "above"
-    bounds = {"above": None if which == "below" else low, "below": None if which == "above" else high}
+    above, below = None if which == "below" else low, None if which == "above" else high
     if draw(st.booleans()):
-        return Gate(probe=draw(names), **bounds)
-    return Gate(dictionary=draw(names), feature=draw(features), **bounds)
+        return Gate(probe=draw(names), above=above, below=below)
+    return Gate(dictionary=draw(names), feature=draw(features), above=above, below=below)
 
 
 whens = st.lists(gates(), max_size=3).map(tuple)
@@ -78,22 +79,23 @@ def inline_vectors(draw: st.DrawFn) -> InlineVector:
     width = draw(st.integers(1, 6))
     layers = draw(st.none() | st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True).map(tuple))
     rows = len(layers) if layers is not None else 1
-    dtype, letter = draw(st.sampled_from([("float32", "f"), ("float16", "e")]))
+    dtype: Literal["float32", "float16"] = draw(st.sampled_from(["float32", "float16"]))
+    letter = {"float32": "f", "float16": "e"}[dtype]
     items = draw(st.lists(st.integers(-9, 9).filter(bool), min_size=rows * width, max_size=rows * width))
     data = base64.b64encode(struct.pack(f"<{len(items)}{letter}", *items)).decode()
     return InlineVector(dtype=dtype, shape=(width,) if layers is None else (rows, width), data=data, layers=layers)
 
 
 vectors = st.one_of(names, inline_vectors(), st.lists(numbers, min_size=1, max_size=6).filter(any).map(tuple))
-modes = st.sampled_from(["set", "add", "scale", "min", "max"])
-units = st.sampled_from(["raw", "max_act"])
+modes: st.SearchStrategy[Mode] = st.sampled_from(["set", "add", "scale", "min", "max"])
+units: st.SearchStrategy[Unit] = st.sampled_from(["raw", "max_act"])
 
 
 @st.composite
 def clamps(draw: st.DrawFn) -> Clamp:
     """A clamp of any mode, unit, gate and scope."""
     mode = draw(modes)
-    unit = "raw" if mode == "scale" else draw(units)
+    unit: Unit = "raw" if mode == "scale" else draw(units)
     return Clamp(draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), draw(whens), draw(scopes))
 
 

@@ -1,4 +1,4 @@
-"""Properties of the request language: spec → JSON → spec is the identity, and nothing wrong or unknown slips through."""
+"""Properties of the request language: spec → JSON → spec is the identity, and nothing wrong slips through."""
 
 import json
 import pickle
@@ -19,14 +19,20 @@ thorough = settings(max_examples=200, deadline=None, suppress_health_check=[Heal
 
 def refused(document: Any) -> SpecError | None:
     """The error for a document, held to what every error keeps; None when it is accepted."""
-    try:
-        from_json(document)
-    except SpecError as error:
+    error = error_of(document)
+    if error is not None:
         assert PATH.fullmatch(error.field), error.field
         assert error.code in CODES
         assert str(error).startswith(f"{error.field}: ")
         assert len(str(error)) < 900
         str(error).encode()  # what cannot be encoded would be a 500
+    return error
+
+
+def error_of(document: Any) -> SpecError | None:
+    try:
+        from_json(document)
+    except SpecError as error:
         return error
     return None
 
@@ -79,7 +85,7 @@ def same_json(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-DEFAULTS = {
+DEFAULTS: dict[str, list[Any]] = {
     "version": [1], "unit": ["raw"], "mode": ["set"], "only_if_active": [False], "norm": ["none"], "error": ["drop"],
     "top_k": [8], "positions": ["all"], "scale": [1], "strength": [1],
 }  # fmt: skip

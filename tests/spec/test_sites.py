@@ -24,10 +24,10 @@ def test_resid_pre_is_the_resid_post_of_the_layer_before() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "resid_post", "resid_post.", "resid_post.-1", "resid_post.01", "resid_post.1\n", " resid_post.1", "resid_post.١",
-     "resid_pst.3", "Resid_Post.3", "resid_post.1.2", "resid_post.99999", "resid_post.1e1"],
+    ["", "resid_post", "resid_post.", "resid_post.-1", "resid_post.01", "resid_post.1\n", " resid_post.1",
+     "resid_post.١", "resid_pst.3", "Resid_Post.3", "resid_post.1.2", "resid_post.99999", "resid_post.1e1"],
 )  # fmt: skip
 def test_what_is_no_site_is_refused_with_the_kinds(name: str) -> None:
     for read in (parse, canonical):
-        with pytest.raises(ConfigError, match="expected a layer of a kind.*mlp_in_pregain"):
+        with pytest.raises(ConfigError, match=r"expected a layer of a kind.*mlp_in_pregain"):
             read(name)

@@ -1,0 +1,287 @@
+"""What a spec means at admission: groups, bands, duplicates, limits, and what is refused."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from saesteer.edits import Clamp, Gate, Scope
+from saesteer.errors import SpecError
+from saesteer.plan import END, Catalog, FeatureEdit, Group, plan, windows
+from saesteer.spec import Return, Spec, add, clamp, from_json
+from tests.spec.strategies import edits, returns
+
+P = 10
+ALL = ((1, END),)
+
+
+@dataclass(frozen=True)
+class Info:
+    """As much of a dictionary as the plan asks for."""
+
+    site_out: str | None = "resid_post.15"
+    site_in: str | None = None
+    features: int = 100
+    has_max_act: bool = True
+    skip_first: int = 1
+    feature_ids: tuple[int, ...] | None = None
+
+
+INFOS = {
+    "gs15": Info("resid_post.15"),
+    "pre16": Info("resid_pre.16"),
+    "gs20": Info("resid_post.20", has_max_act=False, skip_first=3),
+    "few": Info("resid_post.7", features=3, feature_ids=(5, 900, 40_000)),
+}
+CATALOG = Catalog(INFOS, frozenset({"resid_post.15", "resid_post.20", "resid_post.7"}), 64)
+
+
+def planned(*found: Any, catalog: Catalog = CATALOG, prompt_len: int = P) -> tuple[Group, ...]:
+    return plan(Spec(edits=found), catalog, prompt_len)
+
+
+def refusal(*found: Any, catalog: Catalog = CATALOG, prompt_len: int = P) -> tuple[str, str, str]:
+    with pytest.raises(SpecError) as caught:
+        planned(*found, catalog=catalog, prompt_len=prompt_len)
+    return caught.value.field, caught.value.code, str(caught.value)
+
+
+def shape(groups: tuple[Group, ...]) -> list[tuple[str, str, list[int]]]:
+    return [(one.site, one.dictionary, [edit.feature for edit in one.edits]) for one in groups]
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale", "shift", "low", "high"),
+    [
+        ("set", 0, 8, -math.inf, math.inf),
+        ("add", 1, 8, -math.inf, math.inf),
+        ("scale", 8, 0, -math.inf, math.inf),
+        ("min", 1, 0, 8, math.inf),
+        ("max", 1, 0, -math.inf, 8),
+    ],
+)
+def test_modes(mode: Any, scale: float, shift: float, low: float, high: float) -> None:
+    found = planned(clamp("gs15", 34, 8, mode, only_if_active=True))
+    edit = FeatureEdit(34, scale, shift, low, high, True, False, ALL, "saesteer.edits[0]")
+    assert found == (Group("resid_post.15", "gs15", (edit,)),)
+
+
+def test_max_act_is_left_to_the_caller() -> None:
+    ((edit,),) = [one.edits for one in planned(clamp("gs15", 34, 2, unit="max_act"))]
+    assert (edit.max_act, edit.shift) == (True, 2.0)
+
+
+def test_an_empty_list_is_allowed() -> None:
+    assert plan(from_json({"edits": []}), CATALOG, P) == ()
+    assert plan(Spec(), CATALOG, 0) == ()
+
+
+def test_neighbours_are_grouped_whatever_stands_in_between_at_other_sites() -> None:
+    a, b, c = clamp("gs15", 1, 1), clamp("gs20", 2, 1), clamp("gs15", 3, 1)
+    assert shape(planned(a, b, c)) == [("resid_post.15", "gs15", [1, 3]), ("resid_post.20", "gs20", [2])]
+    assert shape(planned(b, a, c)) == [("resid_post.20", "gs20", [2]), ("resid_post.15", "gs15", [1, 3])]
+
+
+def test_resid_pre_16_and_resid_post_15_are_one_site() -> None:
+    found = shape(planned(clamp("gs15", 1, 1), clamp("pre16", 2, 1), clamp("gs15", 3, 1)))
+    assert found == [
+        ("resid_post.15", "gs15", [1]),
+        ("resid_post.15", "pre16", [2]),
+        ("resid_post.15", "gs15", [3]),
+    ]
+
+
+def test_two_groups_may_clamp_the_same_feature() -> None:
+    assert len(planned(clamp("gs15", 1, 1), clamp("pre16", 1, 1), clamp("gs15", 1, 2))) == 3
+
+
+@given(st.lists(st.tuples(st.sampled_from(["gs15", "pre16", "gs20"]), st.integers(0, 99)), max_size=12))
+def test_groups_keep_every_clamp_and_the_order_at_each_site(pairs: list[tuple[str, int]]) -> None:
+    """Against the definition: filter the list to one site, then cut it wherever the dictionary changes."""
+    try:
+        found = planned(*(clamp(name, feature, 1) for name, feature in pairs))
+    except SpecError:
+        return  # a feature twice in one group, tested below
+    for site, names in {"resid_post.15": ("gs15", "pre16"), "resid_post.20": ("gs20",)}.items():
+        here = [pair for pair in pairs if pair[0] in names]
+        expected: list[tuple[str, str, list[int]]] = []
+        for i, (name, feature) in enumerate(here):
+            if i == 0 or here[i - 1][0] != name:
+                expected.append((site, name, []))
+            expected[-1][2].append(feature)
+        assert shape(tuple(one for one in found if one.site == site)) == expected
+    fields = [int(one.edits[0].field[15:-1]) for one in found]
+    assert fields == sorted(fields), "groups stand in the order of their first edits"
+
+
+def test_min_and_max_make_a_band_in_either_order() -> None:
+    low, high, other = clamp("gs15", 34, 2, "min"), clamp("gs15", 34, 5, "max"), clamp("gs15", 3, 1)
+    for one, two in ((low, high), (high, low)):
+        ((first, second),) = [group.edits for group in planned(one, other, two)]
+        assert first == FeatureEdit(34, 1.0, 0.0, 2.0, 5.0, False, False, ALL, "saesteer.edits[0]")
+        assert second.feature == 3
+    assert planned(low, clamp("gs15", 34, 2, "max"))[0].edits[0].high == 2.0
+    field, code, message = refusal(low, other, clamp("gs15", 34, 1, "max"))
+    assert (field, code) == ("saesteer.edits[2].value", "conflict")
+    assert "min 2.0 to max 1.0" in message
+
+
+def test_a_band_needs_the_same_windows_not_the_same_words() -> None:
+    low = clamp("gs15", 34, 2, "min", scope={"generated": True})
+    assert len(planned(low, clamp("gs15", 34, 5, "max", scope={"prompt": False}))[0].edits) == 1
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        clamp("gs15", 34, 5),
+        clamp("gs15", 34, 8, "min"),
+        clamp("gs15", 34, 9, "max", scope={"generated": True}),
+        clamp("gs15", 34, 9, "max", only_if_active=True),
+        clamp("gs15", 34, 9, "max", unit="max_act"),
+        clamp("gs15", 34, 9, "add", scope={"positions": [[3, 4]]}),
+    ],
+    ids=["set", "min-twice", "band-windows", "band-gate", "band-unit", "one-position"],
+)
+def test_a_feature_clamped_twice_in_a_group_is_refused(second: Clamp) -> None:
+    for one, two in ((clamp("gs15", 34, 8, "min"), second), (second, clamp("gs15", 34, 8, "min"))):
+        field, code, message = refusal(one, clamp("gs15", 3, 1), clamp("gs20", 34, 1), two)
+        assert (field, code) == ("saesteer.edits[3].feature", "duplicate")
+        assert "as saesteer.edits[0] does" in message
+
+
+def test_a_third_clamp_does_not_hide_behind_a_band() -> None:
+    low, high = clamp("gs15", 34, 2, "min"), clamp("gs15", 34, 5, "max")
+    for third in (low, high, clamp("gs15", 34, 1)):
+        assert refusal(low, high, third)[1] == "duplicate"
+        assert refusal(third, low, high)[1] == "duplicate"
+
+
+def test_windows_that_do_not_meet_may_clamp_a_feature_twice() -> None:
+    """So the last prompt token and the answer can be steered alike: the first generated token is steered as well."""
+    last, answer = (
+        clamp("gs15", 34, 8, scope={"positions": [[-1, None]]}),
+        clamp("gs15", 34, 8, scope={"generated": True}),
+    )
+    (group,) = planned(last, answer)
+    assert [edit.windows for edit in group.edits] == [((P - 1, P),), ((P, END),)]
+
+
+near = st.builds(
+    Scope, positions=st.lists(st.tuples(st.integers(0, 9), st.integers(10, 19)), min_size=1).map(tuple)
+) | st.builds(
+    Scope, positions=st.lists(st.integers(0, 19).map(lambda p: (p, p + 1)), min_size=1, max_size=3).map(tuple)
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), near, st.sampled_from(["set", "add", "min", "max"])), max_size=5))
+def test_duplicates_are_found_position_by_position(drawn: list[tuple[int, Scope, Any]]) -> None:
+    clamps = [clamp("gs15", feature, 3, mode, scope=scope) for feature, scope, mode in drawn]
+    spans = [windows(one.scope, P) for one in clamps]
+    alike = [
+        (i, j)
+        for i, one in enumerate(clamps)
+        for j, two in enumerate(clamps)
+        if one.feature == two.feature and spans[i] == spans[j] and (one.mode, two.mode) == ("min", "max")
+    ]
+    assume(
+        len({i for i, _ in alike}) == len(alike) == len({j for _, j in alike})
+    )  # which of three pair up is no matter
+    clash = any(
+        one.feature == two.feature
+        and i < j
+        and (i, j) not in alike
+        and (j, i) not in alike
+        and any(a <= p < b and c <= p < d for p in range(20) for a, b in spans[i] for c, d in spans[j])
+        for i, one in enumerate(clamps)
+        for j, two in enumerate(clamps)
+    )
+    if clash:
+        assert refusal(*clamps)[1] == "duplicate"
+    else:
+        found = planned(*clamps)
+        assert sum(len(group.edits) for group in found) == len(clamps) - len(alike)
+
+
+@pytest.mark.parametrize(
+    ("edit", "field", "code", "words"),
+    [
+        (
+            clamp("gs16", 1, 1),
+            ".dictionary",
+            "unknown_name",
+            ["'gs16'", "did you mean 'gs15'?", "few, gs15, gs20, pre16"],
+        ),
+        (clamp("gs15", 100, 1), ".feature", "out_of_range", ["got 100", "0 to 99"]),
+        (clamp("few", 6, 1), ".feature", "out_of_range", ["got 6", "3 features", "5, 900, 40000"]),
+        (clamp("gs20", 1, 1, unit="max_act"), ".unit", "unknown_max_act", ["saesteer calibrate", "'gs20'"]),
+        (clamp("gs15", 1, 1, scope={"prompt": True, "skip_first": P}), ".scope", "empty_scope", ["10 tokens"]),
+        (clamp("gs15", 1, 1, scope={"positions": [[-1, None]], "generated": True}), ".scope", "empty_scope", []),
+        (clamp("gs15", 1, 1, when={"probe": "p", "above": 1}), ".when", "not_served", ["not served by this version"]),
+    ],
+    ids=["dictionary", "feature", "feature-not-held", "max_act", "scope-skips-all", "scope-meets-nothing", "when"],
+)
+def test_refusals(edit: Clamp, field: str, code: str, words: list[str]) -> None:
+    found = refusal(clamp("gs15", 7, 1), edit)
+    assert found[:2] == (f"saesteer.edits[1]{field}", code)
+    for word in words:
+        assert word in found[2]
+
+
+def test_features_at_the_edge_are_served() -> None:
+    assert shape(planned(clamp("gs15", 99, 1), clamp("gs15", 0, 1), clamp("few", 40_000, 1))) == [
+        ("resid_post.15", "gs15", [99, 0]),
+        ("resid_post.7", "few", [40_000]),
+    ]
+
+
+def test_a_short_prompt_may_leave_nothing_to_edit() -> None:
+    assert refusal(clamp("gs20", 1, 1, scope={"prompt": True}), prompt_len=3)[1] == "empty_scope"
+    assert planned(clamp("gs20", 1, 1, scope={"prompt": True}), prompt_len=4)[0].edits[0].windows == ((3, 4),)
+
+
+def test_dictionaries_at_sites_without_an_op_are_refused() -> None:
+    for info in (Info("resid_post.3"), Info(None), Info("resid_post.15", site_in="resid_mid.15")):
+        field, code, message = refusal(clamp("x", 1, 1), catalog=Catalog({"x": info}, CATALOG.sites, 64))
+        assert (field, code) == ("saesteer.edits[0].dictionary", "not_served")
+        assert "not served by this version" in message
+    assert planned(clamp("x", 1, 1), catalog=Catalog({"x": Info("resid_post.3", "resid_pre.4")}, None, 64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(edits.filter(lambda one: not isinstance(one, Clamp)), returns)
+def test_what_is_not_served_is_refused_by_name(edit: Any, wanted: Return) -> None:
+    field, code, message = refusal(clamp("gs15", 1, 1), edit)
+    assert (field, code) == ("saesteer.edits[1].op", "not_served")
+    assert f"{edit.op} is not served by this version" in message
+    if wanted != Return():
+        with pytest.raises(SpecError, match=r"^saesteer\.return: .* not served by this version") as caught:
+            plan(Spec(edits=(clamp("gs15", 1, 1),), returns=wanted), CATALOG, P)
+        assert caught.value.code == "not_served"
+
+
+@given(st.lists(st.builds(Gate, probe=st.just("p"), above=st.just(1.0)), min_size=1, max_size=2))
+def test_no_gate_is_ignored(gates: list[Gate]) -> None:
+    assert refusal(Clamp("gs15", 1, 1, when=tuple(gates)))[1] == "not_served"
+
+
+def test_the_limit_counts_features_times_windows() -> None:
+    catalog = Catalog(INFOS, None, 4)
+    two = {"positions": [[1, 2], [4, 5]]}
+    band = [clamp("gs15", 3, 1, "min"), clamp("gs15", 3, 2, "max")]
+    assert planned(clamp("gs15", 1, 1, scope=two), clamp("gs20", 1, 1), *band, catalog=catalog)
+    field, code, message = refusal(
+        clamp("gs15", 1, 1, scope=two), clamp("gs20", 1, 1, scope=two), *band, catalog=catalog
+    )
+    assert (field, code) == ("saesteer.edits", "too_many")
+    for word in ("makes 5 entries", "at most 4", "--max-edits"):
+        assert word in message
+
+
+def test_edits_of_every_kind_make_no_other_error_than_a_refusal() -> None:
+    with pytest.raises(SpecError, match="add is not served by this version"):
+        planned(add("v", "resid_post.3"))
