@@ -148,7 +148,8 @@ def main() -> None:
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__}
     for row in rows:
         print(
-            f"{row['requests']:>4} requests  {row['mode']:<10} {row['ms_per_token']:.3f} ms  {row['paired_percent']:+.2f} %"
+            f"{row['requests']:>4} requests  {row['mode']:<10}"
+            f" {row['ms_per_token']:.3f} ms  {row['paired_percent']:+.2f} %"
         )
     if options.out:
         with options.out.open("a") as out:

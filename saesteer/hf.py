@@ -246,7 +246,7 @@ class Model:
         return coder.encode(self.stream(prompt, str(site), steer=steer))
 
     def features(self, prompt: str | Sequence[int], dictionary: str, *, top_k: int = 5) -> list[list[ActiveFeature]]:
-        """The strongest features of each token, strongest first; position 0 is left out, where the stream is an outlier.
+        """The strongest features of each token, strongest first; position 0, an outlier, is left out.
 
         Raises:
             ConfigError: no dictionary has this name.

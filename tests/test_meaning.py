@@ -1,6 +1,6 @@
 """From a spec in JSON to edited tensors, against an independent float32 transcription of what the language means.
 
-The transcription knows no plan, no table and no op: it reads the JSON and follows the definition of a clamp, word by word.
+The transcription knows no plan, no table and no op: it reads the JSON and follows the definition of a clamp.
 """
 
 from pathlib import Path
@@ -68,7 +68,13 @@ def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: An
         name: DictionarySource(f"{folder}/{name}.safetensors", (sites or {}).get(name, site))
         for name, (_, site) in PLACES.items()
     }
-    size = {"width": WIDTH, "layers": 4, "dtype": torch.float32, "max_rows": 4, "max_tokens": 64} | options
+    size: dict[str, Any] = {
+        "width": WIDTH,
+        "layers": 4,
+        "dtype": torch.float32,
+        "max_rows": 4,
+        "max_tokens": 64,
+    } | options
     return Engine(SaesteerConfig(sources, max_edits=64), device=torch.device("cpu"), **size)
 
 
@@ -114,7 +120,9 @@ def transcription(spec: Any, prompt_len: int, x: np.ndarray) -> np.ndarray:
                 i = one["feature"]
                 if not within(one.get("scope"), t, prompt_len) or (one.get("only_if_active") and f[i] == 0):
                     continue
-                v = one["value"] * (float(c.max_act[i]) if one.get("unit") == "max_act" else 1)
+                v = one["value"] * (
+                    float(c.max_act[i] if c.max_act is not None else 1) if one.get("unit") == "max_act" else 1
+                )
                 mode = one.get("mode", "set")
                 if mode == "set":
                     changed[i] = v

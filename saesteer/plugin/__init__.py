@@ -1,4 +1,4 @@
-"""The only room that knows vLLM. Its entry point registers saesteer in every process of a server; nothing else happens here.
+"""The only room that knows vLLM. Its entry point registers saesteer in every process; nothing else happens here.
 
 ``SAESTEER_DISABLE=1`` leaves the engine alone: then the front door refuses every request that asks for steering.
 """

@@ -17,15 +17,15 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from saesteer import __version__
 from saesteer import spec as language
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.plan import Catalog, plan
 from saesteer.plugin import hooks
-from saesteer import __version__
 
 
-class SpecRefused(SpecError, VLLMValidationError):  # type: ignore[misc]  # both are exceptions without slots
+class SpecRefused(SpecError, VLLMValidationError):
     """A SpecError that vLLM's front ends answer with 400, its field as ``param``."""
 
     def __init__(self, error: SpecError) -> None:

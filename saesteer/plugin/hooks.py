@@ -54,7 +54,7 @@ class Hook:
                 f"expected it to begin with ({', '.join(self.parameters)}) ({self.why})"
             )
         assert callable(found)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 _OPENAI = "vllm.entrypoints.openai"

@@ -32,7 +32,7 @@ FAMILIES = {
 
 
 class _Edited(nn.Module):
-    """Mixin of a swapped norm; its tensors are buffers, so that compiled graphs take them as inputs of fixed address."""
+    """Mixin of a swapped norm; its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
 
     saesteer_table: Tensor
     saesteer_work: Tensor

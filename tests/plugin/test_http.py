@@ -100,17 +100,16 @@ def test_chat_and_responses_and_the_openai_client(server: httpx.Client, model: s
 def test_streaming_is_steered(server: httpx.Client, model: str) -> None:
     whole = text(complete(server, model, saesteer=STEERED))
     body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    pieces = []
     with server.stream("POST", "/v1/completions", json={**body, "stream": True, "saesteer": STEERED}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
     assert "".join(pieces) == whole
 
 
 def test_two_prompts_and_n_of_two_are_all_steered(server: httpx.Client, model: str) -> None:
     one, other = (text(complete(server, model, prompt, saesteer=STEERED)) for prompt in PROMPTS[:2])
-    both = complete(server, model, PROMPTS[:2], saesteer=STEERED, n=2).json()["choices"]
+    # Greedy with n = 2 is refused by some versions; this is as good as greedy.
+    both = complete(server, model, PROMPTS[:2], saesteer=STEERED, n=2, temperature=1e-3).json()["choices"]
     assert [choice["text"] for choice in both] == [one, one, other, other]
 
 
