@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from saesteer.demo import DEMO_SAE
 from saesteer.loaders import own
 from saesteer.model import ensure_model
 
-HERE = Path(__file__).parent
 CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
 WIDTH = 576  # of the embedded model
@@ -109,21 +106,6 @@ def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 400 << 20}
     return options | more
-
-
-def run_apart(job: dict[str, Any], **environment: str) -> Any:
-    """Run one engine job (see engine_job.py) in a process of its own and return its JSON answer."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "engine_job.py")],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", **environment},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    (made,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    return json.loads(made.removeprefix("answer "))
 
 
 Answer = list[tuple[int, float]]  # token, logprob

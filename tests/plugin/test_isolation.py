@@ -1,50 +1,71 @@
-"""Unsteered requests keep their bits beside steered ones, and against an engine without the plugin."""
+"""Unsteered requests keep their bits beside steered ones, and against an engine without the plugin.
+
+Bits are compared between engines whose scheduler runs in their own process (saesteer.plugin.job), where batches have
+the same shape in every run.
+"""
 
 from typing import Any
 
 import pytest
 
-from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, engine_options, generate, run_apart
+from saesteer.plugin.job import Answer, Batch, run
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Dictionaries, engine_options
 
 pytestmark = pytest.mark.slow
 
+FORMS = ["second", "topk", "mid", "embed", "last"]
 MIXED = [None, {"edits": [BRIDGE]}, None, {"edits": [OCEAN]}]
+# A bound far below every activation, and a window that no token reaches: clamps that change nothing.
+IDLE = [
+    {"edits": [{**BRIDGE, "mode": "min", "value": -1.0, "unit": "raw"}]},
+    {"edits": [{**BRIDGE, "scope": {"positions": [[900, 901]]}}]},
+    {"edits": []},
+    None,
+]
 
 
-def test_plain_requests_are_stock_to_the_bit(make_engine: Any, model_dir: str) -> None:
-    llm = make_engine()
-    job = {"model": model_dir, "options": engine_options(), "dictionaries": None}
-    (stock,) = run_apart({**job, "batches": [{"prompts": PROMPTS, "tokens": 16}]}, VLLM_PLUGINS="")
-    stock = [[(token, logprob) for token, logprob in one] for one in stock]
-    mixed = generate(llm, PROMPTS, MIXED)
-    clean = generate(llm, PROMPTS)
-
-    assert mixed[0] == stock[0] and mixed[2] == stock[2]
-    assert mixed[1] != stock[1] and mixed[3] != stock[3]
-    assert clean == stock
+def plain(*steer: Any) -> Batch:
+    """The four prompts, 16 tokens each."""
+    return Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True)
 
 
-@pytest.mark.parametrize("dictionary", ["second", "topk", "mid", "embed", "last"])
-def test_every_form_of_site_steers_and_leaves_others_alone(make_engine: Any, dictionary: str) -> None:
-    llm = make_engine()
-    spec = {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": 17, "value": 60.0}]}
-    plain = generate(llm, PROMPTS)
-    mixed = generate(llm, PROMPTS, [None, spec, None, spec])
-    assert mixed[0] == plain[0] and mixed[2] == plain[2]
-    assert mixed[1] != plain[1] and mixed[3] != plain[3]
+def form(dictionary: str) -> dict[str, Any]:
+    """A strong clamp on this dictionary."""
+    return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": 17, "value": 60.0}]}
 
 
-def test_a_clamp_that_changes_nothing_changes_no_bit(make_engine: Any) -> None:
-    llm = make_engine()
-    unreached = {**BRIDGE, "mode": "min", "value": -1.0, "unit": "raw"}
-    outside = {**BRIDGE, "scope": {"positions": [[900, 901]]}}
-    plain = generate(llm, PROMPTS[:2])
-    assert generate(llm, PROMPTS[:2], [{"edits": [unreached]}, {"edits": [outside]}]) == plain
+@pytest.fixture(scope="module")
+def stock(model_dir: str) -> list[Answer]:
+    (answers,) = run(model_dir, [plain()], dictionaries=None, options=engine_options())
+    return answers
 
 
-def test_an_empty_spec_is_plain(make_engine: Any) -> None:
-    llm = make_engine()
-    assert generate(llm, PROMPTS[:1], {"edits": []}) == generate(llm, PROMPTS[:1])
+@pytest.fixture(scope="module")
+def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Answer]]:
+    steers: dict[str, Any] = {"before": (), "mixed": MIXED, "clean": (), "idle": IDLE}
+    steers |= {name: [None, form(name), None, form(name)] for name in FORMS}
+    batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in steers.values()]
+    answers = run(model_dir, batches, dictionaries=dictionaries.arguments, options=engine_options())
+    return dict(zip(steers, answers, strict=True))
+
+
+def bits(answers: list[Answer]) -> list[Any]:
+    """Tokens and logprobs."""
+    return [(answer.ids, answer.logprobs) for answer in answers]
+
+
+@pytest.mark.parametrize("batch", ["before", "clean", "idle"])
+def test_whoever_is_not_edited_has_stocks_bits(stock: list[Answer], ours: dict[str, list[Answer]], batch: str) -> None:
+    assert bits(ours[batch]) == bits(stock)
+
+
+@pytest.mark.parametrize("batch", ["mixed", *FORMS])
+def test_plain_requests_have_stocks_bits_beside_steered_ones(
+    stock: list[Answer], ours: dict[str, list[Answer]], batch: str
+) -> None:
+    expected, made = bits(stock), bits(ours[batch])
+    assert made[0] == expected[0] and made[2] == expected[2]
+    assert made[1] != expected[1] and made[3] != expected[3]
 
 
 @pytest.mark.gpu
@@ -53,13 +74,13 @@ def test_a_dummy_gemma_is_stock_to_the_bit(tmp_path: Any) -> None:
     from bench.dummy import dictionary_file, model_folder
 
     options = engine_options(load_format="dummy", skip_tokenizer_init=True)
-    prompts = [{"prompt_token_ids": [2, *range(7 + n, 40 + 9 * n)]} for n in range(4)]
-    job = {"model": str(model_folder("gemma-2-2b", tmp_path)), "options": options, "dictionaries": None}
+    model = str(model_folder("gemma-2-2b", tmp_path))
+    prompts = [[2, *range(7 + n, 40 + 9 * n)] for n in range(4)]
     clamp = {"edits": [{"op": "clamp", "dictionary": "random", "feature": 9001, "value": 50.0}]}
-    plain, mixed = {"prompts": prompts, "tokens": 24}, {"prompts": prompts, "tokens": 24, "steer": [None, clamp] * 2}
-    (stock,) = run_apart({**job, "batches": [plain]}, VLLM_PLUGINS="")
-    ours = {"random": f"{dictionary_file(2304, 16384, tmp_path)}@resid_post.13"}
-    idle, steered, clean = run_apart({**job, "dictionaries": ours, "batches": [plain, mixed, plain]})
-    assert idle == stock and clean == stock
-    assert steered[0] == stock[0] and steered[2] == stock[2]
-    assert steered[1] != stock[1] and steered[3] != stock[3]
+    batches = [Batch(prompts, s, max_tokens=24, ignore_eos=True, fresh=True) for s in ((), [None, clamp] * 2, ())]
+    random = {"random": f"{dictionary_file(2304, 16384, tmp_path)}@resid_post.13"}
+    (expected,) = [bits(one) for one in run(model, batches[:1], dictionaries=None, options=options)]
+    idle, steered, clean = (bits(one) for one in run(model, batches, dictionaries=random, options=options))
+    assert idle == expected and clean == expected
+    assert steered[0] == expected[0] and steered[2] == expected[2]
+    assert steered[1] != expected[1] and steered[3] != expected[3]

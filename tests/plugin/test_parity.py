@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from saesteer import hf
-from tests.plugin.conftest import BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, Answer, generate
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, Answer, generate
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-4  # of a logprob: two float32 implementations of the same 30 layers
+# Of a logprob: two float32 implementations of the same 30 layers; a GPU's products of float32 are rounded to tf32.
+TOLERANCE = 5e-2 if CUDA else 1e-4
 NEAR = 1e-3  # of a threshold: there the implementations may fall on different sides
 
 SPECS: dict[str, Any] = {
