@@ -156,9 +156,12 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
 
 
 def _resolve(start: int, end: int | None, prompt_len: int) -> Window:
-    open_end = prompt_len if start < 0 else END
-    first = max(0, start + prompt_len) if start < 0 else start
-    return first, open_end if end is None else max(0, end + prompt_len) if end < 0 else end
+    """Absolute positions; below 0 where they count from before the prompt, which is cut off with the flags."""
+    if end is None:
+        end = prompt_len if start < 0 else END
+    elif end < 0:
+        end += prompt_len
+    return start + prompt_len if start < 0 else start, end
 
 
 def _served(edit: Edit, at: str) -> Clamp:

@@ -20,7 +20,7 @@ KINDS = (
 )
 MAX_LAYER = 9999
 
-_SITE = re.compile(r"([a-z_]+)\.(0|[1-9][0-9]{0,3})", re.ASCII)
+_SITE = re.compile(r"([a-z_]+)\.(0|[1-9][0-9]{0,3})")
 
 
 def parse(name: str) -> tuple[str, int]:
