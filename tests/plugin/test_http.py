@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         _wait(client, process, log)
         yield client
     finally:
+        client.close()
         process.terminate()
         try:
             process.wait(30)
@@ -81,18 +82,19 @@ def test_body_field_and_xargs_say_the_same(server: httpx.Client, model: str) -> 
 def test_chat_and_responses_and_the_openai_client(server: httpx.Client, model: str) -> None:
     from openai import OpenAI
 
-    client = OpenAI(base_url=f"{server.base_url}v1", api_key="none")
+    base = str(server.base_url).rstrip("/")
     turns: Any = [{"role": "user", "content": "Who are you?"}]
     answers = []
-    for extra in ({}, {"saesteer": STEERED}):
-        made = client.chat.completions.create(
-            model=model, messages=turns, max_tokens=24, temperature=0, extra_body=extra
-        )
-        answers.append(made.choices[0].message.content)
-        other = client.responses.create(
-            model=model, input="Who are you?", max_output_tokens=24, temperature=0, extra_body=extra
-        )
-        answers.append(other.output_text)
+    with OpenAI(base_url=f"{base}/v1", api_key="none") as client:
+        for extra in ({}, {"saesteer": STEERED}):
+            made = client.chat.completions.create(
+                model=model, messages=turns, max_tokens=24, temperature=0, extra_body=extra
+            )
+            answers.append(made.choices[0].message.content)
+            other = client.responses.create(
+                model=model, input="Who are you?", max_output_tokens=24, temperature=0, extra_body=extra
+            )
+            answers.append(other.output_text)
     assert answers[0] != answers[2] and answers[1] != answers[3]
     assert "bridge" in str(answers[2]).lower() and "bridge" in str(answers[3]).lower()
 
