@@ -23,8 +23,8 @@ MAX_WIDTH = 8192
 EDIT: tuple[tuple[int, EditConfig], ...] = (
     (256, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),
     (1024, EditConfig(num_warps=2, chunk=4, programs=16, split=True)),
-    (3072, EditConfig(num_warps=4, chunk=4, programs=8, split=True)),
-    (6144, EditConfig(num_warps=8, chunk=4, programs=4, split=True)),
+    (3072, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),
+    (6144, EditConfig(num_warps=4, chunk=4, programs=8, split=True)),
     (MAX_WIDTH, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),
 )
 
