@@ -1,6 +1,6 @@
 """Every hook point of the installed vLLM is what saesteer counts on, and a changed one is a refusal that names it."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -90,3 +90,35 @@ def test_a_worker_that_disagrees_is_refused() -> None:
     frontend._agree(config, [{"version": __version__, "fingerprint": frontend.fingerprint(config)}])
     with pytest.raises(ConfigError, match="another saesteer"):
         frontend._agree(config, [{"version": "0.0.0", "fingerprint": ""}])
+
+
+def test_a_disabled_server_refuses_instead_of_ignoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _Config({"saesteer": {"sites": ["resid_post.3"]}})
+    assert frontend.config_of(config) is not None
+    monkeypatch.setenv("SAESTEER_DISABLE", "1")
+    assert frontend.config_of(config) is None, "without a catalog every spec is refused, see above"
+
+
+def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stale graph's guard, with stand-ins for the runner and the engine: a real stale graph is in test_compiled."""
+    import torch
+
+    from saesteer.kernels import ops
+    from saesteer.plugin.worker import _check_hits
+
+    class _Site:
+        index = torch.zeros(1, dtype=torch.int32)
+
+    class _Engine:
+        sites: ClassVar = {"resid_post.3": _Site()}
+
+    class _Runner:
+        def _dummy_run(self, tokens: int) -> None:
+            assert tokens == 1
+
+    engine: Any = _Engine()
+    monkeypatch.setattr(ops, "hits", {})
+    with pytest.raises(ConfigError, match=r"never ran at resid_post\.3"):
+        _check_hits(_Runner(), engine)
+    monkeypatch.setattr(ops, "hits", {_Site.index.data_ptr(): 1})
+    _check_hits(_Runner(), engine)

@@ -1,0 +1,71 @@
+"""A request that is refused changes no bit of those that came with it."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.plugin.conftest import BRIDGE, Dictionaries, engine_options
+
+pytestmark = pytest.mark.slow
+
+# Requests are added by hand, a bad one among them; the scheduler is in this process, so none starts before all are in.
+JOB = """
+import json, sys
+from vllm import SamplingParams
+import saesteer
+
+if __name__ == "__main__":
+    job = json.load(sys.stdin)
+    llm = saesteer.LLM(job["model"], dictionaries=job["dictionaries"], **job["options"])
+    engine, runs = llm.llm_engine, []
+    for run, specs in enumerate(job["runs"]):
+        llm.reset_prefix_cache()
+        refused = []
+        for n, (prompt, spec) in enumerate(specs):
+            extra = {"saesteer": spec} if spec else None
+            params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, extra_args=extra)
+            try:
+                engine.add_request(f"{run}-{n}", {"prompt_token_ids": prompt}, params)
+            except saesteer.SpecError as error:
+                refused.append(error.field)
+        made = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    one = output.outputs[0]
+                    made[str(output.prompt_token_ids)] = [
+                        [t, step[t].logprob] for t, step in zip(one.token_ids, one.logprobs)
+                    ]
+        runs.append([refused, made])
+    print("\\nanswer " + json.dumps(runs))
+"""
+
+
+def test_batchmates_of_a_refused_request_keep_their_bits(
+    model_dir: str, dictionaries: Dictionaries, tmp_path: Any
+) -> None:
+    bad = {"edits": [{**BRIDGE, "feature": 9216}]}
+    good: list[Any] = [[[40 + n, 50, 60, 70 + n], spec] for n, spec in enumerate([None, {"edits": [BRIDGE]}, None])]
+    job = {
+        "model": model_dir,
+        "dictionaries": {"demo": dictionaries.arguments["demo"]},
+        "options": engine_options(),
+        "runs": [good, [good[0], [[1, 2, 3, 4], bad], *good[1:]]],
+    }
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    without, beside = json.loads(line.removeprefix("answer "))
+    assert without[0] == [] and beside[0] == ["saesteer.edits[0].feature"]
+    assert len(beside[1]) == 3
+    assert beside[1] == without[1]
