@@ -86,9 +86,8 @@ class SaesteerConfig:
         """
         return {name: _placed(name, source) for name, source in self.dictionaries.items()}
 
-    def catalog(self) -> Catalog:
-        """What requests may name on this server."""
-        infos = self.describe()
+    def catalog(self, infos: Mapping[str, CoderInfo]) -> Catalog:
+        """What requests may name on this server; ``infos`` are those of ``describe``."""
         return Catalog(dictionaries=infos, sites=frozenset(self.all_sites(infos)), max_entries=self.max_edits)
 
     def all_sites(self, infos: Mapping[str, CoderInfo]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from saesteer.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
 from saesteer.loaders import load
-from saesteer.plan import Catalog, plan
+from saesteer.plan import plan
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec
 from saesteer.tables import Placement, row_words
@@ -70,7 +70,7 @@ class Engine:
         names = config.all_sites(infos)
         check_fit(infos, names, width=width, layers=layers)
         self.config = config
-        self.catalog: Catalog = config.catalog()
+        self.catalog = config.catalog(infos)
         self.device = device
         self.placements: dict[str, Placement] = {}
         self.sites = {

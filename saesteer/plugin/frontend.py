@@ -87,7 +87,7 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         config = config_of(vllm_config)
         if config is not None:
             refuse_unservable(vllm_config)
-        self.saesteer_catalog = None if config is None else config.catalog()
+        self.saesteer_catalog = None if config is None else config.catalog(config.describe())
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
 

@@ -38,7 +38,7 @@ class LLM(vllm.LLM):
     ) -> None:
         sources = {name: DictionarySource.from_argument(str(path)) for name, path in (dictionaries or {}).items()}
         config = SaesteerConfig.from_json(SaesteerConfig(sources, tuple(sites), max_edits).to_json())
-        config.catalog()
+        config.catalog(config.describe())
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
 
