@@ -1,47 +1,97 @@
-"""Layout of the device tables that the kernels read: offsets in int32 words. Knows nothing of requests or vLLM.
+"""Layout of the device tensors that the kernels share: offsets in int32 words. Knows nothing of requests or vLLM.
 
 table [rows, width] int32, one row for each running request; row 0 belongs to nobody and stays empty.
 
     word 0                number of entries of the row; 0 = not steered
-    words 1+2s, 2+2s      begin and end of site s's entries, as word offsets into the row
+    word 1                the most parts of its sites (PARTS below)
+    from word HEAD        SPAN words for each site: where its entries lie, and what they need
     from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
 
+A group is a run of entries that all read the same x. Gates, if there are any, are the first group of their site.
 Words MUL to GAIN of an entry are float32 bit patterns.
-work [max_tokens + 1, 4] int32: work[0, 0] is the number of items, work[1 + i] = (token, row, position, 0).
+
+work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, 0), then the items
+(first token, row, position of the first token, tokens): at most ``span`` neighbouring tokens of one request each.
+
+cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
+counts [rows, counters] int32: tokens that each edit of the row has changed so far.
 """
 
-ENTRY = 16
+HEAD = 4  # words in front of the sites' spans
+SPAN = 8  # words of a site's span
+ENTRY = 16  # words of an entry
 
-SLOT = 0  # row of the site's w_enc and w_dec
+# A site's span.
+BEGIN = 0  # word offset of its first entry in the row
+END = 1  # word offset behind its last one
+PARTS = 2  # programs that may share one token: more than 1 only for a single group
+KIND = 3  # bits, below
+DENSE_BASE = 4  # first slot of the dictionary of which every feature is needed
+DENSE_SIZE = 5  # its features; 0: no entry needs them
+
+# Bits of KIND. One of the first three says which kernel takes the row's longer spans of tokens.
+ANY = 1  # the one that can do everything
+FEW = 2  # no gates, ranks, reconstruction or input norms
+MANY = 4  # the same, and a single group of at least MANY_ENTRIES
+GATED = 8  # some entry writes or reads cells
+
+# An entry.
+SLOT = 0  # row of the site's w_enc and w_dec; for RECONSTRUCT row of b_dec
 GROUP_END = 1  # word offset where this entry's group ends
 LO = 2  # first position of the window
 HI = 3  # first position behind the window
-FLAGS = 4
-BASE = 5  # first slot of the entry's dictionary
-SIZE = 6  # features of the entry's dictionary
-TOP_K = 7
-MUL = 8
-ADD = 9
-LOW = 10
-HIGH = 11
-BIAS = 12
-THRESHOLD = 13
-GAIN = 14
+FLAGS = 4  # bits below, and the entry's column in counts from bit COUNTER on
+GATES = 5  # bits of cells that must all be set; for GATE the bit that it writes
+BASE = 6  # first of the features that it is ranked among, or that are reconstructed
+SIZE = 7  # number of them
+TOP_K = 8  # how many of them are active at most
+MUL = 9
+ADD = 10
+LOW = 11
+HIGH = 12
+BIAS = 13
+THRESHOLD = 14
+GAIN = 15
 
+# Bits of FLAGS.
 ONLY_IF_ACTIVE = 1
-TOPK = 2
+RANKED = 2  # active only when fewer than TOP_K of its range come before it
+MAGNITUDE = 4  # ranked by the absolute value, which need not be positive
+MATCH = 8  # the delta is in lengths of x
+LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)
+L2_NORM = 32  # the dictionary reads x * sqrt(width) / |x|
+RECONSTRUCT = 64  # x' = the whole decoded dictionary, with the deltas of the other entries of its group
+GATE = 128  # changes nothing: writes LOW < f < HIGH into a bit of cells
+COUNTER = 16
 
 # Forms of the op: what its second tensor is.
 BARE = 0  # there is none
 NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
+MANY_ENTRIES = 8
+MOST_PARTS = 16
+TILE = 64  # tokens of an item in a step of many tokens
+PARTIALS = 1024  # rows of scratch for parts of tokens
+MOST_GATES = 32  # of one row
+
 
 def head(sites: int) -> int:
-    """Word offset of a row's first entry: count and spans, rounded up to whole entries."""
-    return -(-(1 + 2 * sites) // ENTRY) * ENTRY
+    """Word offset of a row's first entry: what stands before them, rounded up to whole entries."""
+    return -(-(HEAD + SPAN * sites) // ENTRY) * ENTRY
 
 
 def width(sites: int, max_entries: int) -> int:
     """Words of a table row."""
     return head(sites) + ENTRY * max_entries
+
+
+def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
+    """Words of the kernels' scratch memory.
+
+    Args:
+        width: of the stream.
+        dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
+        dense_tokens: tokens that are encoded at once, a multiple of TILE; more take several rounds.
+    """
+    return PARTIALS * (1 + width) + dense_size * dense_tokens

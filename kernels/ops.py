@@ -1,4 +1,4 @@
-"""The only door to the kernels: torch.ops.saesteer.edit_ and map_. Checks and chooses; the meaning is in reference.py.
+"""The only door to the kernels: saesteer.edit_ and map_. Chooses between Triton and the reference; the meaning is there.
 
 Each op mutates tensors that its caller owns and returns nothing, so it needs no allocation, its fake does nothing, and
 it can stand in a compiled model and in a CUDA graph. CUDA tensors go to Triton, CPU tensors to the reference.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saesteer.kernels import layout
-from saesteer.kernels.configs import MAX_WIDTH
+from saesteer.kernels.checks import check_edit, check_map
 from saesteer.kernels.reference import edit_ref_, map_ref_
 
 # Calls of edit_'s real implementation by the address of `site`; a compiled graph that lost the op leaves its site out.
 hits: dict[int, int] = {}
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_INTS = (torch.int32, torch.int64)
 
 
 def edit_(
@@ -27,24 +23,36 @@ def edit_(
     table: Tensor,
     site: Tensor,
     work: Tensor,
+    kinds: Tensor,
     w_enc: Tensor,
     w_dec: Tensor,
     b_enc: Tensor,
+    threshold: Tensor,
+    b_dec: Tensor,
+    cells: Tensor,
+    counts: Tensor,
+    scratch: Tensor,
     form: int,
     eps: float,
     weight_offset: float,
-    has_topk: bool,
+    dense_size: int,
+    has_norms: bool,
 ) -> None:
     """x[token] += the deltas of its row's entries at this site; tokens not listed, or without a delta, keep their bits.
 
-    For each item (token, row, position) of `work`, group after group of table[row]'s entries, all entries of one group
-    reading the same x, in fp32, rounded once at the end:
+    For each token of `work`, group after group of table[row]'s entries, all entries of one group reading the same x, in
+    fp32, rounded once at the end:
 
-        pre    = x . w_enc[slot] + bias
-        f      = pre where pre > threshold (top-k entries: and fewer than k of their dictionary come before) else 0
+        pre    = scale_in * (x . w_enc[slot]) + bias
+        f      = pre where pre > threshold (ranked: and fewer than top_k of its range come before it) else 0
         delta  = gain * min(max(mul * f + add, low - f), high - f)
-        delta  = 0 where position is outside [lo, hi), or f == 0 and the entry is only_if_active
-        x     += sum of delta * w_dec[slot]
+        delta  = 0 where position is outside [lo, hi), or cells lack a bit of gates, or f == 0 and only_if_active
+        x     += sum of scale_out * delta * w_dec[slot]
+        x     += gain * (scale_out * (f(all) @ w_dec + b_dec[slot]) + mean - x)   for a reconstruction
+
+    scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
+    norm; scale_out is |x| for a delta in lengths of x. A gate changes nothing but its bit of cells[token].
+    counts[row] grows at each entry's counter by the tokens that it changed.
 
     Args:
         stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place.
@@ -53,29 +61,57 @@ def edit_(
         table: [rows, words] int32, see layout.py.
         site: [1] int32, the site's index in the table.
         work: [max_tokens + 1, 4] int32, see layout.py. Filled by `map_`.
+        kinds: [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. Spares
+            launches outside of CUDA graphs; not looked at while one is captured.
         w_enc: [slots, d] contiguous, any float dtype.
         w_dec: like `w_enc`.
-        b_enc: [slots] fp32, read for top-k entries alone.
+        b_enc: [slots] fp32, read where whole dictionaries are encoded.
+        threshold: [slots] fp32, as b_enc.
+        b_dec: [any, d] fp32, read for reconstructions.
+        cells: [max_tokens] int32, see layout.py; changed in place.
+        counts: [rows, counters] int32, see layout.py; changed in place.
+        scratch: fp32, `layout.scratch_words` or more, zeros at first; the kernels' own, on a GPU.
         form: BARE: x is the stream. NORMED: `second` is its RMS norm and made anew from the rounded x'.
             PAIR: x is stream + second, rounded; x' goes to the stream and 0 to `second`.
         eps: of the norm.
         weight_offset: added to `norm_weight` (1 for Gemma).
-        has_topk: whether a top-k entry may stand in the table; without it the flag is not looked at on a GPU.
+        dense_size: features of the largest dictionary at this site that an entry may rank or reconstruct; 0 for none.
+        has_norms: whether an entry may ask for an input norm.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    _check_edit(stream, second, norm_weight, table, site, work, w_enc, w_dec, b_enc, form)
+    check_edit(
+        stream, second, norm_weight, table, site, work, w_enc, w_dec, b_enc, threshold, b_dec, cells, counts, form
+    )
     address = site.data_ptr()
     hits[address] = hits.get(address, 0) + 1
+    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     if stream.is_cuda:
-        from saesteer.kernels.edit import edit_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.launch import edit_triton  # Triton need not be there on a CPU
 
         edit_triton(
-            stream, second, norm_weight, table, site, work, w_enc, w_dec, b_enc, form, eps, weight_offset, has_topk
+            stream,
+            second,
+            norm_weight,
+            table,
+            site,
+            work,
+            kinds,
+            *weights,
+            cells,
+            counts,
+            scratch,
+            form,
+            eps,
+            weight_offset,
+            dense_size,
+            has_norms,
         )
     else:
-        edit_ref_(stream, second, norm_weight, table, site, work, w_enc, w_dec, b_enc, form, eps, weight_offset)
+        edit_ref_(
+            stream, second, norm_weight, table, site, work, *weights, cells, counts, form, eps, weight_offset
+        )
 
 
 def map_(
@@ -86,11 +122,12 @@ def map_(
     positions: Tensor,
     table: Tensor,
     num_reqs: int,
+    span: int,
 ) -> None:
-    """work <- (token, row, position, 0) of every token of the batch's steered requests, in batch order.
+    """work <- items (token, row, position, tokens) of the batch's steered requests, in batch order.
 
-    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1]; it is steered
-    where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
+    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1], whose positions
+    follow one another; it is steered where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
 
     Args:
         work: [max_tokens + 1, 4] int32, contiguous; changed in place.
@@ -100,111 +137,18 @@ def map_(
         positions: [tokens] int32 or int64, position of each token of the batch in its request.
         table: [rows, words] int32, see layout.py.
         num_reqs: requests of the batch, known on the host; 0 empties the list.
+        span: tokens of an item at most, 1 or layout.TILE.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    _check_map(work, slots, query_start_loc, positions, table, num_reqs)
+    check_map(work, slots, query_start_loc, positions, table, num_reqs, span)
     if work.is_cuda:
         from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
 
-        map_triton(work, slots, row_offset, query_start_loc, positions, table, num_reqs)
+        map_triton(work, slots, row_offset, query_start_loc, positions, table, num_reqs, span)
     else:
-        map_ref_(work, slots, row_offset, query_start_loc, positions, table, num_reqs)
-
-
-def _need(holds: bool, tensor: Tensor, name: str, expected: str) -> None:
-    if not holds:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}: "
-            f"expected {expected}"
-        )
-
-
-def _check_edit(
-    stream: Tensor,
-    second: Tensor | None,
-    norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    form: int,
-) -> None:
-    _need(
-        stream.dim() == 2 and stream.is_contiguous() and stream.dtype in _FLOATS and 1 <= stream.shape[1] <= MAX_WIDTH,
-        stream,
-        "stream",
-        f"contiguous bf16, fp16 or fp32 [tokens, width], width 1 to {MAX_WIDTH}",
-    )
-    width = stream.shape[1]
-    if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
-        raise ValueError(f"form {form} with second {second if second is None else 'given'}: expected 0 without, 1 or 2")
-    if second is not None:
-        _need(
-            second.shape == stream.shape and second.dtype == stream.dtype and second.is_contiguous(),
-            second,
-            "second",
-            f"contiguous {stream.dtype} {tuple(stream.shape)}, as the stream",
-        )
-    if norm_weight is not None:
-        _need(norm_weight.shape == (width,) and norm_weight.is_contiguous(), norm_weight, "norm_weight", f"[{width}]")
-    for name, weights in (("w_enc", w_enc), ("w_dec", w_dec)):
-        _need(
-            weights.dim() == 2
-            and weights.shape[1] == width
-            and weights.shape[0] == b_enc.shape[0]
-            and weights.is_contiguous()
-            and weights.dtype in _FLOATS,
-            weights,
-            name,
-            f"contiguous bf16, fp16 or fp32 [{b_enc.shape[0]} slots, {width}]",
-        )
-    _need(b_enc.dim() == 1 and b_enc.dtype == torch.float32 and b_enc.is_contiguous(), b_enc, "b_enc", "fp32 [slots]")
-    _need(site.shape == (1,) and site.dtype == torch.int32, site, "site", "int32 [1]")
-    _check_table(table)
-    _check_work(work)
-
-
-def _check_map(
-    work: Tensor, slots: Tensor, query_start_loc: Tensor, positions: Tensor, table: Tensor, num_reqs: int
-) -> None:
-    _check_work(work)
-    _check_table(table)
-    for name, tensor, least in (
-        ("slots", slots, num_reqs),
-        ("query_start_loc", query_start_loc, num_reqs + 1),
-        ("positions", positions, 0),
-    ):
-        _need(
-            tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in _INTS and tensor.shape[0] >= least,
-            tensor,
-            name,
-            f"contiguous int32 or int64 [{least} or more]",
-        )
-    # Each listed token has a position, so this keeps every item inside the list without asking the device.
-    _need(positions.shape[0] < work.shape[0], positions, "positions", f"at most {work.shape[0] - 1}, places of `work`")
-
-
-def _check_table(table: Tensor) -> None:
-    _need(
-        table.dim() == 2 and table.dtype == torch.int32 and table.stride(1) == 1, table, "table", "int32 [rows, words]"
-    )
-
-
-def _check_work(work: Tensor) -> None:
-    _need(
-        work.dim() == 2
-        and work.shape[1] == 4
-        and work.shape[0] > 0
-        and work.dtype == torch.int32
-        and work.is_contiguous(),
-        work,
-        "work",
-        "contiguous int32 [max_tokens + 1, 4]",
-    )
+        map_ref_(work, slots, row_offset, query_start_loc, positions, table, num_reqs, span)
 
 
 def _nothing(*_: object) -> None:
@@ -219,13 +163,15 @@ def _register() -> torch.library.Library:
             "edit_",
             edit_,
             "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor table, Tensor site, Tensor work, "
-            "Tensor w_enc, Tensor w_dec, Tensor b_enc, int form, float eps, float weight_offset, bool has_topk) -> ()",
+            "Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, Tensor(c!) cells, "
+            "Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, int dense_size, "
+            "bool has_norms) -> ()",
         ),
         (
             "map_",
             map_,
             "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor positions, Tensor table, "
-            "SymInt num_reqs) -> ()",
+            "SymInt num_reqs, int span) -> ()",
         ),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]

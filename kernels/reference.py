@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
 
-_PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is ranked
+_PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is encoded
 
 
 def edit_ref_(
@@ -20,6 +22,10 @@ def edit_ref_(
     w_enc: Tensor,
     w_dec: Tensor,
     b_enc: Tensor,
+    threshold: Tensor,
+    b_dec: Tensor,
+    cells: Tensor,
+    counts: Tensor,
     form: int,
     eps: float,
     weight_offset: float,
@@ -28,13 +34,14 @@ def edit_ref_(
     n = int(work[0, 0])
     if n == 0:
         return
-    span = 1 + 2 * int(site[0])
-    items = work[1 : 1 + n].long()
-    for row in torch.unique(items[:, 1]).tolist():
-        begin, end = table[row, span : span + 2].tolist()
+    span = layout.HEAD + layout.SPAN * int(site[0])
+    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
+    tokens_of, rows, positions_of = _unfold(work[1 : 1 + n].long())
+    for row in torch.unique(rows).tolist():
+        begin, end = table[row, [span + layout.BEGIN, span + layout.END]].tolist()
         if begin == end:
             continue
-        tokens, _, positions, _ = items[items[:, 1] == row].unbind(1)
+        tokens, positions = tokens_of[rows == row], positions_of[rows == row]
         x = stream[tokens]
         if form == layout.PAIR:
             assert second is not None
@@ -44,9 +51,10 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            delta = _deltas(x, positions, group, w_enc, b_enc)
-            x = x + delta @ w_dec[group[:, layout.SLOT].long()].float()
-            changed |= (delta != 0).any(1)
+            change, touched = _group(x, positions, cells, tokens, group, weights)
+            x = x + change
+            counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
+            changed |= touched.any(1)
             begin = stop
         tokens, x = tokens[changed], x[changed].to(stream.dtype)
         stream[tokens] = x
@@ -54,44 +62,129 @@ def edit_ref_(
             second[tokens] = rms_norm_ref(x, norm_weight, eps, weight_offset) if form == layout.NORMED else 0
 
 
-def _deltas(x: Tensor, positions: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> Tensor:
-    """f' - f of each token and entry of one group, [tokens, entries] fp32; 0 where the entry does not apply."""
-    reals = group.view(torch.float32)
-    mul, add, low, high, bias, threshold, gain = reals[:, layout.MUL : layout.GAIN + 1].unbind(1)
-    flags = group[:, layout.FLAGS]
-    pre = x @ w_enc[group[:, layout.SLOT].long()].float().T + bias
-    topk = (flags & layout.TOPK) != 0
-    among = torch.ones_like(pre, dtype=torch.bool)
-    for entry in topk.nonzero().flatten().tolist():
-        slot, base, size, k = group[entry, [layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K]].tolist()
-        rank, dot = _ranks(x, slot, base, size, float(bias[entry]), w_enc, b_enc)
-        pre[:, entry] = dot + bias[entry]
-        among[:, entry] = rank < k
-    f = torch.where((pre > threshold) & among, pre, 0.0)
-    delta = gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
-    applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
-    applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
-    return torch.where(applies, delta, 0.0)
+def _unfold(items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, row and position of every token of the items."""
+    first, rows, positions, lengths = items.unbind(1)
+    within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return (
+        first.repeat_interleave(lengths) + within,
+        rows.repeat_interleave(lengths),
+        positions.repeat_interleave(lengths) + within,
+    )
 
 
-def _ranks(
-    x: Tensor, slot: int, base: int, size: int, bias: float, w_enc: Tensor, b_enc: Tensor
+def _group(
+    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, weights: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """How many features of the dictionary come before `slot`, by strength and then by index; and x . w_enc[slot].
+    """What one group adds to x, [tokens, d] fp32, and which entries changed which token, [tokens, entries]."""
+    w_enc, w_dec, b_enc, threshold, b_dec = weights
+    flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]
+    applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
+    if flags[0] & layout.GATE:
+        f, _ = _features(x, group, w_enc, b_enc)
+        low, high = group.view(torch.float32)[:, [layout.LOW, layout.HIGH]].unbind(1)
+        holds = ((low < f) & (f < high)).int()
+        for entry, bit in enumerate(gates.tolist()):
+            cells[tokens] = (cells[tokens] & ~bit) | bit * holds[:, entry]
+        return torch.zeros_like(x), torch.zeros_like(applies)
+    applies &= (cells[tokens][:, None] & gates) == gates
+    mul, add, low, high = group.view(torch.float32)[:, layout.MUL : layout.HIGH + 1].unbind(1)
+    gain = group.view(torch.float32)[:, layout.GAIN]
+    f, outward = _features(x, group, w_enc, b_enc)
+    delta = gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
+    applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
+    whole = (flags & layout.RECONSTRUCT) != 0
+    delta = torch.where(applies & ~whole, delta, 0.0)
+    slots = torch.where(whole, 0, group[:, layout.SLOT]).long()
+    change = (delta * outward) @ w_dec[slots].float()
+    touched = delta != 0
+    for entry in whole.nonzero().flatten().tolist():
+        slot, base, size = group[entry, [layout.SLOT, layout.BASE, layout.SIZE]].tolist()
+        rows = slice(base, base + size)
+        scale_in, scale_out, shift = _input_norm(x, int(flags[entry]))
+        y = b_dec[slot].expand(x.shape)
+        for part, tokens_here in zip(*_parts(x * scale_in[:, None], size), strict=True):
+            every = _encode(part, w_enc[rows], b_enc[rows], threshold[rows], int(flags[entry]), group[entry])
+            y = y.index_add(0, tokens_here, every @ w_dec[rows].float())
+        y = y * scale_out[:, None] + shift[:, None]
+        change = change + torch.where(applies[:, entry, None], gain[entry] * (y - x), 0.0)
+        touched[:, entry] = applies[:, entry]
+    return change, touched
 
-    Both come from the same products, so that equal encoder rows tie.
+
+def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
+    """f of each token and entry, and by how much a delta grows on its way back out, both [tokens, entries] fp32."""
+    reals = group.view(torch.float32)
+    bias, threshold = reals[:, layout.BIAS], reals[:, layout.THRESHOLD]
+    flags = group[:, layout.FLAGS]
+    slots = torch.where((flags & layout.RECONSTRUCT) != 0, 0, group[:, layout.SLOT]).long()
+    pre = x @ w_enc[slots].float().T
+    outward = torch.ones_like(pre)
+    among = torch.ones_like(pre, dtype=torch.bool)
+    for entry, flag in enumerate(flags.tolist()):
+        scale_in, scale_out, _ = _input_norm(x, flag)
+        if flag & layout.RANKED and not flag & layout.RECONSTRUCT:
+            among[:, entry], pre[:, entry] = _ranked(x * scale_in[:, None], group[entry], w_enc, b_enc)
+        else:
+            pre[:, entry] *= scale_in
+        outward[:, entry] = torch.linalg.vector_norm(x, dim=1) if flag & layout.MATCH else scale_out
+    pre = pre + bias
+    return torch.where((pre > threshold) & among, pre, 0.0), outward
+
+
+def _input_norm(x: Tensor, flags: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token: factor into the dictionary (whose encoder is centred), and factor and addend out of it."""
+    one, zero = torch.ones(len(x)), torch.zeros(len(x))
+    if flags & layout.LAYER_NORM:
+        std = x.std(-1)
+        return 1 / (std + 1e-5), std, x.mean(-1)
+    if flags & layout.L2_NORM:
+        scale = math.sqrt(x.shape[1]) / torch.linalg.vector_norm(x, dim=1).clamp_min(1e-12)
+        return scale, 1 / scale, zero
+    return one, one, zero
+
+
+def _parts(x: Tensor, size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Rows of x, and their numbers, in parts that a dictionary of this size can encode at once."""
+    most = max(1, _PLENTY // size)
+    return torch.split(x, most), torch.split(torch.arange(len(x)), most)
+
+
+def _dots(x: Tensor, w_enc: Tensor) -> Tensor:
+    return torch.cat([x @ rows.float().T for rows in torch.split(w_enc, 1 << 15)], 1)
+
+
+def _ranked(x: Tensor, entry: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether fewer than k features of its range come before the entry's, and x . w_enc[slot].
+
+    The stronger comes first, and of equals that of the lower index. Both results come from the same products, so that
+    equal encoder rows tie.
     """
+    slot, base, size, k, flags = entry[
+        [layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K, layout.FLAGS]
+    ].tolist()
+    own = slot - base
+    before, others = torch.arange(size) < own, torch.arange(size) != own
     ranks, dots = [], []
-    before = torch.arange(size) < slot - base
-    others = torch.arange(size) != slot - base
-    for part in torch.split(x, max(1, _PLENTY // size)):
-        every = torch.cat([part @ rows.float().T for rows in torch.split(w_enc[base : base + size], 1 << 15)], 1)
-        dot = every[:, slot - base].clone()
-        mine = (dot + bias)[:, None]
+    for part in _parts(x, size)[0]:
+        every = _dots(part, w_enc[base : base + size])
+        dots.append(every[:, own].clone())
         every += b_enc[base : base + size]
-        ranks.append((((every > mine) | ((every == mine) & before)) & others).sum(1))
-        dots.append(dot)
-    return torch.cat(ranks), torch.cat(dots)
+        key = every.abs() if flags & layout.MAGNITUDE else every
+        mine = key[:, own, None]
+        ranks.append((((key > mine) | ((key == mine) & before)) & others).sum(1))
+    return torch.cat(ranks) < k, torch.cat(dots)
+
+
+def _encode(x: Tensor, w_enc: Tensor, b_enc: Tensor, threshold: Tensor, flags: int, entry: Tensor) -> Tensor:
+    """f of every feature, [tokens, features] fp32."""
+    pre = _dots(x, w_enc) + b_enc
+    active = pre > threshold
+    if flags & layout.RANKED:
+        k, key = int(entry[layout.TOP_K]), pre.abs() if flags & layout.MAGNITUDE else pre
+        order = key.argsort(dim=1, descending=True, stable=True)[:, :k]
+        active &= torch.zeros_like(active).scatter_(1, order, True)
+    return torch.where(active, pre, 0.0)
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
@@ -111,18 +204,23 @@ def map_ref_(
     positions: Tensor,
     table: Tensor,
     num_reqs: int,
+    span: int,
 ) -> None:
-    """work <- (token, row, position) of every token of a steered request, in batch order. See ops.map_."""
+    """work <- the tokens of every steered request, in batch order, in items of at most `span`. See ops.map_."""
     rows = slots[:num_reqs].long() + row_offset
     steered = table[rows, 0] > 0
+    work[0] = torch.tensor([0, 1, span, 0])
     if not steered.any():
-        work[0, 0] = 0
         return
     starts = query_start_loc[: num_reqs + 1].long()
     lengths = torch.where(steered, starts.diff(), 0)
-    n = int(lengths.sum())
-    within = torch.arange(n) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    tokens = starts[:-1].repeat_interleave(lengths) + within
-    columns = (tokens, rows.repeat_interleave(lengths), positions[tokens], torch.zeros(n))
+    items = -(-lengths // span)
+    n = int(items.sum())
+    within = span * (torch.arange(n) - (items.cumsum(0) - items).repeat_interleave(items))
+    tokens = starts[:-1].repeat_interleave(items) + within
+    left = lengths.repeat_interleave(items) - within
+    columns = (tokens, rows.repeat_interleave(items), positions[tokens], left.clamp_max(span))
     work[1 : 1 + n] = torch.stack([column.to(torch.int32) for column in columns], 1)
     work[0, 0] = n
+    if n:
+        work[0, 1] = table[rows[lengths > 0], 1].max()

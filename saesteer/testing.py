@@ -17,7 +17,10 @@ END = 2**31 - 1  # the open end of a window
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One clamp: f' = min(max(scale * f + shift, low), high) for feature `slot` at positions lo to hi."""
+    """One clamp: f' = min(max(scale * f + shift, low), high) for feature `slot` at positions lo to hi.
+
+    With flags of layout.py it is something else: a gate (low < f < high into bit `gates`), a reconstruction.
+    """
 
     slot: int
     scale: float = 1.0
@@ -30,22 +33,51 @@ class Entry:
     bias: float = 0.0
     threshold: float = 0.0
     gain: float = 1.0
-    topk: tuple[int, int, int] | None = None  # base, size, k of its dictionary
+    gates: int = 0  # bits
+    flags: int = 0  # of layout.py, beside ONLY_IF_ACTIVE
+    counter: int = 0  # column of counts
+    base: int = 0  # of the range that it is ranked in, or that is reconstructed
+    size: int = 0
+    k: int = 0
 
     def words(self, group_end: int) -> list[int]:
         """The ENTRY words of the table."""
-        base, size, k = self.topk or (0, 0, 0)
-        flags = layout.ONLY_IF_ACTIVE * self.only_if_active + layout.TOPK * (self.topk is not None)
-        reals = (self.scale - 1.0, self.shift, self.low, self.high, self.bias, self.threshold, self.gain, 0.0)
-        bits = struct.unpack("<8i", struct.pack("<8f", *reals))
-        return [self.slot, group_end, self.lo, self.hi, flags, base, size, k, *bits]
+        flags = self.flags | layout.ONLY_IF_ACTIVE * self.only_if_active | self.counter << layout.COUNTER
+        reals = (self.scale - 1.0, self.shift, self.low, self.high, self.bias, self.threshold, self.gain)
+        bits = struct.unpack("<7i", struct.pack("<7f", *reals))
+        gates = self.gates - (1 << 32 if self.gates >= 1 << 31 else 0)
+        return [self.slot, group_end, self.lo, self.hi, flags, gates, self.base, self.size, self.k, *bits]
 
 
 Groups = Sequence[Sequence[Entry]]  # of one row at one site
 
 
-def write_row(table: Tensor, row: int, sites: Sequence[Groups]) -> None:
+def span_words(groups: Groups, begin: int, dense: tuple[int, int] = (0, 0)) -> list[int]:
+    """The SPAN words of a site whose entries start at word `begin`, for kernels to know what the entries need."""
+    entries = [entry for group in groups for entry in group]
+    flags = [entry.flags for entry in entries]
+    gated = any(entry.gates for entry in entries)
+    single = len(groups) == 1 and not flags[0] & layout.GATE
+    whole = any(flag & layout.RECONSTRUCT for flag in flags)
+    parts = (layout.MOST_PARTS if whole else min(layout.MOST_PARTS, -(-len(entries) // 4))) if single else 1
+    special = layout.RANKED | layout.RECONSTRUCT | layout.LAYER_NORM | layout.L2_NORM
+    if gated or any(flag & special for flag in flags):
+        kind = layout.ANY | layout.GATED * gated
+    elif single and len(entries) >= layout.MANY_ENTRIES and not any(flag & layout.MATCH for flag in flags):
+        kind = layout.MANY
+    else:
+        kind = layout.FEW
+    return [begin, begin + layout.ENTRY * len(entries), parts, kind * bool(entries), *dense, 0, 0]
+
+
+def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int, int] = (0, 0)) -> None:
     """Fill table[row] (int32 [rows, words]) with the groups of each site, in order.
+
+    Args:
+        table: to be written to.
+        row: of it.
+        sites: the groups of each.
+        dense: first slot and size of the dictionary that ranks or reconstructions need.
 
     Raises:
         ValueError: the row has too few words.
@@ -53,20 +85,26 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups]) -> None:
     at = layout.head(len(sites))
     words = [0] * at
     for site, groups in enumerate(sites):
-        words[1 + 2 * site] = at
+        here = layout.HEAD + layout.SPAN * site
+        ranked = any(e.flags & (layout.RANKED | layout.RECONSTRUCT) for group in groups for e in group)
+        words[here : here + layout.SPAN] = span_words(groups, at, dense if ranked else (0, 0))
+        words[1] = max(words[1], words[here + layout.PARTS])
         for group in groups:
-            group_end = at + layout.ENTRY * len(group)
+            at += layout.ENTRY * len(group)
             for entry in group:
-                words += entry.words(group_end)
-            at = group_end
-        words[2 + 2 * site] = at
+                words += entry.words(at)
     words[0] = (at - layout.head(len(sites))) // layout.ENTRY
     if at > table.shape[1]:
         raise ValueError(f"a row of {at} words, the table has {table.shape[1]}")
     table[row, :at] = torch.tensor(words, dtype=torch.int32, device=table.device)
 
 
-def make_table(rows: Sequence[Sequence[Groups]], sites: int, device: str | torch.device = "cpu") -> Tensor:
+def make_table(
+    rows: Sequence[Sequence[Groups]],
+    sites: int,
+    device: str | torch.device = "cpu",
+    dense: tuple[int, int] = (0, 0),
+) -> Tensor:
     """The table that holds `rows[r]` (groups, site by site) in row r + 1; row 0 stays empty. int32 [rows + 1, words].
 
     Words behind a row's own are garbage, as in a server after many requests.
@@ -75,16 +113,23 @@ def make_table(rows: Sequence[Sequence[Groups]], sites: int, device: str | torch
     table = torch.full((len(rows) + 1, layout.width(sites, most)), -(2**30), dtype=torch.int32)
     write_row(table, 0, [()] * sites)
     for row, groups in enumerate(rows):
-        write_row(table, row + 1, groups)
+        write_row(table, row + 1, groups, dense)
     return table.to(device)
 
 
-def make_work(items: Sequence[tuple[int, int, int]], max_tokens: int, device: str | torch.device = "cpu") -> Tensor:
-    """The work list of `items` (token, row, position), int32 [max_tokens + 1, 4]; what lies behind them is garbage."""
+def make_work(
+    items: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    device: str | torch.device = "cpu",
+    *,
+    span: int = 1,
+    parts: int = layout.MOST_PARTS,
+) -> Tensor:
+    """The work list of `items` (token, row, position[, tokens]), int32 [max_tokens + 1, 4]; behind them is garbage."""
     work = torch.full((max_tokens + 1, 4), -(2**30), dtype=torch.int32)
-    work[0, 0] = len(items)
-    for at, (token, row, position) in enumerate(items):
-        work[1 + at] = torch.tensor([token, row, position, 0], dtype=torch.int32)
+    work[0] = torch.tensor([len(items), parts, span, 0])
+    for at, item in enumerate(items):
+        work[1 + at] = torch.tensor([*item, 1][:4], dtype=torch.int32)
     return work.to(device)
 
 
