@@ -15,9 +15,11 @@ from torch import Tensor
 
 from saesteer.errors import LoadError
 
-Activation = Literal["relu", "jumprelu", "topk"]
+Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
 FeatureUnit = Literal["raw", "normalised"]
+
+RANKED = ("topk", "abstopk", "groupmax")  # a feature is active or not by what the others are
 
 LAYER_NORM_EPS = 1e-5  # added to the standard deviation, outside the root
 SMALLEST_NORM = 1e-12  # a zero token stays zero instead of becoming NaN
@@ -37,7 +39,7 @@ class CoderInfo:
     d_out: int
     features: int  # rows of w_enc and w_dec
     activation: Activation
-    k: int | None = None  # only for topk
+    k: int | None = None  # features that are active at most; only where they are ranked
     in_norm: InNorm = "none"  # per token, before the encoder
     site_in: str | None = None  # "resid_post.20", or None when the files do not say
     site_out: str | None = None
@@ -57,13 +59,14 @@ class CoderInfo:
         assert self.in_norm in get_args(InNorm), self.in_norm
         assert self.feature_unit in get_args(FeatureUnit), self.feature_unit
         assert min(self.features, self.d_in, self.d_out) > 0, (self.features, self.d_in, self.d_out)
-        assert (self.k is not None) == (self.activation == "topk"), (self.activation, self.k)
+        assert (self.k is not None) == (self.activation in RANKED), (self.activation, self.k)
         assert self.k is None or 0 < self.k <= self.features, (self.k, self.features)
+        assert self.activation != "groupmax" or self.features % (self.k or 1) == 0, (self.k, self.features)
         assert self.in_norm == "none" or self.d_in == self.d_out, "a transcoder's output has no input statistics"
         assert self.skip_first >= 0, self.skip_first
         if self.feature_ids is not None:
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
-            assert self.activation != "topk", "ranking inside a subset of the features is wrong"
+            assert self.activation not in RANKED, "ranking inside a subset of the features is wrong"
 
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""
@@ -149,7 +152,8 @@ class SparseCoder:
         """Feature activations of ``p = pre(x)``; what is not active is exactly 0.
 
         ``relu`` p where p > 0;  ``jumprelu`` p where p > threshold (strict);  ``topk`` p where p > 0 and p is among the
-        k largest of its token, ties going to the lowest row.
+        k largest of its token, ties going to the lowest row;  ``abstopk`` p where |p| is among the k largest, whatever
+        its sign;  ``groupmax`` p where p > 0 and p is the largest of its group of F / k neighbouring rows.
 
         Args:
             x: [..., d_in], any float dtype.
@@ -158,9 +162,15 @@ class SparseCoder:
             [..., F] float32, in ``info.feature_unit``.
         """
         pre = self.pre(x)
+        kind, k = self.info.activation, self.info.k or 0
+        if kind == "abstopk":
+            return torch.where(_largest(pre.abs(), k), pre, 0.0)
         active = pre > (0.0 if self.threshold is None else self.threshold)
-        if self.info.k is not None:
-            active &= _largest(pre, self.info.k)
+        if kind == "topk":
+            active &= _largest(pre, k)
+        elif kind == "groupmax":
+            groups = pre.view(*pre.shape[:-1], k, pre.shape[-1] // k)
+            active &= _largest(groups, 1).flatten(-2)
         return torch.where(active, pre, 0.0)
 
     def decode(self, f: Tensor, like: Tensor | None = None) -> Tensor:

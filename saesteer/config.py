@@ -128,6 +128,4 @@ def _placed(name: str, source: DictionarySource) -> CoderInfo:
             f"dictionary {name!r} reads {site_in} and writes {site_out}, which is not served by this version; "
             f"served: one of {', '.join(SERVED_KINDS)} read and written"
         )
-    if info.in_norm != "none":
-        raise ConfigError(f"dictionary {name!r} needs the input norm {info.in_norm}, not served by this version")
     return replace(info, site_in=site_in, site_out=site_out)

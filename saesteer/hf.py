@@ -15,7 +15,6 @@ from saesteer.coder import SparseCoder
 from saesteer.config import DictionarySource, SaesteerConfig
 from saesteer.engine import Engine, Site
 from saesteer.errors import ConfigError, UnsupportedError
-from saesteer.kernels import layout
 from saesteer.loaders import load
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec, as_spec
@@ -81,6 +80,7 @@ class Model:
         )
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
+        self._kinds = 0  # of the row
         for site in self.engine.sites.values():
             self._hook(trunk, site)
 
@@ -100,26 +100,14 @@ class Model:
         stream = hidden.view(-1, hidden.shape[-1])
         if self._captured is not None:
             self._captured[site.name] = stream.clone()
-        torch.ops.saesteer.edit_(
-            stream,
-            None,
-            None,
-            self.engine.table,
-            site.index,
-            self.engine.work,
-            site.w_enc,
-            site.w_dec,
-            site.b_enc,
-            layout.BARE,
-            0.0,
-            0.0,
-            site.has_topk,
-        )
+        self.engine.edit(site, stream)
 
     @contextmanager
     def _steered(self, steer: Any, prompt_len: int) -> Iterator[None]:
         spec = as_spec(steer) or Spec()
-        self.engine.fill(_ROW, self.engine.row_words(spec, prompt_len))
+        row = self.engine.make_row(spec, prompt_len)
+        self._kinds = 0 if row is None else row.kinds
+        self.engine.fill(_ROW, row)
         try:
             yield
         finally:
@@ -131,7 +119,7 @@ class Model:
         count = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
         positions = torch.arange(start, start + len(ids), device=device)
         row = torch.tensor([_ROW], dtype=torch.int32, device=device)
-        self.engine.schedule(row, 0, count, positions, 1)
+        self.engine.schedule(row, 0, count, positions, 1, len(ids), self._kinds)
         tokens = torch.tensor([list(ids)], device=device)
         with torch.no_grad():
             return self.model(tokens, position_ids=positions[None], past_key_values=cache, use_cache=cache is not None)

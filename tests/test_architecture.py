@@ -34,6 +34,7 @@ ROOMS = (
     "config",
     "rows",
     "tables",
+    "weights",
     "engine",
     "hf",
     "plugin",

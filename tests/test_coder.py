@@ -69,6 +69,26 @@ def test_topk_keeps_k_and_gives_ties_to_the_lowest_index(x: list[list[float]], k
     assert (np.count_nonzero(f, axis=-1) <= k).all()
 
 
+@given(x=rows, k=st.integers(1, 6))
+def test_abstopk_keeps_the_sign_of_the_k_largest(x: list[list[float]], k: int) -> None:
+    pre = np.array(x, np.float32)
+    order = np.argsort(-np.abs(pre), axis=1, kind="stable")[:, :k]
+    expected = np.zeros_like(pre)
+    np.put_along_axis(expected, order, np.take_along_axis(pre, order, 1), 1)
+    np.testing.assert_array_equal(identity_coder("abstopk", k=k).encode(torch.tensor(x)).numpy(), expected)
+
+
+@given(x=rows, k=st.sampled_from([1, 2, 3, 6]))
+def test_groupmax_keeps_the_first_largest_of_each_group(x: list[list[float]], k: int) -> None:
+    pre = np.maximum(np.array(x, np.float32), 0)
+    expected = np.zeros_like(pre)
+    for token, values in enumerate(pre):
+        for group in range(k):
+            best = group * (6 // k) + int(np.argmax(values[group * (6 // k) :][: 6 // k]))
+            expected[token, best] = values[best]
+    np.testing.assert_array_equal(identity_coder("groupmax", k=k).encode(torch.tensor(x)).numpy(), expected)
+
+
 @given(x=rows, threshold=st.lists(few, min_size=6, max_size=6))
 def test_jumprelu_is_strict_and_keeps_the_value(x: list[list[float]], threshold: list[float]) -> None:
     values = np.array(x, np.float32)
@@ -175,6 +195,8 @@ def test_a_coder_that_contradicts_itself_is_refused(words: str, change: dict[str
         {"k": 3},
         {"activation": "topk"},
         {"activation": "topk", "k": F + 1},
+        {"activation": "abstopk"},
+        {"activation": "groupmax", "k": 2},
         {"activation": "gelu"},
         {"in_norm": "rms"},
         {"feature_unit": "volts"},

@@ -16,7 +16,6 @@ from saesteer.coder import CoderInfo, SparseCoder
 from saesteer.config import DictionarySource, SaesteerConfig
 from saesteer.engine import Engine
 from saesteer.errors import ConfigError, SpecError
-from saesteer.kernels import layout
 from saesteer.loaders import own
 from saesteer.spec import from_json
 
@@ -80,18 +79,18 @@ def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: An
 
 def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
     """Requests of TOKENS tokens each, one after the other, through plan, table, work list and op."""
+    kinds = 0
     for row, spec in enumerate(specs, 1):
-        engine.fill(row, None if spec is None else engine.row_words(from_json(spec), prompt_len))
+        content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
+        kinds |= 0 if content is None else content.kinds
+        engine.fill(row, content)
     rows = torch.arange(len(specs), dtype=torch.int64)
     starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
     positions = torch.arange(TOKENS).repeat(len(specs))
-    engine.schedule(rows, 1, starts, positions, len(specs))
+    engine.schedule(rows, 1, starts, positions, len(specs), len(positions), kinds)
     (site,) = engine.sites.values()
     out = x.clone()
-    torch.ops.saesteer.edit_(
-        out, None, None, engine.table, site.index, engine.work, site.w_enc, site.w_dec, site.b_enc,
-        layout.BARE, 0.0, 0.0, site.has_topk,
-    )  # fmt: skip
+    engine.edit(site, out)
     return out
 
 
@@ -181,7 +180,7 @@ specs = st.lists(clamps, min_size=1, max_size=6).map(lambda edits: {"edits": edi
 @given(specs, st.integers(1, TOKENS), st.integers(0, 2**31))
 def test_a_spec_means_what_the_definition_says(engine: Engine, spec: Any, prompt_len: int, seed: int) -> None:
     try:
-        engine.row_words(from_json(spec), prompt_len)
+        engine.make_row(from_json(spec), prompt_len)
     except SpecError:
         return  # duplicates and empty scopes, tested in tests/spec
     x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -205,9 +204,12 @@ def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> No
     before = engine.table.data_ptr(), engine.table.shape
     for n in range(5000):
         clamp = {"op": "clamp", "dictionary": "rect", "feature": n % FEATURES, "value": float(n + 1)}
-        engine.fill(1 + n % 4, engine.row_words(from_json({"edits": [clamp]}), 5))
+        engine.fill(1 + n % 4, engine.make_row(from_json({"edits": [clamp]}), 5))
+        if n % 3 == 0:
+            engine.flush()
     for row in range(1, 5):
         engine.fill(row, None)
+    engine.flush()
     assert (engine.table.data_ptr(), engine.table.shape) == before
     assert not engine.table[:, 0].any()
 

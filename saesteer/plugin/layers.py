@@ -36,12 +36,19 @@ class _Edited(nn.Module):
 
     saesteer_table: Tensor
     saesteer_work: Tensor
+    saesteer_kinds: Tensor
     saesteer_site: Tensor
     saesteer_w_enc: Tensor
     saesteer_w_dec: Tensor
     saesteer_b_enc: Tensor
-    saesteer_has_topk: bool
+    saesteer_threshold: Tensor
+    saesteer_b_dec: Tensor
+    saesteer_cells: Tensor
+    saesteer_counts: Tensor
+    saesteer_scratch: Tensor
     saesteer_weight_offset: float
+    saesteer_dense_size: int
+    saesteer_has_norms: bool
     weight: Tensor
     variance_epsilon: float
 
@@ -54,13 +61,20 @@ class _Edited(nn.Module):
             self.saesteer_table,
             self.saesteer_site,
             self.saesteer_work,
+            self.saesteer_kinds,
             self.saesteer_w_enc,
             self.saesteer_w_dec,
             self.saesteer_b_enc,
+            self.saesteer_threshold,
+            self.saesteer_b_dec,
+            self.saesteer_cells,
+            self.saesteer_counts,
+            self.saesteer_scratch,
             form,
             self.variance_epsilon,
             self.saesteer_weight_offset,
-            self.saesteer_has_topk,
+            self.saesteer_dense_size,
+            self.saesteer_has_norms,
         )
 
 
@@ -130,15 +144,22 @@ def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> 
     buffers = {
         "table": engine.table,
         "work": engine.work,
+        "kinds": engine.kinds,
         "site": site.index,
         "w_enc": site.w_enc,
         "w_dec": site.w_dec,
         "b_enc": site.b_enc,
+        "threshold": site.threshold,
+        "b_dec": site.b_dec,
+        "cells": engine.cells,
+        "counts": engine.counts,
+        "scratch": engine.scratch,
     }
     for name, tensor in buffers.items():
         norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
     cls = type(norm)
     norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
     edited: Any = norm
-    edited.saesteer_has_topk = site.has_topk
     edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0
+    edited.saesteer_dense_size = site.dense_size
+    edited.saesteer_has_norms = site.has_norms

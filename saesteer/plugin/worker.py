@@ -9,17 +9,16 @@ Wraps, on instances after the worker has built its runner:
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import reduce, wraps
+from operator import or_
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer import __version__
 from saesteer.config import SaesteerConfig
-from saesteer.engine import Engine
+from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.plugin import frontend, hooks, layers
@@ -112,22 +111,46 @@ def _check_hits(runner: Any, engine: Engine) -> None:
 
 
 class Steering:
-    """The running requests that are steered, by id, and the rows of those that hold one."""
+    """The running requests that are steered, by id, and what the last batch of them was.
+
+    Most steps of a server decode one token more for the requests of the step before. What depends on the requests alone
+    is worked out when they change, so such a step costs the comparison of two lists beside the launch of the map.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.words: dict[str, NDArray[np.int32]] = {}  # of steered requests only
+        self.rows: dict[str, Row] = {}  # of steered requests only
+        self._batch: list[str] | None = None  # None: something has changed since
+        self._kinds: int | None = None
 
-    def add(self, request: Any) -> NDArray[np.int32] | None:
-        """Remember a new request; its row's words, or None when it is not steered."""
+    def add(self, request: Any) -> Row | None:
+        """Remember a new request; its row's content, or None when it is not steered."""
+        self.forget(request.req_id)
         spec = frontend.spec_of(request.sampling_params)
-        words = None
-        if spec is not None:
-            words = self.engine.row_words(spec, len(request.prompt_token_ids))
-        self.words.pop(request.req_id, None)
-        if words is not None:
-            self.words[request.req_id] = words
-        return words
+        row = None if spec is None else self.engine.make_row(spec, len(request.prompt_token_ids))
+        if row is not None:
+            self._batch = None
+            self.rows[request.req_id] = row
+        return row
+
+    def forget(self, request: str) -> None:
+        """A request has ended."""
+        if self.rows.pop(request, None) is not None:
+            self._batch = None
+
+    def look(self, batch: list[str]) -> bool:
+        """Whether these are other requests than at the last look, or steered otherwise; `kinds` then holds theirs."""
+        if batch == self._batch:
+            return False
+        self._batch = list(batch)
+        found = [self.rows[request].kinds for request in batch if request in self.rows]
+        self._kinds = reduce(or_, found) if found else None
+        return True
+
+    @property
+    def kinds(self) -> int | None:
+        """Of the last batch's rows; None when none of them is steered."""
+        return self._kinds
 
 
 def _wrap_v2(state: Any, steering: Steering) -> None:
@@ -143,23 +166,27 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
     @wraps(remove)
     def remove_request(req_id: str) -> None:
         remove(req_id)
-        steering.words.pop(req_id, None)
+        steering.forget(req_id)
 
     @wraps(prepare)
     def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
         # A dummy batch has made-up ids but slots of living requests, so the ids decide.
-        if steering.words and any(request in steering.words for request in input_batch.req_ids):
-            batch = input_batch
-            engine.schedule(batch.idx_mapping, 1, batch.query_start_loc, batch.positions, batch.num_reqs)
-        else:
+        batch = input_batch
+        steering.look(batch.req_ids)
+        if steering.kinds is None:
             engine.rest()
+        else:
+            requests, tokens = batch.num_reqs, batch.num_tokens
+            engine.schedule(
+                batch.idx_mapping, 1, batch.query_start_loc, batch.positions, requests, tokens, steering.kinds
+            )
         return prepare(input_batch, req_states)
 
     state.add_request, state.remove_request, state.prepare_inputs = add_request, remove_request, prepare_inputs
 
 
 def _wrap_v1(runner: Any, steering: Steering) -> None:
-    """The V1 runner: batch slots move, so rows are our own, and a step with steered requests copies its row numbers."""
+    """The V1 runner: batch slots move, so rows are our own, and other steered requests need a copy of row numbers."""
     engine = steering.engine
     rows = Rows(engine.table.shape[0] - 1)
     numbers = torch.zeros(engine.table.shape[0], dtype=torch.int32, device=engine.device)
@@ -168,31 +195,38 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     @wraps(update)
     def update_states(scheduler_output: Any) -> Any:
         for request in scheduler_output.finished_req_ids:
-            steering.words.pop(request, None)
+            steering.forget(request)
             rows.release(request)
         for request in scheduler_output.scheduled_new_reqs:
             rows.release(request.req_id)
             steering.add(request)
         return update(scheduler_output)
 
-    @wraps(prepare)
-    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
-        batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
-        steered = [request for request in batch if request in steering.words]
-        if not steered:
-            engine.rest()
-            return prepared
+    def number(batch: list[str]) -> None:
+        """Give rows to the steered requests of a batch, and tell the device which."""
+        steered = [request for request in batch if request in steering.rows]
         taken, fresh = rows.take(steered)
         by_id = dict(zip(steered, taken, strict=True))
         for request in fresh:
-            engine.fill(by_id[request], steering.words[request])
+            engine.fill(by_id[request], steering.rows[request])
         staged = torch.tensor([by_id.get(request, 0) for request in batch], dtype=torch.int32)
         if engine.device.type == "cuda":
             staged = staged.pin_memory()
         numbers[: len(batch)].copy_(staged, non_blocking=True)
+
+    @wraps(prepare)
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        changed = steering.look(batch)
+        if steering.kinds is None:
+            engine.rest()
+            return prepared
+        if changed:
+            number(batch)
         starts: Tensor = runner.query_start_loc.gpu
-        engine.schedule(numbers, 0, starts, runner.positions, len(batch))
+        tokens = scheduler_output.total_num_scheduled_tokens
+        engine.schedule(numbers, 0, starts, runner.positions, len(batch), tokens, steering.kinds)
         return prepared
 
     @wraps(dummy)
