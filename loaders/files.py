@@ -25,7 +25,7 @@ ALLOWED = (
 )
 COMPANIONS = ("cfg.json", "manifest.json")  # what a single file needs beside it
 SQUARE = "F other than d_in: a square encoder may be transposed unseen"
-WEIGHT_SUFFIXES = (".safetensors", ".npz")
+WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
 

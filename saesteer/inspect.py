@@ -1,24 +1,64 @@
-"""What ``saesteer inspect`` prints: a dictionary's headers in words; it reads no weights and knows no model."""
+"""What ``saesteer inspect`` prints: a dictionary's headers, or vectors, in words; it knows no model and no request."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from saesteer.coder import CoderInfo
+from saesteer.errors import LoadError
 from saesteer.loaders import describe
+from saesteer.vectors import VectorSet, read_vectors
 
 
 def report(place: str | Path) -> str:
     """What a weight file is, line by line, and what cannot be served with it.
 
     Raises:
-        LoadError: when it is no dictionary saesteer reads.
+        LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
     """
-    info = describe(place)
-    lines = [(name, value) for name, value in _facts(info) if value]
-    lines += [("not served", note) for note in _not_served(info)]
+    if str(place).endswith((".npy", ".gguf", ".pt")):
+        lines = _vector_facts(place, read_vectors(place))
+    else:
+        lines = _dictionary_or_vectors(place)
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
+    """A .safetensors file may be either; where it is neither, what is wrong with it as a dictionary is told."""
+    try:
+        info = describe(place)
+    except LoadError:
+        if not str(place).endswith(".safetensors"):
+            raise
+        try:
+            return _vector_facts(place, read_vectors(place))
+        except LoadError:
+            pass
+        raise
+    lines = [(name, value) for name, value in _facts(info) if value]
+    return lines + [("not served", note) for note in _not_served(info)]
+
+
+def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
+    layers = "one, for any site" if found.layers is None else f"one for each layer of {_listed(found.layers)}"
+    lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in found.rows.values()]
+    length = f"{min(lengths):.4g}" if len(lengths) == 1 else f"{min(lengths):.4g} to {max(lengths):.4g}"
+    return [
+        ("source", str(place)),
+        ("vectors", layers),
+        ("width", f"{found.width} wide"),
+        ("length", length),
+        ("bias", f"{found.bias:g}, of a probe" if found.bias else "0"),
+        ("fingerprint", found.fingerprint[:16]),
+    ]
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    whole = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
 
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ ROOMS = (
     "kernels",
     "testing",
     "loaders",
+    "vectors",
     "inspect",
     "config",
     "rows",

@@ -120,6 +120,7 @@ WRONG: list[tuple[str, str, str, Any]] = [
     ("cap-reversed", ".min", "conflict", {**CAP, "min": 4.0}),
     ("error-unknown", ".error", "unknown_name", {"op": "reconstruct", "dictionary": "a", "error": "dropped"}),
     ("vector-zero", ".vector", "zero_vector", {**ADD, "vector": [0.0, -0.0]}),
+    ("vector-zero-in-float32", ".vector", "zero_vector", {**ADD, "vector": [1e-50, -1e-60]}),
     ("vector-empty", ".vector", "zero_vector", {**ADD, "vector": []}),
     ("vector-nan", ".vector[1]", "not_finite", {**ADD, "vector": [1.0, float("nan")]}),
     ("vector-long-list", ".vector", "too_many", {**ADD, "vector": [1.0] * 4097}),

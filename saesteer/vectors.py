@@ -1,0 +1,98 @@
+"""VectorSet: one direction for any site, or one for each of some layers, from a file or from a request.
+
+It knows no model, no site's name and no table. Which files are read says ``saesteer.loaders.vectors``.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.errors import LoadError
+from saesteer.inline import InlineVector
+from saesteer.loaders import vectors as files
+
+Row = NDArray[np.float32]  # [d], not to be written to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VectorSet:
+    """Directions as they were given, neither scaled nor turned; made by ``read_vectors`` and ``from_inline``."""
+
+    rows: Mapping[int | None, Row]  # by layer, ascending; the key None, then alone, stands for any site
+    width: int  # d
+    fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever the stored dtype was
+    bias: float = 0.0  # a probe reads x · v + bias
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """The layers that have a row, ascending; None where one vector stands for any site."""
+        return None if None in self.rows else tuple(layer for layer in self.rows if layer is not None)
+
+    def at(self, layer: int) -> Row | None:
+        """The row for a layer ``[d]``, or None where the set has none."""
+        return self.rows.get(layer, self.rows.get(None))
+
+    def unit(self, layer: int) -> Row | None:
+        """``at(layer)`` at length 1; reckoned in float64, since squares of float32 numbers vanish or overflow."""
+        row = self.at(layer)
+        if row is None:
+            return None
+        long = row.astype(np.float64)
+        return (long / np.linalg.norm(long)).astype(np.float32)
+
+
+def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
+    """The vectors of a file.
+
+    Args:
+        place: a .safetensors, .npy, .gguf (control vector) or .pt file, or one on the hub as ``org/repo/file``; what
+            may stand in it says ``saesteer.loaders.vectors``.
+        bias: of a probe, in place of the file's own.
+
+    Raises:
+        LoadError: the file is not what it should be, or holds NaN, infinity or a row of zeros.
+    """
+    rows, own = files.read(place)
+    if bias is not None and not math.isfinite(bias):
+        raise LoadError(f"{place}: bias {bias}; expected a finite number")
+    return _vector_set(rows, own if bias is None else bias)
+
+
+def from_inline(value: tuple[float, ...] | InlineVector) -> VectorSet:
+    """A vector that stands in a request; float32 bytes are viewed, not copied.
+
+    Both forms were checked when the request was read: they are finite, and no row is zero.
+    """
+    if not isinstance(value, InlineVector):
+        return _vector_set({None: np.array(value, np.float32)}, 0.0)
+    array = _VIEWS[value.dtype](value.data).reshape(value.shape)
+    if value.layers is None:
+        return _vector_set({None: array}, 0.0)
+    return _vector_set(dict(zip(value.layers, array, strict=True)), 0.0)
+
+
+def _vector_set(rows: Mapping[int | None, Row], bias: float) -> VectorSet:
+    layers = sorted(rows, key=lambda one: -1 if one is None else one)
+    width = rows[layers[0]].size
+    digest = hashlib.sha256(repr((width, layers, bias)).encode())
+    for layer in layers:
+        digest.update(rows[layer].data)
+        rows[layer].flags.writeable = False
+    return VectorSet(MappingProxyType({layer: rows[layer] for layer in layers}), width, digest.hexdigest(), bias)
+
+
+def _from_bfloat16(data: bytes) -> Row:
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+_VIEWS = {
+    "float32": lambda data: np.frombuffer(data, "<f4"),
+    "float16": lambda data: np.frombuffer(data, "<f2").astype(np.float32),
+    "bfloat16": _from_bfloat16,
+}
