@@ -1,9 +1,13 @@
 """How each kernel is launched, by width: measured rows, pasted from `bench.kernels --sweep`. Never tuned while serving.
 
-Nothing here may depend on the number of tokens: a request gets the same bits alone and in any batch.
+Nothing here depends on what a step holds but its number of tokens: in steps of one size a request gets the same bits.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+from saesteer.kernels import layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,43 +18,109 @@ class EditConfig:
     chunk: int  # entries in flight at once; a power of two
     programs: int  # programs per multiprocessor at most
     split: bool  # hold a row as two blocks (2304 in 2048 + 1024) instead of one padded to a power of two
-    registers: int | None = None  # most registers a thread may have; None leaves it to the compiler
+    gather: int = 4  # partial sums in flight at once; a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class FewConfig:
+    """One way to launch the kernel for long spans with few entries."""
+
+    num_warps: int
+    tokens: int  # of a program; a power of two up to layout.TILE
+    programs: int  # per multiprocessor at most
+    split: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ManyConfig:
+    """One way to launch the kernel for long spans with many entries."""
+
+    num_warps: int
+    entries: int  # at once; a power of two from 16
+    block_k: int  # columns at once while encoding
+    block_n: int  # and while decoding
+    stages: int  # loads in flight
+    programs: int  # per multiprocessor at most
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeConfig:
+    """One way to launch the dense encoder."""
+
+    num_warps: int
+    block_m: int  # tokens
+    block_n: int  # features
+    block_k: int  # columns
+    stages: int  # loads in flight
+    programs: int  # per multiprocessor at most
+
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """How the kernels are launched for one width."""
+
+    edit: EditConfig
+    few: FewConfig
+    many: ManyConfig
+    encode: tuple[tuple[int, EncodeConfig], ...]  # most tokens of a step that the config is for, ascending
 
 
 MAX_WIDTH = 8192
-
-# Widest row that the config is for, ascending. Times are in bench/LOG.md.
-EDIT: tuple[tuple[int, EditConfig], ...] = (
-    (256, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),
-    (1024, EditConfig(num_warps=2, chunk=4, programs=16, split=True)),
-    (3072, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),
-    (6144, EditConfig(num_warps=4, chunk=4, programs=8, split=True)),
-    (MAX_WIDTH, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),
-)
-
+TILED_ABOVE = 512  # tokens of a step; vLLM captures no graph of more, so the host may choose what is launched
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
+_MANY = ManyConfig(num_warps=4, entries=32, block_k=128, block_n=128, stages=3, programs=2)
+_ENCODE = (
+    (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
+    (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
+    (1 << 30, EncodeConfig(num_warps=8, block_m=128, block_n=128, block_k=64, stages=4, programs=1)),
+)
 
-def edit_config(width: int) -> EditConfig:
-    """The launch of the edit kernel for rows of `width` elements.
+# Widest row that the configs are for, ascending. Times are in bench/LOG.md.
+CONFIGS: tuple[tuple[int, Configs], ...] = (
+    (256, Configs(EditConfig(1, 4, 16, False), FewConfig(1, 4, 16, False), _MANY, _ENCODE)),
+    (1024, Configs(EditConfig(2, 4, 16, True), FewConfig(4, 4, 8, True), _MANY, _ENCODE)),
+    (3072, Configs(EditConfig(4, 4, 8, True), FewConfig(8, 4, 4, True), _MANY, _ENCODE)),
+    (6144, Configs(EditConfig(8, 4, 4, True), FewConfig(8, 2, 4, True), _MANY, _ENCODE)),
+    (MAX_WIDTH, Configs(EditConfig(16, 4, 2, True), FewConfig(16, 2, 2, True), _MANY, _ENCODE)),
+)
+
+
+@cache
+def configs(width: int) -> Configs:
+    """The launches for rows of `width` elements.
 
     Raises:
         ValueError: the width is not within 1..MAX_WIDTH.
     """
     if width >= 1:
-        for widest, config in EDIT:
+        for widest, found in CONFIGS:
             if width <= widest:
-                return config
+                return found
     raise ValueError(f"width {width} is not served: expected 1 to {MAX_WIDTH}")
 
 
-def blocks(width: int, config: EditConfig) -> tuple[int, int]:
+_T = TypeVar("_T")
+
+
+def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
+    """The row of `table` for a step of so many tokens."""
+    return next(found for most, found in table if tokens <= most)
+
+
+def parts(tokens: int) -> int:
+    """Programs that may share one token in a step of so many tokens: all of them have a place in scratch."""
+    return max(1, min(layout.MOST_PARTS, layout.PARTIALS // max(tokens, 1)))
+
+
+@cache
+def blocks(width: int, num_warps: int, split: bool) -> tuple[int, int]:
     """Two powers of two that cover `width`: (head, tail). The tail is 0 where one block is as good."""
     # Never less than an element a thread: a sum over fewer was wrong on the GPU (Triton 3.6, width 1).
-    whole = max(1 << (width - 1).bit_length(), 32 * config.num_warps)
+    whole = max(1 << (width - 1).bit_length(), 32 * num_warps)
     head = whole >> 1
-    if not config.split or whole == width or head >= width:
+    if not split or whole == width or head >= width:
         return whole, 0
     # A tail with less than 8 elements a thread would spread its rows over the warps, unlike the head.
-    tail = max(1 << (width - head - 1).bit_length(), config.num_warps * 256)
+    tail = max(1 << (width - head - 1).bit_length(), num_warps * 256)
     return (head, tail) if tail < head else (whole, 0)

@@ -1,169 +1,126 @@
-"""The Triton kernel that edits a stream in place, and its launcher. Knows tables and work lists, not who fills them."""
+"""The Triton kernel that edits a token with one program, or with several that share its features. Does every edit.
+
+Knows tables, work lists and the dense activations that encode.py has left in scratch; not who fills them.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
-
-import torch
 import triton
 import triton.language as tl
 
-from saesteer.kernels import layout
-from saesteer.kernels.configs import EditConfig, blocks, edit_config
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-ENTRY = tl.constexpr(layout.ENTRY)
-SLOT = tl.constexpr(layout.SLOT)
-GROUP_END = tl.constexpr(layout.GROUP_END)
-LO = tl.constexpr(layout.LO)
-HI = tl.constexpr(layout.HI)
-FLAGS = tl.constexpr(layout.FLAGS)
-BASE = tl.constexpr(layout.BASE)
-SIZE = tl.constexpr(layout.SIZE)
-TOP_K = tl.constexpr(layout.TOP_K)
-MUL = tl.constexpr(layout.MUL)
-ADD = tl.constexpr(layout.ADD)
-LOW = tl.constexpr(layout.LOW)
-HIGH = tl.constexpr(layout.HIGH)
-BIAS = tl.constexpr(layout.BIAS)
-THRESHOLD = tl.constexpr(layout.THRESHOLD)
-GAIN = tl.constexpr(layout.GAIN)
-ONLY_IF_ACTIVE = tl.constexpr(layout.ONLY_IF_ACTIVE)
-TOPK = tl.constexpr(layout.TOPK)
-NORMED = tl.constexpr(layout.NORMED)
-PAIR = tl.constexpr(layout.PAIR)
+from saesteer.kernels.chunk import add_chunk
+from saesteer.kernels.dense import reconstruct
+from saesteer.kernels.entries import (
+    BEGIN,
+    DENSE_BASE,
+    DENSE_SIZE,
+    END,
+    ENTRY,
+    FLAGS,
+    GATE,
+    GATED,
+    GROUP_END,
+    HEAD_WORDS,
+    KIND,
+    NORMED,
+    PAIR,
+    PARTIALS,
+    PARTS,
+    SPAN,
+)
 
 
 @triton.jit
-def _rows(weights, starts, want, cols, WIDTH: tl.constexpr):
-    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64."""
-    mask = want[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0)
+def _item(work, it, units, span, more):
+    """What iteration `it` works on: part, token, row, position, and whether there is such a token.
+
+    A unit is a place for a token in the work list; all first parts come before all second ones.
+    """
+    unit = it % tl.maximum(units, 1)
+    item = work + 4 + (unit // span) * 4
+    within = unit % span
+    token = tl.load(item, mask=more, other=0) + within
+    row = tl.load(item + 1, mask=more, other=0)
+    position = tl.load(item + 2, mask=more, other=0) + within
+    exists = within < tl.load(item + 3, mask=more, other=0)
+    return it // tl.maximum(units, 1), token, row.to(tl.int64), position, exists
 
 
 @triton.jit
-def _real(entries, inside):
-    return tl.load(entries, mask=inside, other=0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _ranks(
-    x0,  # [HEAD] fp32
-    x1,  # [TAIL] fp32
-    pre,  # [CHUNK] fp32
-    slot,  # [CHUNK] int32
-    ranked,  # [CHUNK] bool: top-k entries, at least one
-    base,  # [CHUNK] int32
-    size,  # [CHUNK] int32
-    w_enc,
-    b_enc,
+def _store(
+    stream,
+    second,
+    norm_weight,
+    at,  # of the token
+    x0,
+    x1,
+    eps,
+    weight_offset,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    CHUNK: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
 ):
-    """rank[i] = how many features of the dictionary come before i: stronger ones, and equal ones of lower index."""
+    """The edited token, rounded once, and what the form asks of its second tensor."""
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
-    first = tl.min(tl.where(ranked, base, 2147483647), axis=0)
-    last = tl.max(tl.where(ranked, base + size, 0), axis=0)
-    rank = tl.zeros([CHUNK], tl.int32)
-    # The same tile as the entries' own: then equal rows get equal sums, and ties are ties.
-    for start in range(first, last, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        real = other < last
-        rows = other.to(tl.int64) * WIDTH
-        dots = tl.sum(_rows(w_enc, rows, real, cols0, WIDTH).to(tl.float32) * x0[None, :], axis=1)
+    mask0 = cols0 < WIDTH
+    mask1 = cols1 < WIDTH
+    dtype: tl.constexpr = stream.dtype.element_ty
+    y0 = x0.to(dtype)
+    tl.store(stream + at + cols0, y0, mask=mask0)
+    if TAIL > 0:
+        y1 = x1.to(dtype)
+        tl.store(stream + at + cols1, y1, mask=mask1)
+    if FORM == PAIR:
+        tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
         if TAIL > 0:
-            dots += tl.sum(_rows(w_enc, rows, real, cols1, WIDTH).to(tl.float32) * x1[None, :], axis=1)
-        theirs = dots + tl.load(b_enc + other, mask=real, other=0.0)
-        beats = theirs[None, :] > pre[:, None]
-        beats |= (theirs[None, :] == pre[:, None]) & (other[None, :] < slot[:, None])
-        beats &= (other[None, :] >= base[:, None]) & (other[None, :] < (base + size)[:, None])
-        beats &= other[None, :] != slot[:, None]
-        rank += tl.sum(beats.to(tl.int32), axis=1)
-    return rank
-
-
-@triton.jit
-def _chunk(
-    entry,  # the chunk's first entry
-    words,  # words of the group from here on
-    here,  # position of the token
-    x0,  # [HEAD] fp32
-    x1,  # [TAIL] fp32
-    w_enc,
-    w_dec,
-    b_enc,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_TOPK: tl.constexpr,
-):
-    """sum of delta * w_dec[slot] over at most CHUNK entries of one group: [HEAD], [TAIL], and how many were not 0."""
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
-    lane = tl.arange(0, CHUNK) * ENTRY
-    inside = lane < words
-    entry += lane
-    slot = tl.load(entry + SLOT, mask=inside, other=0)
-    lo = tl.load(entry + LO, mask=inside, other=0)
-    hi = tl.load(entry + HI, mask=inside, other=0)
-    flags = tl.load(entry + FLAGS, mask=inside, other=0)
-    mul = _real(entry + MUL, inside)
-    add = _real(entry + ADD, inside)
-    low = _real(entry + LOW, inside)
-    high = _real(entry + HIGH, inside)
-    bias = _real(entry + BIAS, inside)
-    threshold = _real(entry + THRESHOLD, inside)
-    gain = _real(entry + GAIN, inside)
-
-    # Entries whose window is elsewhere load no weights and add nothing.
-    want = inside & (lo <= here) & (here < hi)
-    starts = slot.to(tl.int64) * WIDTH
-    enc0 = _rows(w_enc, starts, want, cols0, WIDTH)
-    dec0 = _rows(w_dec, starts, want, cols0, WIDTH)
-    if TAIL > 0:
-        enc1 = _rows(w_enc, starts, want, cols1, WIDTH)
-        dec1 = _rows(w_dec, starts, want, cols1, WIDTH)
-    dots = tl.sum(enc0.to(tl.float32) * x0[None, :], axis=1)
-    if TAIL > 0:
-        dots += tl.sum(enc1.to(tl.float32) * x1[None, :], axis=1)
-    pre = dots + bias
-    active = pre > threshold
-    if HAS_TOPK:
-        ranked = want & ((flags & TOPK) != 0)
-        if tl.max(ranked.to(tl.int32), axis=0) > 0:
-            base = tl.load(entry + BASE, mask=inside, other=0)
-            size = tl.load(entry + SIZE, mask=inside, other=0)
-            k = tl.load(entry + TOP_K, mask=inside, other=0)
-            rank = _ranks(x0, x1, pre, slot, ranked, base, size, w_enc, b_enc, WIDTH, HEAD, TAIL, CHUNK)
-            active = active & ((rank < k) | (ranked == 0))
-
-    f = tl.where(active, pre, 0.0)
-    delta = gain * tl.minimum(tl.maximum(mul * f + add, low - f), high - f)
-    skipped = ((flags & ONLY_IF_ACTIVE) != 0) & (f == 0.0)
-    delta = tl.where(want & (skipped == 0), delta, 0.0)
-    sum0 = tl.sum(delta[:, None] * dec0.to(tl.float32), axis=0)
-    sum1 = sum0
-    if TAIL > 0:
-        sum1 = tl.sum(delta[:, None] * dec1.to(tl.float32), axis=0)
-    return sum0, sum1, tl.sum((delta != 0.0).to(tl.int32), axis=0)
+            tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
+    if FORM == NORMED:
+        z0 = y0.to(tl.float32)
+        squared = tl.sum(z0 * z0, axis=0)
+        if TAIL > 0:
+            z1 = y1.to(tl.float32)
+            squared += tl.sum(z1 * z1, axis=0)
+        scale = tl.rsqrt(squared / WIDTH + eps)
+        z0 *= scale
+        if HAS_WEIGHT:
+            z0 *= tl.load(norm_weight + cols0, mask=mask0, other=0.0).to(tl.float32) + weight_offset
+        tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
+        if TAIL > 0:
+            z1 *= scale
+            if HAS_WEIGHT:
+                z1 *= tl.load(norm_weight + cols1, mask=mask1, other=0.0).to(tl.float32) + weight_offset
+            tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
 
 
 # Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
 # tensors (site, norm_weight) are aligned as they come.
 @triton.jit(
-    do_not_specialize=["norm_weight", "site", "work", "b_enc", "eps", "weight_offset", "stride_table"],
+    do_not_specialize=[
+        "norm_weight",
+        "site",
+        "work",
+        "threshold",
+        "b_dec",
+        "cells",
+        "counts",
+        "eps",
+        "weight_offset",
+        "stride_table",
+        "stride_counts",
+        "stride_dense",
+        "kinds",
+        "first_token",
+        "most_tokens",
+        "most_parts",
+    ],
 )
-def _edit_kernel(
+def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
     norm_weight,  # [WIDTH] or None
@@ -172,54 +129,92 @@ def _edit_kernel(
     work,  # [items + 1, 4] int32
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
-    b_enc,  # [slots] fp32
+    threshold,  # [slots] fp32
+    b_dec,  # [dictionaries, WIDTH] fp32
+    cells,  # [tokens] int32
+    counts,  # [rows, stride_counts] int32
+    scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
+    activations,  # [most_tokens, stride_dense] fp32, from first_token on
     eps,
     weight_offset,
     stride_table,
+    stride_counts,
+    stride_dense,
+    kinds,  # bits: rows of these kinds are done here
+    first_token,
+    most_tokens,  # this launch does the tokens from first_token on, at most so many
+    most_parts,  # parts of one token at most
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
+    GATHER: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_TOPK: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
 ):
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    # The first item comes with the count, in one round trip: there are never more programs than places in the list.
+    # The usual first item comes with the header, in one round trip.
     n_items = tl.load(work)
+    batch_parts = tl.load(work + 1)
+    span = tl.load(work + 2)
+    usual = first < most_tokens
     item = work + 4 + first * 4
-    token = tl.load(item).to(tl.int64)
-    row = tl.load(item + 1).to(tl.int64)
-    position = tl.load(item + 2)
-    span = 1 + 2 * tl.load(site)
+    token = tl.load(item, mask=usual, other=0)
+    row = tl.load(item + 1, mask=usual, other=0).to(tl.int64)
+    position = tl.load(item + 2, mask=usual, other=0)
+    exists = True
+    part = 0
+    number = HEAD_WORDS + SPAN * tl.load(site)
+
+    units = n_items * span
+    total = units * tl.minimum(batch_parts, most_parts)
+    if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens)):
+        part, token, row, position, exists = _item(work, first, units, span, True)
 
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
+    arrivals = scratch.to(tl.pointer_type(tl.int32))
+    partials = scratch + PARTIALS
 
-    for it in range(first, n_items, step):
+    for it in range(first, total, step):
         entries = table + row * stride_table
-        begin = tl.load(entries + span)
-        end = tl.load(entries + span + 1)
-        at = token * WIDTH
+        begin = tl.load(entries + number + BEGIN)
+        site_end = tl.load(entries + number + END)
+        end = site_end
+        parts = tl.minimum(tl.load(entries + number + PARTS), most_parts)
+        kind = tl.load(entries + number + KIND)
+        dense_base = 0
+        dense_size = 0
+        if HAS_DENSE:
+            dense_base = tl.load(entries + number + DENSE_BASE)
+            dense_size = tl.load(entries + number + DENSE_SIZE)
+        place = token - first_token
+        mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
+        mine = mine & (place >= 0) & (place < most_tokens)
+        at = token.to(tl.int64) * WIDTH
         here = position
+        cell = cells + token
+        count = counts + row * stride_counts
+        dense = activations + place.to(tl.int64) * stride_dense
+        arrival = arrivals + token
+        first_part = token * most_parts
+        share = part
         # The next item, while this one is worked on.
-        item += step * 4
-        more = it + step < n_items
-        token = tl.load(item, mask=more, other=0).to(tl.int64)
-        row = tl.load(item + 1, mask=more, other=0).to(tl.int64)
-        position = tl.load(item + 2, mask=more, other=0)
-        if begin < end:
+        part, token, row, position, exists = _item(work, it + step, units, span, it + step < total)
+        if mine:
             raw0 = tl.load(stream + at + cols0, mask=mask0, other=0.0)
             if FORM == PAIR:
                 addend0 = tl.load(second + at + cols0, mask=mask0, other=0.0)
                 raw0 = (raw0.to(tl.float32) + addend0.to(tl.float32)).to(dtype)
             x0 = raw0.to(tl.float32)
-            sum0 = tl.zeros([HEAD], tl.float32)
             x1 = x0
+            sum0 = tl.zeros([HEAD], tl.float32)
             sum1 = sum0
             if TAIL > 0:
                 raw1 = tl.load(stream + at + cols1, mask=mask1, other=0.0)
@@ -228,31 +223,69 @@ def _edit_kernel(
                     raw1 = (raw1.to(tl.float32) + addend1.to(tl.float32)).to(dtype)
                 x1 = raw1.to(tl.float32)
                 sum1 = tl.zeros([TAIL], tl.float32)
+            bits = 0
+            if (kind & GATED) != 0:
+                bits = tl.load(cell)
+            before = bits
 
             changes = 0
+            fresh = True
+            group = begin
             c = begin
-            while c < end:
-                group_end = tl.load(entries + c + GROUP_END)
-                # A lone clamp is the usual case, and room for more would cost it speed. Ranking needs the wide tile.
-                if (c + ENTRY >= group_end) & (not HAS_TOPK):
-                    one0, one1, changed = _chunk(
-                        entries + c, ENTRY, here, x0, x1, w_enc, w_dec, b_enc, WIDTH, HEAD, TAIL, 1, HAS_TOPK
-                    )
-                else:
-                    one0, one1, changed = _chunk(
+            if parts > 1:
+                each = ((end - begin) // ENTRY + parts - 1) // parts * ENTRY
+                c = begin + share * each
+                end = tl.minimum(c + each, end)
+            # Once at least: a part without entries of its own has its share of a reconstruction.
+            again = True
+            while again:
+                group_end = end
+                if parts == 1:
+                    group_end = tl.load(entries + c + GROUP_END)
+                # A lone entry is the usual case, and room for more would cost it speed.
+                if (c + ENTRY >= group_end) & (not HAS_DENSE):
+                    one0, one1, changed, bits = add_chunk(
                         entries + c,
                         group_end - c,
                         here,
+                        bits,
+                        fresh,
                         x0,
                         x1,
                         w_enc,
                         w_dec,
-                        b_enc,
+                        dense,
+                        dense_base,
+                        dense_size,
+                        count,
+                        WIDTH,
+                        HEAD,
+                        TAIL,
+                        1,
+                        HAS_DENSE,
+                        HAS_NORMS,
+                    )
+                else:
+                    one0, one1, changed, bits = add_chunk(
+                        entries + c,
+                        group_end - c,
+                        here,
+                        bits,
+                        fresh,
+                        x0,
+                        x1,
+                        w_enc,
+                        w_dec,
+                        dense,
+                        dense_base,
+                        dense_size,
+                        count,
                         WIDTH,
                         HEAD,
                         TAIL,
                         CHUNK,
-                        HAS_TOPK,
+                        HAS_DENSE,
+                        HAS_NORMS,
                     )
                 sum0 += one0
                 if TAIL > 0:
@@ -261,95 +294,92 @@ def _edit_kernel(
 
                 # Never less than one entry: a table gone wrong must not hang the device.
                 c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
+                again = c < end
                 if c >= group_end:
-                    x0 += sum0
-                    sum0 = tl.zeros([HEAD], tl.float32)
-                    if TAIL > 0:
-                        x1 += sum1
-                        sum1 = tl.zeros([TAIL], tl.float32)
+                    if HAS_DENSE:
+                        if fresh & (dense_size > 0):
+                            one0, one1, changed = reconstruct(
+                                entries,
+                                group,
+                                tl.where(parts > 1, site_end, group_end),
+                                here,
+                                bits,
+                                x0,
+                                x1,
+                                w_dec,
+                                threshold,
+                                b_dec,
+                                dense,
+                                dense_base,
+                                count,
+                                share,
+                                parts,
+                                WIDTH,
+                                HEAD,
+                                TAIL,
+                                CHUNK,
+                            )
+                            sum0 += one0
+                            if TAIL > 0:
+                                sum1 += one1
+                            changes += changed
+                        fresh = fresh & ((tl.load(entries + group + FLAGS) & GATE) != 0)
+                        group = c
+                    if parts == 1:
+                        x0 += sum0
+                        sum0 = tl.zeros([HEAD], tl.float32)
+                        if TAIL > 0:
+                            x1 += sum1
+                            sum1 = tl.zeros([TAIL], tl.float32)
+
+            if bits != before:
+                tl.store(cell, bits)
+            if parts > 1:
+                # The last part to arrive adds all of them up, in their order: the same sum whoever is last.
+                gathered = first_part + tl.arange(0, GATHER)
+                mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
+                tl.store(mine_at + cols0, sum0, mask=mask0, cache_modifier=".cg")
+                if TAIL > 0:
+                    tl.store(mine_at + cols1, sum1, mask=mask1, cache_modifier=".cg")
+                tl.debug_barrier()
+                coming = 1 + (changes > 0).to(tl.int32) * 65536
+                arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
+                tl.debug_barrier()
+                changes = 0
+                if (arrived & 65535) == parts:
+                    changes = arrived >> 16
+                    tl.store(arrival, 0)
+                    for p in range(0, parts, GATHER):
+                        there = p + tl.arange(0, GATHER) < parts
+                        starts = (gathered + p).to(tl.int64) * WIDTH
+                        inside0 = there[:, None] & mask0[None, :]
+                        some0 = tl.load(
+                            partials + starts[:, None] + cols0[None, :], mask=inside0, other=0.0, cache_modifier=".cg"
+                        )
+                        x0 += tl.sum(some0, axis=0)
+                        if TAIL > 0:
+                            inside1 = there[:, None] & mask1[None, :]
+                            some1 = tl.load(
+                                partials + starts[:, None] + cols1[None, :],
+                                mask=inside1,
+                                other=0.0,
+                                cache_modifier=".cg",
+                            )
+                            x1 += tl.sum(some1, axis=0)
 
             if changes > 0:
-                y0 = x0.to(dtype)
-                tl.store(stream + at + cols0, y0, mask=mask0)
-                if TAIL > 0:
-                    y1 = x1.to(dtype)
-                    tl.store(stream + at + cols1, y1, mask=mask1)
-                if FORM == PAIR:
-                    tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
-                    if TAIL > 0:
-                        tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
-                if FORM == NORMED:
-                    z0 = y0.to(tl.float32)
-                    squares = tl.sum(z0 * z0, axis=0)
-                    if TAIL > 0:
-                        z1 = y1.to(tl.float32)
-                        squares += tl.sum(z1 * z1, axis=0)
-                    scale = tl.rsqrt(squares / WIDTH + eps)
-                    z0 *= scale
-                    if HAS_WEIGHT:
-                        z0 *= tl.load(norm_weight + cols0, mask=mask0, other=0.0).to(tl.float32) + weight_offset
-                    tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
-                    if TAIL > 0:
-                        z1 *= scale
-                        if HAS_WEIGHT:
-                            z1 *= tl.load(norm_weight + cols1, mask=mask1, other=0.0).to(tl.float32) + weight_offset
-                        tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
-
-
-@cache
-def _multiprocessors(device: int | None) -> int:
-    """Of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
-    return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def edit_triton(
-    stream: Tensor,
-    second: Tensor | None,
-    norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    form: int,
-    eps: float,
-    weight_offset: float,
-    has_topk: bool,
-    config: EditConfig | None = None,
-) -> None:
-    """Launch the edit kernel; arguments as of the op `edit_`, checked there. `config` is for the benchmark alone.
-
-    The grid depends on the number of tokens, the device and the config only, so a captured launch serves any work list
-    of that many tokens.
-    """
-    tokens, width = stream.shape
-    grid = min(tokens, work.shape[0] - 1)
-    if grid <= 0:
-        return
-    config = config or edit_config(width)
-    head, tail = blocks(width, config)
-    grid = min(grid, _multiprocessors(stream.device.index) * config.programs)
-    _edit_kernel[(grid,)](
-        stream,
-        second,
-        norm_weight,
-        table,
-        site,
-        work,
-        w_enc,
-        w_dec,
-        b_enc,
-        eps,
-        weight_offset,
-        table.stride(0),
-        WIDTH=width,
-        HEAD=head,
-        TAIL=tail,
-        CHUNK=config.chunk,
-        FORM=form,
-        HAS_WEIGHT=norm_weight is not None,
-        HAS_TOPK=has_topk,
-        num_warps=config.num_warps,
-        maxnreg=config.registers,
-    )
+                _store(
+                    stream,
+                    second,
+                    norm_weight,
+                    at,
+                    x0,
+                    x1,
+                    eps,
+                    weight_offset,
+                    WIDTH,
+                    HEAD,
+                    TAIL,
+                    FORM,
+                    HAS_WEIGHT,
+                )

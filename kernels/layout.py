@@ -28,11 +28,12 @@ PARTS = 2  # programs that may share one token: more than 1 only for a single gr
 KIND = 3  # bits, below
 DENSE_BASE = 4  # first slot of the dictionary of which every feature is needed
 DENSE_SIZE = 5  # its features; 0: no entry needs them
+DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 
 # Bits of KIND. One of the first three says which kernel takes the row's longer spans of tokens.
 ANY = 1  # the one that can do everything
 FEW = 2  # no gates, ranks, reconstruction or input norms
-MANY = 4  # the same, and a single group of at least MANY_ENTRIES
+MANY = 4  # the same, and a single group of MANY_ENTRIES to MOST_MANY entries, none in lengths of x
 GATED = 8  # some entry writes or reads cells
 
 # An entry.
@@ -70,9 +71,11 @@ NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
 MANY_ENTRIES = 8
+MOST_MANY = 256
 MOST_PARTS = 16
 TILE = 64  # tokens of an item in a step of many tokens
 PARTIALS = 1024  # rows of scratch for parts of tokens
+LEAST_ROW = 64  # words of such a row at least
 MOST_GATES = 32  # of one row
 
 
@@ -86,6 +89,11 @@ def width(sites: int, max_entries: int) -> int:
     return head(sites) + ENTRY * max_entries
 
 
+def dense_words(width: int) -> int:
+    """Word offset of the dense activations in scratch: behind the arrivals and partial sums of parts of tokens."""
+    return PARTIALS * (1 + max(width, LEAST_ROW))
+
+
 def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
     """Words of the kernels' scratch memory.
 
@@ -94,4 +102,4 @@ def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
         dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
         dense_tokens: tokens that are encoded at once, a multiple of TILE; more take several rounds.
     """
-    return PARTIALS * (1 + width) + dense_size * dense_tokens
+    return dense_words(width) + dense_size * dense_tokens

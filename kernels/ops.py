@@ -1,4 +1,4 @@
-"""The only door to the kernels: saesteer.edit_ and map_. Chooses between Triton and the reference; the meaning is there.
+"""The only door to the kernels: saesteer.edit_ and map_. Chooses Triton or the reference; the meaning is there.
 
 Each op mutates tensors that its caller owns and returns nothing, so it needs no allocation, its fake does nothing, and
 it can stand in a compiled model and in a CUDA graph. CUDA tensors go to Triton, CPU tensors to the reference.
@@ -109,9 +109,7 @@ def edit_(
             has_norms,
         )
     else:
-        edit_ref_(
-            stream, second, norm_weight, table, site, work, *weights, cells, counts, form, eps, weight_offset
-        )
+        edit_ref_(stream, second, norm_weight, table, site, work, *weights, cells, counts, form, eps, weight_offset)
 
 
 def map_(

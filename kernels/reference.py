@@ -160,9 +160,7 @@ def _ranked(x: Tensor, entry: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Ten
     The stronger comes first, and of equals that of the lower index. Both results come from the same products, so that
     equal encoder rows tie.
     """
-    slot, base, size, k, flags = entry[
-        [layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K, layout.FLAGS]
-    ].tolist()
+    slot, base, size, k, flags = entry[[layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K, layout.FLAGS]].tolist()
     own = slot - base
     before, others = torch.arange(size) < own, torch.arange(size) != own
     ranks, dots = [], []

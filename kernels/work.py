@@ -37,38 +37,47 @@ def _map_kernel(
     table,  # [rows, stride_table] int32
     stride_table,
     num_reqs,
+    MOST: tl.constexpr,  # tokens of an item
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     # Items of the requests before this one, and its own: each program finds its place by itself.
     place = 0
+    parts = 1
     for start in range(0, tl.minimum(request, num_reqs), BLOCK):
         before = start + lanes
         real = before < request
         rows = tl.load(slots + before, mask=real, other=0).to(tl.int64) + row_offset
-        steered = tl.load(table + rows * stride_table, mask=real, other=0) > 0
         begins = tl.load(query_start_loc + before, mask=real, other=0)
         ends = tl.load(query_start_loc + before + 1, mask=real, other=0)
-        place += tl.sum(tl.where(steered & real, ends - begins, 0).to(tl.int32), axis=0)
+        entries = tl.load(table + rows * stride_table, mask=real, other=0)
+        most = tl.load(table + rows * stride_table + 1, mask=real, other=0)
+        steered = real & (entries > 0)
+        place += tl.sum(tl.where(steered, (ends - begins + MOST - 1) // MOST, 0).to(tl.int32), axis=0)
+        parts = tl.maximum(parts, tl.max(tl.where(steered, most, 1), axis=0))
     count = 0
     if request < num_reqs:
         row = tl.load(slots + request).to(tl.int64) + row_offset
         if tl.load(table + row * stride_table) > 0:
+            parts = tl.maximum(parts, tl.load(table + row * stride_table + 1))
             begin = tl.load(query_start_loc + request).to(tl.int32)
-            count = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
+            length = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
+            count = (length + MOST - 1) // MOST
             for start in range(0, count, BLOCK):
                 offset = start + lanes
                 real = offset < count
-                token = begin + offset
+                token = begin + offset * MOST
                 item = work + (1 + place + offset).to(tl.int64) * 4
                 position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
                 tl.store(item, token, mask=real)
                 tl.store(item + 1, tl.zeros([BLOCK], tl.int32) + row.to(tl.int32), mask=real)
                 tl.store(item + 2, position, mask=real)
-                tl.store(item + 3, tl.zeros([BLOCK], tl.int32), mask=real)
+                tl.store(item + 3, tl.minimum(length - offset * MOST, MOST), mask=real)
     if request >= num_reqs - 1:
         tl.store(work, place + count)
+        tl.store(work + 1, parts)
+        tl.store(work + 2, MOST)
 
 
 def map_triton(
@@ -79,6 +88,7 @@ def map_triton(
     positions: Tensor,
     table: Tensor,
     num_reqs: int,
+    span: int,
 ) -> None:
     """Launch the map kernel, one program a request (one for an empty batch); arguments as of the op `map_`."""
     _map_kernel[(max(num_reqs, 1),)](
@@ -90,6 +100,7 @@ def map_triton(
         table,
         table.stride(0),
         num_reqs,
+        MOST=span,
         BLOCK=MAP_BLOCK,
         num_warps=4,
     )

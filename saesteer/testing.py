@@ -63,11 +63,18 @@ def span_words(groups: Groups, begin: int, dense: tuple[int, int] = (0, 0)) -> l
     special = layout.RANKED | layout.RECONSTRUCT | layout.LAYER_NORM | layout.L2_NORM
     if gated or any(flag & special for flag in flags):
         kind = layout.ANY | layout.GATED * gated
-    elif single and len(entries) >= layout.MANY_ENTRIES and not any(flag & layout.MATCH for flag in flags):
+    elif (
+        single
+        and layout.MANY_ENTRIES <= len(entries) <= layout.MOST_MANY
+        and not any(flag & layout.MATCH for flag in flags)
+    ):
         kind = layout.MANY
     else:
         kind = layout.FEW
-    return [begin, begin + layout.ENTRY * len(entries), parts, kind * bool(entries), *dense, 0, 0]
+    # Those that rank or reconstruct are all of the one dictionary.
+    whole_flags = [flag for flag in flags if flag & (layout.RANKED | layout.RECONSTRUCT)]
+    norm = (whole_flags[0] if whole_flags else 0) & (layout.LAYER_NORM | layout.L2_NORM)
+    return [begin, begin + layout.ENTRY * len(entries), parts, kind * bool(entries), *dense, norm, 0]
 
 
 def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int, int] = (0, 0)) -> None:

@@ -1,0 +1,112 @@
+"""What the Triton kernels share: reading entries, weight rows and the stream, and the law of a delta."""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saesteer.kernels import layout
+
+HEAD_WORDS = tl.constexpr(layout.HEAD)
+SPAN = tl.constexpr(layout.SPAN)
+ENTRY = tl.constexpr(layout.ENTRY)
+BEGIN = tl.constexpr(layout.BEGIN)
+END = tl.constexpr(layout.END)
+PARTS = tl.constexpr(layout.PARTS)
+KIND = tl.constexpr(layout.KIND)
+DENSE_BASE = tl.constexpr(layout.DENSE_BASE)
+DENSE_SIZE = tl.constexpr(layout.DENSE_SIZE)
+DENSE_NORM = tl.constexpr(layout.DENSE_NORM)
+FEW = tl.constexpr(layout.FEW)
+MANY = tl.constexpr(layout.MANY)
+GATED = tl.constexpr(layout.GATED)
+SLOT = tl.constexpr(layout.SLOT)
+GROUP_END = tl.constexpr(layout.GROUP_END)
+LO = tl.constexpr(layout.LO)
+HI = tl.constexpr(layout.HI)
+FLAGS = tl.constexpr(layout.FLAGS)
+GATES = tl.constexpr(layout.GATES)
+BASE = tl.constexpr(layout.BASE)
+SIZE = tl.constexpr(layout.SIZE)
+TOP_K = tl.constexpr(layout.TOP_K)
+MUL = tl.constexpr(layout.MUL)
+ADD = tl.constexpr(layout.ADD)
+LOW = tl.constexpr(layout.LOW)
+HIGH = tl.constexpr(layout.HIGH)
+BIAS = tl.constexpr(layout.BIAS)
+THRESHOLD = tl.constexpr(layout.THRESHOLD)
+GAIN = tl.constexpr(layout.GAIN)
+ONLY_IF_ACTIVE = tl.constexpr(layout.ONLY_IF_ACTIVE)
+RANKED = tl.constexpr(layout.RANKED)
+MAGNITUDE = tl.constexpr(layout.MAGNITUDE)
+MATCH = tl.constexpr(layout.MATCH)
+LAYER_NORM = tl.constexpr(layout.LAYER_NORM)
+L2_NORM = tl.constexpr(layout.L2_NORM)
+RECONSTRUCT = tl.constexpr(layout.RECONSTRUCT)
+GATE = tl.constexpr(layout.GATE)
+COUNTER = tl.constexpr(layout.COUNTER)
+BARE = tl.constexpr(layout.BARE)
+NORMED = tl.constexpr(layout.NORMED)
+PAIR = tl.constexpr(layout.PAIR)
+TILE = tl.constexpr(layout.TILE)
+PARTIALS = tl.constexpr(layout.PARTIALS)
+
+
+# What a kernel must not be specialised on: a variant more would compile while serving. Slices of larger tensors (site,
+# norm_weight) are aligned as they come.
+TILE_ARGUMENTS = (
+    "norm_weight",
+    "site",
+    "work",
+    "counts",
+    "eps",
+    "weight_offset",
+    "stride_table",
+    "stride_counts",
+)
+
+
+@triton.jit
+def rows(weights, starts, want, cols, WIDTH: tl.constexpr):
+    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64."""
+    mask = want[:, None] & (cols < WIDTH)[None, :]
+    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def word(entry, inside):
+    """A word of each entry, 0 for those outside."""
+    return tl.load(entry, mask=inside, other=0)
+
+
+@triton.jit
+def real(entry, inside):
+    """A word of each entry as a float32, 0 for those outside."""
+    return tl.load(entry, mask=inside, other=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reads(mul, low, high, flags):
+    """Whether a delta depends on f at all: a plain addition needs no encoder row."""
+    return (mul != 0.0) | (low > float("-inf")) | (high < float("inf")) | ((flags & ONLY_IF_ACTIVE) != 0)
+
+
+@triton.jit
+def law(f, applies, flags, mul, add, low, high, gain):
+    """The delta of an entry: gain * (f' - f), 0 where it does not apply."""
+    delta = gain * tl.minimum(tl.maximum(mul * f + add, low - f), high - f)
+    skipped = ((flags & ONLY_IF_ACTIVE) != 0) & (f == 0.0)
+    return tl.where(applies & (skipped == 0), delta, 0.0)
+
+
+@triton.jit
+def tile(stream, second, at, mask, FORM: tl.constexpr):
+    """A tile of the stream as it stands, rounded to its dtype."""
+    x = tl.load(stream + at, mask=mask, other=0.0)
+    if FORM == PAIR:
+        addend = tl.load(second + at, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+    return x
