@@ -1,17 +1,77 @@
-"""What the kernel benchmark measures, as rows. Knows no kernels."""
+"""What the kernel benchmark measures, as rows, and what each line has to reach. Knows no kernels and no tensors."""
 
 from dataclasses import dataclass
+from statistics import NormalDist
+
+FEATURES = 16384  # of the dictionary
+WIDTHS = (2304, 5376)  # Gemma 2 2B and Gemma 3 27B
+PASSES = {"bare": 2, "normed": 3}  # form of the op: times that an edited token passes through memory
+
+ACTIVE = 71  # features that are active on a token, on average
+# Encoder rows have unit length and tokens are normally distributed, so a pre-activation is N(0, 1).
+THRESHOLD = NormalDist().inv_cdf(1 - ACTIVE / FEATURES)
+TOP_K = 64  # of the topk dictionary
+CAP = -3.0  # below which nearly no token's projection lies, so that nearly all are capped
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is to be reached: microseconds, or a factor.
+
+    Attributes:
+        us: for each of WIDTHS, whatever the form and the cache.
+        factor: over the floor of the form and cache that runs.
+        of_parts: the factor is over a dense encoder's product and a sparse decode, measured in the same run, instead.
+    """
+
+    us: tuple[float, float] | None = None
+    factor: float | None = None
+    of_parts: bool = False
+
+    def target(self, width: int, floor: float, parts: float | None) -> float | None:
+        """Microseconds at this width; None where nothing is asked for, or the parts are not known."""
+        if self.us is not None:
+            return self.us[WIDTHS.index(width)] if width in WIDTHS else None
+        base = parts if self.of_parts else floor
+        return None if self.factor is None or base is None else self.factor * base
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch: requests of equal length lie one after the other, as a server lays them out."""
+    """One batch: its requests lie one after the other, as a server lays them out.
+
+    Attributes:
+        name: as the table shows it.
+        lengths: tokens of each request in this step.
+        edits: of each steered request, each with a feature of its own.
+        every: each so many-th request is steered; 0: none.
+        kind: what an edit is: clamp, add, cap, ablate, match (an add in lengths of x), topk (a clamp on a topk
+            dictionary) or reconstruct.
+        dense: the site must be ready to encode its dictionary whole, though nobody may ask for it.
+        goal: what is to be reached; None: the line is there to be known.
+        widths: that are measured.
+        curve: the plot's curve that it is a point of; else it stands in the table.
+    """
 
     name: str
-    requests: int
-    length: int  # tokens of each request in this step
-    clamps: int  # of each steered request, all of its own features
-    every: int = 1  # each so many-th request is steered; 0: none
+    lengths: tuple[int, ...]
+    edits: int = 1
+    every: int = 1
+    kind: str = "clamp"
+    dense: bool = False
+    goal: Goal | None = None
+    widths: tuple[int, ...] = WIDTHS
+    curve: str | None = None
+
+    @property
+    def requests(self) -> int:
+        """Of the batch."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Of the batch."""
+        return sum(self.lengths)
 
     @property
     def steered(self) -> list[int]:
@@ -19,32 +79,62 @@ class Case:
         return list(range(0, self.requests, self.every)) if self.every else []
 
     @property
-    def tokens(self) -> int:
-        """Of the whole batch."""
-        return self.requests * self.length
+    def steered_tokens(self) -> int:
+        """Of the batch."""
+        return sum(self.lengths[request] for request in self.steered)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the edits need all features of the dictionary."""
+        return self.kind in ("topk", "reconstruct")
+
+
+DECODE = (1,) * 16
+LONG = (512,) * 16
+TENTH = (103,) * 32 + (102,) * 48  # each tenth request has 820 of 8192 tokens
+PARTS = Goal(factor=1.15, of_parts=True)
+MIXED = (*(1,) * 8, 504)  # eight requests decode beside a chunk of a prompt
 
 CASES = (
-    Case("idle 16", requests=16, length=1, clamps=0, every=0),
-    Case("idle 8192", requests=4, length=2048, clamps=0, every=0),
-    Case("16 x 1", requests=16, length=1, clamps=1),
-    Case("256 x 1", requests=256, length=1, clamps=1),
-    Case("8192 x 1", requests=4, length=2048, clamps=1),
-    Case("8192 x 1, one in ten", requests=64, length=128, clamps=1, every=10),
-    Case("16 x 32", requests=16, length=1, clamps=32),
-    Case("8192 x 32", requests=4, length=2048, clamps=32),
-    Case("16 x 256", requests=16, length=1, clamps=256),
+    Case("idle 16", DECODE, every=0, goal=Goal(us=(1.5, 1.5))),
+    Case("idle 8192", LONG, every=0, goal=Goal(us=(3.0, 3.0))),
+    Case("16 x 1", DECODE, goal=Goal(us=(3.0, 3.0))),
+    Case("256 x 1", (1,) * 256, goal=Goal(us=(3.5, 4.5))),
+    Case("8192 x 1", LONG, goal=Goal(factor=1.4)),
+    Case("8192 x 1, one in ten", TENTH, every=10, goal=Goal(factor=3.0)),
+    Case("16 x 32", DECODE, edits=32, goal=Goal(us=(6.0, 8.0))),
+    Case("8192 x 32", LONG, edits=32, goal=Goal(factor=3.0)),
+    Case("16 x 256", DECODE, edits=256, goal=Goal(us=(25.0, 45.0))),
+    Case("16 x reconstruct", DECODE, kind="reconstruct", goal=PARTS, widths=(2304,)),
+    Case("8192 x reconstruct", LONG, kind="reconstruct", goal=PARTS, widths=(2304,)),
+    Case("16 x add", DECODE, kind="add"),
+    Case("8192 x add", LONG, kind="add"),
+    Case("16 x cap", DECODE, kind="cap"),
+    Case("16 x ablate", DECODE, kind="ablate"),
+    Case("16 x add, norm match", DECODE, kind="match"),
+    Case("16 x 1 of topk", DECODE, kind="topk"),
+    Case("16 x 32 of topk", DECODE, edits=32, kind="topk"),
+    Case("8 + 504 x 1", MIXED),
+    Case("8 + 504 x 32", MIXED, edits=32),
+    # What a site pays for being able to reconstruct while nobody does.
+    Case("idle 16, dense ready", DECODE, every=0, dense=True),
+    Case("16 x 1, dense ready", DECODE, dense=True),
 )
 
-WIDTHS = (2304, 5376)  # Gemma 2 2B and Gemma 3 27B
-FEATURES = 16384
+CURVE_FORM = "normed"  # of the plot: as a server runs it behind a norm
+EDITS_CURVE = tuple(1 << power for power in range(9))  # edits of each of 16 tokens
+TOKENS_CURVE = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
 
-SWEEP_CASES = ("16 x 1", "8192 x 1", "16 x 32", "8192 x 32", "16 x 256")
-# Every combination is timed; programs costs no compilation, the others cost one each, for each width and form.
-SWEEP = {
-    "num_warps": (4, 8, 16),
-    "chunk": (1, 2, 4, 8),
-    "split": (False, True),
-    "registers": (None, 128),
-    "programs": (2, 4, 8, 16),
-}
+
+def _of_tokens(tokens: int, edits: int) -> Case:
+    requests = min(16, tokens)
+    name = f"{tokens} x {edits}"
+    return Case(name, (tokens // requests,) * requests, edits=edits, curve=f"tokens, {edits}")
+
+
+CURVES = (
+    *(Case(f"16 x {edits}", DECODE, edits=edits, curve="edits") for edits in EDITS_CURVE),
+    *(_of_tokens(tokens, edits) for edits in (1, 32) for tokens in TOKENS_CURVE),
+)
+
+SWEEP_CASES = ("16 x 1", "256 x 1", "8192 x 1", "16 x 32", "8192 x 32", "16 x 256")

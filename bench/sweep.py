@@ -1,0 +1,125 @@
+"""Other launches of one kernel, timed: every combination of a few fields of its config. Tells which rows to paste.
+
+    python -m bench.kernels --sweep few --grid num_warps=4,8 tokens=2,4,8 programs=2,4 --widths 2304
+
+A field that the grid does not name keeps what kernels/configs.py has; without a grid it is the one below. A combination
+that the compiler refuses, or whose answer is wrong, is said and left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bench.batch import Batches
+from bench.cases import CASES, Case
+from bench.gate import Gate
+from bench.kernels import Row, fits, launches, row
+from bench.timing import Ceilings, in_graph
+from saesteer.kernels.configs import Configs, configs, for_tokens
+
+Grid = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is timed for one kernel when nothing else is asked for."""
+
+    cases: tuple[str, ...]
+    grid: Grid
+
+
+SWEEPS = {
+    "edit": Sweep(
+        ("16 x 1", "256 x 1", "16 x 32", "16 x 256"),
+        {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
+    ),
+    "few": Sweep(
+        ("8192 x 1", "8192 x 1, one in ten", "8192 x add"),
+        {"num_warps": (2, 4, 8), "tokens": (1, 2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
+    ),
+    "many": Sweep(
+        ("8192 x 32",),
+        {
+            "num_warps": (4, 8),
+            "entries": (16, 32, 64),
+            "block_k": (64, 128, 256),
+            "block_n": (64, 128, 256),
+            "stages": (2, 3),
+        },
+    ),
+    "encode": Sweep(
+        ("16 x reconstruct", "8192 x reconstruct"),
+        {"num_warps": (4, 8), "block_m": (16, 64, 128), "block_n": (64, 128, 256), "block_k": (64, 128)},
+    ),
+}
+
+
+def parse(grid: Sequence[str]) -> Grid:
+    """``["tokens=2,4", "split=True"]`` → values by field."""
+    found = {}
+    for one in grid:
+        field, _, values = one.partition("=")
+        found[field] = [ast.literal_eval(value) for value in values.split(",")]
+    return found
+
+
+def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
+    """Every choice of one value for each field."""
+    for values in itertools.product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
+
+
+def tuned(kernel: str, width: int, tokens: int, values: Mapping[str, Any]) -> Configs:
+    """The launches of this width with other values for one kernel; the dense encoder's for every number of tokens."""
+    now = configs(width)
+    if kernel == "encode":
+        return replace(now, encode=((1 << 30, replace(for_tokens(now.encode, tokens), **values)),))
+    changed: Any = {kernel: replace(getattr(now, kernel), **values)}
+    return replace(now, **changed)
+
+
+def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> list[Row]:
+    """Cold times of every combination, until the time is up; the best of each case are printed."""
+    from triton.runtime.errors import TritonError
+
+    kernel, form, rows = options.sweep, options.form, []
+    grid = parse(options.grid) or SWEEPS[kernel].grid
+    chosen = cases or [case for case in CASES if case.name in SWEEPS[kernel].cases]
+    begin = time.monotonic()
+    for number, width in enumerate(options.widths):
+        batches = Batches(width)
+        mine = [case for case in chosen if fits(case, width)]
+        prepared = [(case, Gate(batches, case, form), batches.calls(case, form, "cold")) for case in mine]
+        for values in combinations(grid):
+            if time.monotonic() - begin > options.seconds * (number + 1) / len(options.widths):
+                print(f"width {width}: stopped before {values}, the time is up")
+                break
+            for case, gate, calls in prepared:
+                config = tuned(kernel, width, case.tokens, values)
+                try:
+                    wrong = gate.wrong(lambda *call, case=case, config=config: launches(case, [call], config)[0]())
+                    if wrong is None:
+                        timing = in_graph(launches(case, calls, config), replays=5)
+                except TritonError as exc:
+                    wrong = f"{type(exc).__name__}: {str(exc)[:80]}"
+                if wrong is not None:
+                    print(f"{case.name} {width} {values}: {wrong}")
+                    continue
+                floor = batches.floor(case, form, "cold", ceiling)
+                found = row("edit", case, width, form, "cold", timing, floor)
+                rows.append({**found, "config": {kernel: _shown(config, kernel)}})
+        for case in mine:
+            timed = sorted((r for r in rows if r["case"] == case.name and r["width"] == width), key=lambda r: r["us"])
+            for r in timed[:4]:
+                print(f"{case.name:22}{width:6} {form:7}{r['us']:9.2f}  {r['config'][kernel]}")
+    return rows
+
+
+def _shown(config: Configs, kernel: str) -> dict[str, Any]:
+    one: Any = config.encode[0][1] if kernel == "encode" else getattr(config, kernel)
+    return asdict(one)
