@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check format clean
+.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-host bench-engine clean
 
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-all  the same and the slow engine tests"
 	@echo "make check     ruff, formatting, mypy --strict"
+	@echo "make bench-kernels, bench-host, bench-engine    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 
 setup: $(READY)
 
@@ -40,6 +41,19 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# These measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
+RESULTS ?= bench/results
+
+bench-kernels:
+	$(PYTHON) -m bench.kernels --out $(RESULTS)
+	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png
+
+bench-host:
+	$(PYTHON) -m bench.host --out $(RESULTS)
+
+bench-engine:
+	$(PYTHON) -m bench.engine --out $(RESULTS)/engine.jsonl
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info
