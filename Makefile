@@ -46,8 +46,9 @@ format: $(READY)
 RESULTS ?= bench/results
 
 bench-kernels:
-	$(PYTHON) -m bench.kernels --out $(RESULTS)
-	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png
+	@# What is wrong is not timed, and leaves the rest to be drawn.
+	$(PYTHON) -m bench.kernels --out $(RESULTS); wrong=$$?; \
+	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png && exit $$wrong
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS)

@@ -12,10 +12,13 @@ form and cache alike; those that are factors, over each line's own floor.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -105,82 +108,131 @@ def yardsticks(batches: Batches, cases: Sequence[Case]) -> tuple[list[Row], dict
     return rows, parts
 
 
-def measure(widths: Sequence[int], ceiling: Ceilings, cases: Sequence[Case]) -> Iterator[tuple[Row | None, str]]:
+def measure(widths: Sequence[int], ceiling: Ceilings, cases: Sequence[Case]) -> Iterator[Row | str]:
     """Rows of all cases whose answer is right, and what was wrong with the others."""
-    for width in widths:
+    for number, width in enumerate(widths):
         batches = Batches(width)
         found, parts = yardsticks(batches, cases)
-        for line in found:
-            yield line, ""
+        yield from found
         for case in (case for case in cases if fits(case, width)):
             for form in (CURVE_FORM,) if case.curve is not None else FORMS:
-                gate = Gate(batches, case, form)
-                wrong = gate.wrong(torch.ops.saesteer.edit_) or gate.wrong(partial(replayed, case))
-                if wrong:
-                    yield None, f"{case.name} {width} {form}: {wrong}"
+                begin = time.monotonic()
+                wrong = check(batches, case, form)
+                if wrong is not None:
+                    yield f"{case.name} {width} {form}: {wrong}"
                     continue
+                more: Row = {"checked_in_s": round(time.monotonic() - begin, 2)}  # compilation is most of it
+                if case.kind == "reconstruct":
+                    more["parts_us"] = round(parts[case.tokens], 3)
                 for cache in caches(case):
                     timing = in_graph(launches(case, batches.calls(case, form, cache)))
                     floor = batches.floor(case, form, cache, ceiling)
-                    more = {"parts_us": round(parts[case.tokens], 3)} if case.kind == "reconstruct" else {}
-                    yield row("edit", case, width, form, cache, timing, floor, **more), ""
-        if width == widths[0]:
-            for case in (case for case in cases if case.name in _MAPPED and case.curve is None):
-                table = batches.batch(case, 1, 1.0).tables[0]
-                launch = partial(torch.ops.saesteer.map_, *batches.map_arguments(case, table))
-                timing = in_graph([launch] * 64)
-                yield row("map", case, 0, "-", "warm", timing, ceiling.launch_us), ""
+                    yield row("edit", case, width, form, cache, timing, floor, **more)
+        for case in (case for case in cases if not number and case.name in _MAPPED and case.curve is None):
+            arguments = batches.map_arguments(case, batches.batch(case, 1, 1.0).tables[0])
+            launch = partial(torch.ops.saesteer.map_, *arguments)
+            yield row("map", case, 0, "-", "warm", in_graph([launch] * 64), ceiling.launch_us)
 
 
-def report(rows: Sequence[Row]) -> None:
-    """The table for people."""
-    print(
+def check(batches: Batches, case: Case, form: str) -> str | None:
+    """What is wrong with the kernel's answer, outside of a graph and in one; None when nothing is."""
+    gate = Gate(batches, case, form)
+    try:
+        return gate.wrong(torch.ops.saesteer.edit_) or gate.wrong(partial(replayed, case))
+    except compile_errors() as exc:
+        return failed(exc)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises for a kernel that it cannot compile or launch; of its passes that is a RuntimeError."""
+    from triton.errors import TritonError
+
+    return (TritonError, RuntimeError)
+
+
+def failed(exc: Exception) -> str:
+    """Its message; the device's own errors, behind which nothing can run, are raised instead."""
+    torch.cuda.synchronize()
+    return f"{type(exc).__name__}: {str(exc)[:200]}"
+
+
+def compile_ahead(widths: Sequence[int], cases: Sequence[Case]) -> None:
+    """Fill Triton's cache from a process for each width and form: it compiles one kernel at a time in each."""
+    command = [sys.executable, "-m", "bench.kernels", "--compile", "--cases", *(case.name for case in cases)]
+    with ThreadPoolExecutor() as pool:
+        for width, form in itertools.product(widths, FORMS):
+            one = [*command, "--widths", str(width), "--form", form]
+            # What is wrong with a kernel is said when it is measured.
+            pool.submit(subprocess.run, one, capture_output=True, check=False)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people; lines with a target come last."""
+    lines = [
         f"{'op':7}{'case':22}{'width':>6} {'form':7}{'cache':6}"
         f"{'us':>9}{'p20':>9}{'p80':>9}{'floor':>9}{'ratio':>7}{'target':>9}  reached"
-    )
-    for r in rows:
+    ]
+    for r in sorted(rows, key=lambda r: r["target_us"] is not None):
         target = "" if r["target_us"] is None else f"{r['target_us']:.2f}"
-        print(
+        reached = {None: "", True: "yes", False: "MISSED"}[r["reached"]]
+        lines.append(
             f"{r['op']:7}{r['case']:22}{r['width']:6} {r['form']:7}{r['cache']:6}{r['us']:9.2f}{r['p20']:9.2f}"
-            f"{r['p80']:9.2f}{r['floor_us']:9.2f}{r['ratio']:7.2f}{target:>9}"
-            f"  {({None: '', True: 'yes', False: 'MISSED'})[r['reached']]}"
+            f"{r['p80']:9.2f}{r['floor_us']:9.2f}{r['ratio']:7.2f}{target:>9}  {reached}".rstrip()
         )
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Parse, measure, print, write."""
+    """Parse, measure, write each line as it comes, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON lines")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--cases", nargs="+", default=[], help="names; all when left out")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="all when left out")
     parser.add_argument("--no-curves", action="store_true", help="leave out what only the plot needs")
     parser.add_argument("--sweep", choices=["edit", "few", "many", "encode"], help="time other launches instead")
     parser.add_argument("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="of the sweep")
     parser.add_argument("--form", choices=FORMS, default="normed", help="of the sweep")
+    parser.add_argument("--compile", action="store_true", help="check the cases of the first width and form, no more")
     parser.add_argument("--seconds", type=float, default=480, help="most time of the sweep")
     options = parser.parse_args()
     begin = time.monotonic()
+    cases = [case for case in CASES if options.cases is None or case.name in options.cases]
+    if options.compile:
+        batches = Batches(options.widths[0])
+        for case in cases:
+            if fits(case, batches.width):
+                check(batches, case, options.form)
+        return 0
+    if not options.sweep:
+        compile_ahead(options.widths, cases)
     about, ceiling = machine(), ceilings()
     torch.cuda.empty_cache()
-    print(f"{about}\n{ceiling}")
-    cases = [case for case in CASES if not options.cases or case.name in options.cases]
+    print(f"{about}\n{ceiling}\ncompiled in {time.monotonic() - begin:.0f} s")
+    name, found = "kernels", measure(options.widths, ceiling, cases)
     if options.sweep:
         from bench.sweep import sweep
 
-        rows, red = sweep(options, ceiling, cases if options.cases else None), []
-    else:
-        if not options.no_curves and not options.cases:
-            cases += CURVES
-        found = list(measure(options.widths, ceiling, cases))
-        rows, red = [line for line, _ in found if line is not None], [wrong for line, wrong in found if line is None]
-        report([line for line in rows if line["curve"] is None])
+        name, found = f"kernels-sweep-{options.sweep}", sweep(options, ceiling, cases if options.cases else None)
+    elif options.cases is None and not options.no_curves:
+        found = measure(options.widths, ceiling, [*cases, *CURVES])
+    rows, red = [], []
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / f"kernels{f'-sweep-{options.sweep}' if options.sweep else ''}.jsonl").open("w") as file:
-        file.writelines(json.dumps({**about, **asdict(ceiling), **line}) + "\n" for line in rows)
-    asked = [line for line in rows if line["reached"] is not None]
-    print(f"{sum(line['reached'] for line in asked)} of {len(asked)} targets reached, {time.monotonic() - begin:.0f} s")
-    for line in red:
-        print(f"WRONG, not timed: {line}")
+    with (options.out / f"{name}.jsonl").open("w") as file:
+        for line in found:
+            if isinstance(line, str):
+                red.append(line)
+                continue
+            rows.append(line)
+            file.write(json.dumps({**about, **asdict(ceiling), **line}) + "\n")
+            file.flush()
+    shown = table([line for line in rows if line["curve"] is None])
+    if not options.sweep:
+        print(shown)
+        (options.out / f"{name}.txt").write_text(f"{about}\n{ceiling}\n\n{shown}\n")
+    asked = [line["reached"] for line in rows if line["reached"] is not None]
+    print(f"{sum(asked)} of {len(asked)} targets reached, {time.monotonic() - begin:.0f} s")
+    for wrong in red:
+        print(f"WRONG, not timed: {wrong}")
     return 1 if red else 0
 
 

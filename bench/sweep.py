@@ -13,12 +13,13 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from bench.batch import Batches
 from bench.cases import CASES, Case
 from bench.gate import Gate
-from bench.kernels import Row, fits, launches, row
+from bench.kernels import Row, compile_errors, failed, fits, launches, row
 from bench.timing import Ceilings, in_graph
 from saesteer.kernels.configs import Configs, configs, for_tokens
 
@@ -83,11 +84,9 @@ def tuned(kernel: str, width: int, tokens: int, values: Mapping[str, Any]) -> Co
     return replace(now, **changed)
 
 
-def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> list[Row]:
-    """Cold times of every combination, until the time is up; the best of each case are printed."""
-    from triton.runtime.errors import TritonError
-
-    kernel, form, rows = options.sweep, options.form, []
+def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> Iterator[Row | str]:
+    """Cold times of every combination, until the time is up, and what was wrong; the best of each case are printed."""
+    kernel, form = options.sweep, options.form
     grid = parse(options.grid) or SWEEPS[kernel].grid
     chosen = cases or [case for case in CASES if case.name in SWEEPS[kernel].cases]
     begin = time.monotonic()
@@ -95,6 +94,7 @@ def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> list
         batches = Batches(width)
         mine = [case for case in chosen if fits(case, width)]
         prepared = [(case, Gate(batches, case, form), batches.calls(case, form, "cold")) for case in mine]
+        best: dict[str, list[tuple[float, str]]] = {case.name: [] for case in mine}
         for values in combinations(grid):
             if time.monotonic() - begin > options.seconds * (number + 1) / len(options.widths):
                 print(f"width {width}: stopped before {values}, the time is up")
@@ -102,22 +102,24 @@ def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> list
             for case, gate, calls in prepared:
                 config = tuned(kernel, width, case.tokens, values)
                 try:
-                    wrong = gate.wrong(lambda *call, case=case, config=config: launches(case, [call], config)[0]())
-                    if wrong is None:
-                        timing = in_graph(launches(case, calls, config), replays=5)
-                except TritonError as exc:
-                    wrong = f"{type(exc).__name__}: {str(exc)[:80]}"
-                if wrong is not None:
-                    print(f"{case.name} {width} {values}: {wrong}")
+                    wrong = gate.wrong(partial(_once, case, config))
+                    timing = None if wrong is not None else in_graph(launches(case, calls, config), replays=5)
+                except compile_errors() as exc:  # such as more memory than a multiprocessor has
+                    wrong, timing = failed(exc), None
+                if timing is None:
+                    yield f"{case.name} {width} {values}: {wrong}"
                     continue
                 floor = batches.floor(case, form, "cold", ceiling)
-                found = row("edit", case, width, form, "cold", timing, floor)
-                rows.append({**found, "config": {kernel: _shown(config, kernel)}})
-        for case in mine:
-            timed = sorted((r for r in rows if r["case"] == case.name and r["width"] == width), key=lambda r: r["us"])
-            for r in timed[:4]:
-                print(f"{case.name:22}{width:6} {form:7}{r['us']:9.2f}  {r['config'][kernel]}")
-    return rows
+                shown = _shown(config, kernel)
+                best[case.name].append((timing.median, str(shown)))
+                yield {**row("edit", case, width, form, "cold", timing, floor), "config": {kernel: shown}}
+        for name, timed in best.items():
+            for us, shown_as in sorted(timed)[:4]:
+                print(f"{name:22}{width:6} {form:7}{us:9.2f}  {shown_as}")
+
+
+def _once(case: Case, config: Configs, *call: Any) -> None:
+    launches(case, [call], config)[0]()
 
 
 def _shown(config: Configs, kernel: str) -> dict[str, Any]:
