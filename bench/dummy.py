@@ -49,6 +49,7 @@ def _shape(layers: int, width: int, heads: int, kv_heads: int, head: int, hidden
 MODELS = {
     "gemma-2-2b": _GEMMA2 | _shape(26, 2304, 8, 4, 256, 9216),
     "gemma-3-4b": _GEMMA3 | _shape(34, 2560, 8, 4, 256, 10240),
+    "tiny": _GEMMA3 | {"vocab_size": 512} | _shape(2, 64, 2, 1, 32, 128),  # to try a benchmark without a GPU
     "gemma-3-27b": _GEMMA3 | _shape(62, 5376, 32, 16, 128, 21504),
 }
 

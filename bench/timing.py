@@ -97,7 +97,7 @@ def machine() -> dict[str, str]:
     import triton
 
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
