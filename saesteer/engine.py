@@ -1,22 +1,26 @@
 """Dictionaries, tables and work list of one worker, on its device. Knows requests by row, and nothing of vLLM."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.coder import CoderInfo
 from saesteer.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
+from saesteer.kernels.configs import TILED_ABOVE
 from saesteer.plan import plan
+from saesteer.planned import Direction
+from saesteer.pool import Pool
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec
-from saesteer.tables import Placement, Row, make_row
+from saesteer.tables import Arrow, Placement, Places, Row, make_row, unit_of
+from saesteer.vectors import VectorSet, check_vectors
 from saesteer.weights import Site, load_site, scratch_for
-
-_TILED_ABOVE = 512  # tokens of a step; a step of more is worked on in tiles
 
 __all__ = ["Engine", "Row", "Site", "check_fit"]
 
@@ -51,19 +55,36 @@ class Engine:
         max_rows: int,
         max_tokens: int,
     ) -> None:
-        infos = config.describe()
+        config = config.with_depth(layers)
+        infos, vectors = config.describe(), config.read_vectors()
+        check_vectors(vectors, width=width, layers=layers)
         names = config.all_sites(infos)
         check_fit(infos, names, width=width, layers=layers)
         self.config = config
-        self.catalog = config.catalog(infos)
+        self.catalog = config.catalog(infos, width=width)
         self.device = device
-        self.placements: dict[str, Placement] = {}
         self.sites: dict[str, Site] = {}
+        self._pools: dict[str, Pool] = {}
+        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
+        placements: dict[str, Placement] = {}
+        arrows: dict[tuple[str, Direction], Arrow] = {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
         for number, name in enumerate(names):
             here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
-            self.sites[name], placements = load_site(number, name, here, paths, width=width, dtype=dtype, device=device)
-            self.placements |= placements
+            named = directions_at(name, vectors)
+            reserved, brought = max(config.pool_rows, len(named)), max_rows * config.inline_rows
+            site, found = load_site(
+                number, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved + brought
+            )
+            self.sites[name] = site
+            placements |= found
+            for slot, (direction, row) in enumerate(named.items(), site.pool):
+                self._written[name, slot], length = unit_of(row)
+                arrows[name, direction] = Arrow(slot, length, vectors[str(direction.vector)].bias)
+            self._pools[name] = Pool(site.pool + reserved, brought)
+        self._write_vectors()
+        numbers = {name: number for number, name in enumerate(names)}
+        self.places = Places(numbers, placements, arrows, config.max_edits)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -77,7 +98,7 @@ class Engine:
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._empty = np.zeros(layout.head(len(names)), dtype=np.int32)
         self._staged: dict[int, Row | None] = {}  # rows that the device does not have yet
-        self._steered_rows: set[int] = set()  # rows of the table that are not empty
+        self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._has_work = False
 
     def make_row(self, spec: Spec, prompt_len: int) -> Row | None:
@@ -86,22 +107,31 @@ class Engine:
         Raises:
             SpecError: the spec is wrong; the front end has refused such a request already.
         """
-        groups = plan(spec, self.catalog, prompt_len)
-        return make_row(groups, self.placements, len(self.sites), self.config.max_edits) if groups else None
+        found = plan(spec, self.catalog, prompt_len)
+        return make_row(found, self.places) if found else None
 
     def fill(self, row: int, content: Row | None) -> None:
         """Put a request into its row, or empty the row; the device sees it with the next work list."""
+        before = self._filled.pop(row, None)
+        if before is None and content is None:
+            return
+        if before is not None:
+            for one in before.inline:
+                self._pools[one.site].release(one.content)
         if content is not None:
-            self._steered_rows.add(row)
-            self._staged[row] = content
-        elif row in self._steered_rows:
-            self._steered_rows.discard(row)
-            self._staged[row] = None
+            self._filled[row] = content
+            for one in content.inline:
+                slot, fresh = self._pools[one.site].take(one.content)
+                content.words[one.word] = slot
+                if fresh:
+                    self._written[one.site, slot] = one.unit
+        self._staged[row] = content
 
     def flush(self) -> None:
-        """Bring the staged rows to the device: one copy for all of them, ordered with the device's work."""
+        """Bring what is staged to the device: one copy for all rows, ordered with the device's work."""
         if not self._staged:
             return
+        self._write_vectors()
         words = [self._empty if content is None else content.words for content in self._staged.values()]
         longest = max(map(len, words))
         staged = np.zeros((len(words), 1 + longest), dtype=np.int32)
@@ -109,13 +139,33 @@ class Engine:
         for line, found in zip(staged, words, strict=True):
             line[1 : 1 + len(found)] = found
         self._staged.clear()
-        tensor = torch.from_numpy(staged)
-        if self.device.type == "cuda":
-            # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
-            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        tensor = self._to_device(torch.from_numpy(staged))
         rows = tensor[:, 0].long()
         self.table[:, :longest].index_copy_(0, rows, tensor[:, 1:])
         self.counts.index_fill_(0, rows, 0)
+
+    def _write_vectors(self) -> None:
+        """Bring staged vectors to their slots: one copy for all sites. What a step in flight reads is not touched, as
+        this comes behind it in the device's order."""
+        if not self._written:
+            return
+        keys = sorted(self._written, key=lambda key: key[0])
+        units = self._to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
+        slots = self._to_device(torch.tensor([slot for _, slot in keys]))
+        self._written.clear()
+        at = 0
+        for name, group in groupby(keys, key=lambda key: key[0]):
+            end, site = at + len(list(group)), self.sites[name]
+            rows = units[at:end].to(site.w_enc.dtype)
+            site.w_enc.index_copy_(0, slots[at:end], rows)
+            site.w_dec.index_copy_(0, slots[at:end], rows)
+            at = end
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def schedule(
         self,
@@ -139,7 +189,7 @@ class Engine:
             kinds: of all its rows together.
         """
         self.flush()
-        span = layout.TILE if num_tokens > _TILED_ABOVE else 1
+        span = layout.TILE if num_tokens > TILED_ABOVE else 1
         ops.map_(self.work, rows, row_offset, query_start_loc, positions, self.table, num_requests, span)
         self._kinds[0] = kinds
         self._has_work = True
@@ -175,6 +225,21 @@ class Engine:
             site.dense_size,
             site.has_norms,
         )
+
+
+def directions_at(site: str, vectors: Mapping[str, VectorSet]) -> dict[Direction, NDArray[np.float32]]:
+    """The rows of named vectors that a request may mean at a site, as they were given.
+
+    Those of its layer, and at resid_post those that it may mean by resid_pre of the layer behind.
+    """
+    kind, layer = parse(site)
+    layers = (layer, layer + 1) if kind == "resid_post" else (layer,)
+    return {
+        Direction(name, row): found.rows[row]
+        for name, found in vectors.items()
+        for row in (None, *layers)
+        if row in found.rows
+    }
 
 
 def check_fit(infos: Mapping[str, CoderInfo], sites: Sequence[str], *, width: int, layers: int) -> None:

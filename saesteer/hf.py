@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saesteer.coder import SparseCoder
-from saesteer.config import DictionarySource, SaesteerConfig
+from saesteer.config import LIMITS, SaesteerConfig
 from saesteer.engine import Engine, Site
 from saesteer.errors import ConfigError, UnsupportedError
 from saesteer.loaders import load
@@ -39,8 +39,10 @@ class Model:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
         dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
-        sites: sites to hook beside those of the dictionaries.
+        sites: sites to hook beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
+        vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
+        modules: name → file of a spec, or the spec.
         dtype: to load the model in; default float32.
 
     Raises:
@@ -56,6 +58,8 @@ class Model:
         dictionaries: Mapping[str, str] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
+        vectors: Mapping[str, Any] | None = None,
+        modules: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if isinstance(model, str) or hasattr(model, "__fspath__"):
@@ -66,8 +70,16 @@ class Model:
         self.model = model.eval()
         self.tokenizer = tokenizer
         trunk = _find_trunk(model)
-        sources = {name: DictionarySource.from_argument(str(path)) for name, path in (dictionaries or {}).items()}
-        self._config = SaesteerConfig.from_json(SaesteerConfig(sources, tuple(sites), max_edits).to_json())
+        self._config = SaesteerConfig.from_json(
+            {
+                "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
+                "sites": list(sites),
+                "max_edits": max_edits,
+                "vectors": dict(vectors or {}),
+                "modules": dict(modules or {}),
+                "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
+            }
+        )
         text = model.config.get_text_config()
         self.engine = Engine(
             self._config,

@@ -1,247 +1,239 @@
-"""What a spec means for one prompt on one server: which features change, where, and at which positions.
+"""What a spec means for one prompt on one server: which changes apply, where, in which order, at which positions.
 
-Decided once at admission, so chunked prefill, preemption and recomputation edit the same tokens. Knows no weights, no
-tensors and no engine; the length of the answer and of the context are unknown to it, too: positions never reached do
-nothing. Served so far: clamps, with every scope. What is not served is refused here by name, never ignored.
+Knows no weights, no tensors and no engine. What is not served is refused here by name, never ignored.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
-from saesteer.checks import INT32_MAX, closest, fail, listing, show
-from saesteer.edits import Clamp, Edit, Scope
-from saesteer.sites import canonical
+from saesteer.checks import FLOAT32_MAX, fail
+from saesteer.conditions import Conditions, Key
+from saesteer.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope
+from saesteer.names import dictionary_of, feature_of, places_of, site_of
+from saesteer.planned import (
+    END,
+    Catalog,
+    Change,
+    Condition,
+    Dictionary,
+    Direction,
+    Feature,
+    Group,
+    Plan,
+    Whole,
+    Window,
+)
+from saesteer.scopes import windows
 from saesteer.spec import Return, Spec
+from saesteer.uses import Step, steps
 
-END = INT32_MAX  # the open end of a window
-
-Window = tuple[int, int]  # absolute positions [lo, hi)
-
-
-class Dictionary(Protocol):
-    """What the plan asks of a dictionary: a part of ``CoderInfo``."""
-
-    @property
-    def features(self) -> int:
-        """Number of features."""
-
-    @property
-    def site_in(self) -> str | None:
-        """Where it reads."""
-
-    @property
-    def site_out(self) -> str | None:
-        """Where it writes."""
-
-    @property
-    def has_max_act(self) -> bool:
-        """Whether the largest activation of each feature is known."""
-
-    @property
-    def skip_first(self) -> int:
-        """First positions that its format leaves alone."""
+__all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Catalog:
-    """What requests may name on a server."""
+class _Member:
+    """A change before the bits of its conditions are known, and the edit that it comes from."""
 
-    dictionaries: Mapping[str, Dictionary]
-    sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
-    max_entries: int  # of one request: feature edits times windows
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureEdit:
-    """f' = min(max(scale · f + shift, low), high) for one feature, in windows of positions.
-
-    With ``max_act``, shift, low and high are still to be multiplied by the feature's largest known activation.
-    """
-
-    feature: int
-    scale: float
-    shift: float
-    low: float  # −inf: no bound
-    high: float  # inf: no bound
-    only_if_active: bool
-    max_act: bool
-    windows: tuple[Window, ...]  # disjoint, ascending
-    field: str  # path of the edit in the request
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring clamps of one dictionary at one site: all read the same x, then all deltas are added."""
-
-    site: str  # canonical
-    dictionary: str
-    edits: tuple[FeatureEdit, ...]
+    change: Change
+    edit: Edit
+    keys: tuple[Key, ...]
 
 
 @dataclass(slots=True)
 class _Growing:
     site: str
-    dictionary: str
-    members: list[tuple[Clamp, FeatureEdit]]
+    of: object  # who may join: a dictionary's clamps, plain adds, or nobody (None)
+    run: int
+    members: list[_Member]
 
 
-def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> tuple[Group, ...]:
-    """The groups of a spec, those of one site in the order in which they apply.
+def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
+    """The groups and conditions of a spec.
 
     Raises:
         SpecError: an unknown name, a feature out of range, an empty scope, a feature clamped twice at a position, too
             many entries, or something that this version does not serve.
     """
     assert prompt_len >= 0
-    groups: list[_Growing] = []
-    last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
-    for i, edit in enumerate(spec.edits):
-        at = f"saesteer.edits[{i}]"
-        clamp = _served(edit, at)
-        info = _dictionary(clamp, catalog, at)
-        site = _site(clamp, info, catalog, at)
-        if site not in last or last[site].dictionary != clamp.dictionary:
-            last[site] = _Growing(site, clamp.dictionary, [])
-            groups.append(last[site])
-        last[site].members.append((clamp, _feature_edit(clamp, info, prompt_len, at)))
+    planner = _Planner(catalog, prompt_len)
+    for step in steps(spec.edits, catalog.modules):
+        _ADD[type(step.edit)](planner, step)
     if spec.returns != Return():
         fail("saesteer.return", "not_served", "reading values out is not served by this version, expected edits only")
-    found = tuple(Group(one.site, one.dictionary, _together(one)) for one in groups)
-    _count(found, catalog.max_entries)
+    return planner.finish()
+
+
+class _Planner:
+    """Groups as they grow, edit by edit."""
+
+    def __init__(self, catalog: Catalog, prompt_len: int) -> None:
+        self.catalog = catalog
+        self.prompt_len = prompt_len
+        self.conditions = Conditions(catalog)
+        self.groups: list[_Growing] = []
+        self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
+
+    def clamp(self, step: Step) -> None:
+        edit, at = step.edit, step.at
+        assert isinstance(edit, Clamp)
+        info = feature_of(self.catalog, edit.dictionary, edit.feature, at)
+        if edit.unit == "max_act" and not info.has_max_act:
+            expected = f"raw: the max activations of {edit.dictionary!r} are not known, `saesteer calibrate` finds them"
+            fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
+        site = site_of(self.catalog, edit.dictionary, info, at)
+        value = edit.value
+        change = Change(
+            Feature(edit.dictionary, edit.feature),
+            self._windows(edit.scope, at, info.skip_first),
+            at,
+            scale={"set": 0.0, "scale": value}.get(edit.mode, 1.0),
+            shift=value if edit.mode in ("set", "add") else 0.0,
+            low=value if edit.mode == "min" else float("-inf"),
+            high=value if edit.mode == "max" else float("inf"),
+            unit=edit.unit,
+            only_if_active=edit.only_if_active,
+            gain=step.scale,
+        )
+        self._join(site, edit.dictionary, step, change)
+
+    def add(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Add)
+        plain = edit.norm == "none"
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            change = Change(
+                target,
+                self._windows(edit.scope, step.at),
+                step.at,
+                shift=edit.scale,
+                unit="vector" if plain else "stream",
+                gain=step.scale,
+            )
+            self._join(site, Add if plain else None, step, change)
+
+    def cap(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Cap)
+        low = float("-inf") if edit.min is None else edit.min
+        high = float("inf") if edit.max is None else edit.max
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+            self._join(site, None, step, Change(target, spans, step.at, low=low, high=high, gain=gain))
+
+    def ablate(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Ablate)
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+            self._join(site, None, step, Change(target, spans, step.at, scale=0.0, gain=gain))
+
+    def reconstruct(self, step: Step) -> None:
+        edit, at = step.edit, step.at
+        assert isinstance(edit, Reconstruct)
+        info = dictionary_of(self.catalog, edit.dictionary, at)
+        site = site_of(self.catalog, edit.dictionary, info, at)
+        spans = self._windows(edit.scope, at, info.skip_first)
+        keys = self.conditions.keys(edit.when, site, at)
+        clamps = self.last.get(site)
+        if clamps is None or clamps.of != edit.dictionary or clamps.run != step.run:
+            clamps = None
+        if edit.error == "keep" and clamps is None:
+            message = f"is keep, but no clamp of {edit.dictionary!r} stands directly before it, so it does nothing"
+            fail(f"{at}.error", "conflict", f"{message}; expected drop, or a clamp before it")
+        for one in clamps.members if clamps else ():
+            if one.change.windows != spans:
+                fail(f"{at}.scope", "conflict", f"is another than that of {one.change.field}, expected the same tokens")
+            if set(one.keys) != set(keys):
+                fail(f"{at}.when", "conflict", f"is another than that of {one.change.field}, expected the same")
+        if edit.error == "drop":
+            _refuse_partial(edit.dictionary, info, at)
+            change = Change(Whole(edit.dictionary), spans, at, gain=step.scale)
+            self._join(site, edit.dictionary, step, change)
+            clamps = self.last[site]
+        assert clamps is not None
+        clamps.of = None  # what follows reads the reconstruction
+
+    def finish(self) -> Plan:
+        """The plan, when all edits are there."""
+        members = [_together(group) for group in self.groups]
+        uses = [(key, group.site) for group, found in zip(self.groups, members, strict=True) for m in found
+                for key in m.keys]  # fmt: skip
+        conditions, bits = self.conditions.settle(uses)
+        groups = tuple(
+            Group(group.site, tuple(replace(m.change, gates=sum({bits[key] for key in m.keys})) for m in found))
+            for group, found in zip(self.groups, members, strict=True)
+        )
+        found = Plan(groups, conditions)
+        _refuse_dense(found, self.catalog)
+        _count(found, self.catalog)
+        return found
+
+    def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
+        found = windows(scope, self.prompt_len, skip_first)
+        if not found:
+            left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""
+            message = f"holds no position with a prompt of {self.prompt_len} tokens, expected at least one{left}"
+            fail(f"{at}.scope", "empty_scope", message)
+        return found
+
+    def _join(self, site: str, of: object, step: Step, change: Change) -> None:
+        """Put a change into the last group of its site, or begin another."""
+        keys = self.conditions.keys(getattr(step.edit, "when", ()), site, step.at)
+        group = self.last.get(site)
+        if group is None or of is None or group.of != of or group.run != step.run:
+            group = self.last[site] = _Growing(site, of, step.run, [])
+            self.groups.append(group)
+        group.members.append(_Member(change, step.edit, keys))
+
+
+_ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
+    Clamp: _Planner.clamp,
+    Add: _Planner.add,
+    Cap: _Planner.cap,
+    Ablate: _Planner.ablate,
+    Reconstruct: _Planner.reconstruct,
+}
+
+
+def _gain(step: Step, strength: float) -> float:
+    gain = step.scale * strength
+    if abs(gain) > FLOAT32_MAX:
+        fail(f"{step.at}.strength", "out_of_range", f"makes {gain:g} with the modules' scales, too much for float32")
+    return gain
+
+
+def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
+    if not info.can_reconstruct:
+        message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
+        fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")
+    if info.activation == "groupmax":
+        message = f"reconstructions with groupmax, as {name!r} has it, are not served by this version"
+        fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
+
+
+def _together(group: _Growing) -> list[_Member]:
+    """The members, min and max of the same windows and gate made one band; no feature twice at a position."""
+    found: list[_Member] = []
+    halves: dict[object, int] = {}  # half of a band → its place in found
+    for one in group.members:
+        mode = one.edit.mode if isinstance(one.edit, Clamp) else None
+        other = {"min": "max", "max": "min"}.get(mode or "")
+        change = one.change
+        alike = (change.target, change.windows, change.only_if_active, change.unit, frozenset(one.keys))
+        place = halves.pop((*alike, other), None) if other else None
+        if place is None:
+            if other:
+                halves.setdefault((*alike, mode), len(found))
+            found.append(one)
+        else:
+            found[place] = replace(found[place], change=_band(found[place].change, change))
+    _refuse_twice([one.change for one in found])
     return found
 
 
-def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window, ...]:
-    """The positions of a scope, as disjoint ascending windows; empty when it holds none.
-
-    ``prompt`` is the positions below ``prompt_len``, ``generated`` those from there on; a flag that is missing is the
-    negation of the one given, and without both, all count. The token at position p is edited while it is computed, and
-    what is sampled from it stands at p + 1. So ``generated`` does not change the first generated token, which is
-    sampled from the last prompt token, at ``prompt_len − 1``; the first that it changes is the second generated one. To
-    steer the first as well, clamp a second time with ``positions: [[-1, null]]``: the windows do not meet.
-
-    ``positions`` meet with the flags. Negative ones count from the end of the prompt as in a slice of it: one before
-    its start is its start. A null end is open after a start that is not negative, and the end of the prompt after a
-    negative one: ``[-1, null]`` is the last prompt token, whatever follows.
-
-    Without ``positions`` the first ``skip_first`` positions of the dictionary's format are left alone, position 0
-    always; ``positions`` may name them. The scope's own ``skip_first`` holds with ``positions`` as well.
-
-    Args:
-        scope: of the edit.
-        prompt_len: in tokens.
-        skip_first: of the dictionary's format.
-    """
-    if scope.positions is None:
-        spans: Iterable[Window] = [(max(1, skip_first), END)]
-    else:
-        spans = [_resolve(start, end, prompt_len) for start, end in scope.positions]
-    prompt = scope.prompt if scope.prompt is not None else not scope.generated
-    generated = scope.generated if scope.generated is not None else not scope.prompt
-    low = max(scope.skip_first or 0, 0 if prompt else prompt_len)
-    high = END if generated else prompt_len
-    merged: list[Window] = []
-    for start, end in sorted((max(start, low), min(end, high)) for start, end in spans):
-        if start >= end:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-def _resolve(start: int, end: int | None, prompt_len: int) -> Window:
-    """Absolute positions; below 0 where they count from before the prompt, which is cut off with the flags."""
-    if end is None:
-        end = prompt_len if start < 0 else END
-    elif end < 0:
-        end += prompt_len
-    return start + prompt_len if start < 0 else start, end
-
-
-def _served(edit: Edit, at: str) -> Clamp:
-    if not isinstance(edit, Clamp):
-        fail(f"{at}.op", "not_served", f"{edit.op} is not served by this version, expected clamp")
-    if edit.when:
-        fail(f"{at}.when", "not_served", "a condition is not served by this version, expected a clamp without when")
-    return edit
-
-
-def _dictionary(clamp: Clamp, catalog: Catalog, at: str) -> Dictionary:
-    name, known = clamp.dictionary, catalog.dictionaries
-    info = known.get(name)
-    if info is None:
-        fail(
-            f"{at}.dictionary",
-            "unknown_name",
-            f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}",
-        )
-    held = getattr(info, "feature_ids", None)  # a file that holds only some features, by their original index
-    if held is not None and clamp.feature not in held:
-        expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
-        fail(f"{at}.feature", "out_of_range", f"got {clamp.feature} for dictionary {name!r}, expected {expected}")
-    if held is None and clamp.feature >= info.features:
-        expected = f"a feature of dictionary {name!r}, 0 to {info.features - 1}"
-        fail(f"{at}.feature", "out_of_range", f"got {clamp.feature}, expected {expected}")
-    if clamp.unit == "max_act" and not info.has_max_act:
-        expected = f"raw: the max activations of {name!r} are not known, `saesteer calibrate` finds them"
-        fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
-    return info
-
-
-def _site(clamp: Clamp, info: Dictionary, catalog: Catalog, at: str) -> str:
-    site = None if info.site_out is None else canonical(info.site_out)
-    reads = site if info.site_in is None else canonical(info.site_in)
-    if site is None or site != reads or not (catalog.sites is None or site in catalog.sites):
-        place = f"dictionary {clamp.dictionary!r} reads {reads} and writes {site}, which is not served by this version"
-        expected = "any site" if catalog.sites is None else f"one of {listing(catalog.sites)}"
-        fail(f"{at}.dictionary", "not_served", f"{place}, expected {expected}, read and written")
-    return site
-
-
-def _feature_edit(clamp: Clamp, info: Dictionary, prompt_len: int, at: str) -> FeatureEdit:
-    found = windows(clamp.scope, prompt_len, info.skip_first)
-    if not found:
-        left = f" and positions {max(1, info.skip_first)} or later" if clamp.scope.positions is None else ""
-        message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one{left}"
-        fail(f"{at}.scope", "empty_scope", message)
-    value = clamp.value
-    return FeatureEdit(
-        feature=clamp.feature,
-        scale={"set": 0.0, "scale": value}.get(clamp.mode, 1.0),
-        shift=value if clamp.mode in ("set", "add") else 0.0,
-        low=value if clamp.mode == "min" else -math.inf,
-        high=value if clamp.mode == "max" else math.inf,
-        only_if_active=clamp.only_if_active,
-        max_act=clamp.unit == "max_act",
-        windows=found,
-        field=at,
-    )
-
-
-def _together(group: _Growing) -> tuple[FeatureEdit, ...]:
-    """The edits of a group, min and max of the same windows and gate made one band; no feature twice at a position."""
-    found: list[FeatureEdit] = []
-    halves: dict[object, int] = {}  # half of a band → its place in found
-    for clamp, one in group.members:
-        other = {"min": "max", "max": "min"}.get(clamp.mode)
-        alike = (one.feature, one.windows, one.only_if_active, one.max_act)
-        place = halves.pop((*alike, other), None)
-        if place is None:
-            halves.setdefault((*alike, clamp.mode), len(found))
-            found.append(one)
-        else:
-            found[place] = _band(found[place], one)
-    _refuse_twice(group.dictionary, found)
-    return tuple(found)
-
-
-def _band(first: FeatureEdit, second: FeatureEdit) -> FeatureEdit:
+def _band(first: Change, second: Change) -> Change:
     low, high = max(first.low, second.low), min(first.high, second.high)
     if low > high:
         message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
@@ -249,24 +241,64 @@ def _band(first: FeatureEdit, second: FeatureEdit) -> FeatureEdit:
     return replace(first, low=low, high=high)
 
 
-def _refuse_twice(dictionary: str, edits: Sequence[FeatureEdit]) -> None:
-    spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for place, edit in enumerate(edits):
-        spans[edit.feature] += [(lo, hi, place) for lo, hi in edit.windows]
-    for feature, found in spans.items():
+def _refuse_twice(changes: Sequence[Change]) -> None:
+    spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, change in enumerate(changes):
+        if isinstance(change.target, Feature):
+            spans[change.target] += [(lo, hi, place) for lo, hi in change.windows]
+    for target, found in spans.items():
         found.sort()
         for (_, end, one), (start, _, two) in pairwise(found):
             if start < end:
-                first, second = edits[min(one, two)], edits[max(one, two)]
-                message = f"clamps feature {feature} of {dictionary!r} at position {start} as {first.field} does"
-                expected = "windows that do not meet, or a min and a max with the same windows, unit and only_if_active"
+                first, second = changes[min(one, two)], changes[max(one, two)]
+                what = f"feature {target.feature} of {target.dictionary!r}"
+                message = f"clamps {what} at position {start} as {first.field} does"
+                alike = "a min and a max with the same windows, when, unit and only_if_active"
+                expected = f"windows that do not meet, or {alike}"
                 fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
 
 
-def _count(groups: Iterable[Group], most: int) -> None:
-    count = 0
-    for edit in (edit for group in groups for edit in group.edits):
-        count += len(edit.windows)
-    if count > most:
-        message = f"makes {count} entries, expected at most {most} (an entry is one feature in one window of positions)"
-        fail("saesteer.edits", "too_many", f"{message}; the server takes more when started with a higher --max-edits")
+def _refuse_dense(found: Plan, catalog: Catalog) -> None:
+    """A dictionary that must be encoded whole is encoded once for each site, from the stream as it arrives."""
+    dense: dict[str, str] = {}
+    why = "which is encoded whole, once and before any edit of its site; this is not served by this version"
+
+    def settle(site: str, name: str, at: str) -> None:
+        first = dense.setdefault(site, name)
+        if first != name:
+            fail(f"{at}.dictionary", "not_served", f"needs {name!r} beside {first!r} at {site}, {why}")
+
+    for one in found.conditions:
+        if isinstance(one.target, Feature) and catalog.dictionaries[one.target.dictionary].k is not None:
+            settle(one.site, one.target.dictionary, one.field)
+    begun: set[str] = set()
+    for group in found.groups:
+        for change in group.changes:
+            if isinstance(change.target, Direction):
+                continue
+            name = change.target.dictionary
+            if isinstance(change.target, Whole) or catalog.dictionaries[name].k is not None:
+                settle(group.site, name, change.field)
+                if group.site in begun:
+                    fail(f"{change.field}.dictionary", "not_served", f"needs {name!r} behind other edits, {why}")
+        begun.add(group.site)
+
+
+def _count(found: Plan, catalog: Catalog) -> None:
+    changes = [(group.site, change) for group in found.groups for change in group.changes]
+    count = sum(len(change.windows) for _, change in changes) + len(found.conditions)
+    if count > catalog.max_entries:
+        message = f"makes {count} entries, expected at most {catalog.max_entries}"
+        what = "an entry is a condition, or one feature or vector in one window of positions"
+        hint = "the server takes more when started with a higher --max-edits"
+        fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
+    if catalog.inline_rows is None:
+        return
+    brought: defaultdict[str, set[Direction]] = defaultdict(set)
+    for site, change in changes:
+        if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
+            brought[site].add(change.target)
+            if len(brought[site]) > catalog.inline_rows:
+                message = f"is vector {len(brought[site])} that the request brings for {site}"
+                hint = "the server takes more when started with more --inline-rows, or with the vectors themselves"
+                fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")

@@ -1,25 +1,28 @@
 """A plan becomes the int32 words of one table row (kernels/layout.py). Knows numbers, not requests or devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from math import inf, isinf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saesteer.checks import FLOAT32_MAX
 from saesteer.coder import RANKED, CoderInfo
+from saesteer.inline import Vector
 from saesteer.kernels import layout
-from saesteer.plan import FeatureEdit, Group
+from saesteer.planned import END, Change, Condition, Direction, Feature, Group, Plan, Whole
+from saesteer.vectors import VectorSet, from_inline
 
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
-_ANY = layout.RANKED | layout.RECONSTRUCT | layout.LAYER_NORM | layout.L2_NORM  # only one kernel does these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Where one dictionary lies in its site's weights, with what its entries copy."""
 
-    site: int  # index of the site in the tables
     base: int  # first row of the site's w_enc and w_dec
     number: int  # row of the site's b_dec
     info: CoderInfo
@@ -28,9 +31,43 @@ class Placement:
     max_act: NDArray[np.float32] | None  # [F]
 
     @property
+    def norm(self) -> int:
+        """The bit of its input norm, or 0."""
+        return _NORMS[self.info.in_norm]
+
+    @property
     def flags(self) -> int:
         """Bits of every entry that reads this dictionary."""
-        return _NORMS[self.info.in_norm] | _RANKS.get(self.info.activation, 0)
+        return self.norm | _RANKS.get(self.info.activation, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A vector's direction at a site, and what was divided out of it."""
+
+    slot: int  # -1: none yet
+    length: float
+    bias: float = 0.0  # of a probe
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where everything lies that a plan may name."""
+
+    sites: Mapping[str, int]  # name → index in the tables
+    dictionaries: Mapping[str, Placement]
+    vectors: Mapping[tuple[str, Direction], Arrow]  # the named ones, by site
+    max_entries: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inline:
+    """A vector that a request brings: an entry waits for the slot that it gets when the row is filled."""
+
+    word: int  # of the row, where the slot's number goes
+    site: str
+    content: bytes  # digest of the direction
+    unit: NDArray[np.float32]  # [d]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,97 +76,178 @@ class Row:
 
     words: NDArray[np.int32]  # shortened to what is used
     kinds: int  # of all its sites, without GATED: which kernels a step with this request needs
+    inline: tuple[Inline, ...] = ()
 
 
-def make_row(groups: Sequence[Group], placements: Mapping[str, Placement], sites: int, max_entries: int) -> Row:
+def unit_of(vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
+    """A vector at unit length, float32, and the length that it had; in float64, where no square overflows."""
+    wide = vector.astype(np.float64)
+    largest = float(np.abs(wide).max())
+    length = largest * float(np.linalg.norm(wide / largest))
+    return (wide / length).astype(np.float32), length
+
+
+def make_row(plan: Plan, places: Places) -> Row:
     """The row of one request.
 
     Args:
-        groups: of one request, in list order.
-        placements: of every dictionary that the groups name.
-        sites: number of instrumented sites.
-        max_entries: room for entries; the plan has already refused more.
+        plan: of its spec.
+        places: of all that it names.
     """
-    begin = layout.head(sites)
-    words = np.zeros(layout.width(sites, max_entries), dtype=np.int32)
-    at, counter, kinds, most = begin, 0, 0, 1
-    for site in range(sites):
-        start = at
-        here = [group for group in groups if placements[group.dictionary].site == site]
-        dense = (0, 0)
-        for group in here:
-            place = placements[group.dictionary]
-            end = at + layout.ENTRY * sum(len(edit.windows) for edit in group.edits)
-            assert end <= words.size, "the plan lets no more entries through than there is room for"
-            if place.info.activation in RANKED:
-                dense = (place.base, place.info.features)
-            for edit in group.edits:
-                for window in edit.windows:
-                    _entry(words[at : at + layout.ENTRY], edit, window, place, end, counter)
-                    at += layout.ENTRY
-                counter += 1
-        span = words[layout.HEAD + layout.SPAN * site :][: layout.SPAN]
-        span[:] = _span(words[start:at].reshape(-1, layout.ENTRY), len(here), start, dense)
-        most, kinds = max(most, int(span[layout.PARTS])), kinds | int(span[layout.KIND])
-    words[0] = (at - begin) // layout.ENTRY
-    words[1] = most
-    return Row(words[:at], kinds & ~layout.GATED)
+    return _Writer(plan, places).row()
 
 
-def _span(entries: NDArray[np.int32], groups: int, begin: int, dense: tuple[int, int]) -> list[int]:
-    """The words of a site, from which the kernels choose how to run it."""
-    n = len(entries)
-    if not n:
-        return [begin, begin, 1, 0, 0, 0, 0, 0]
-    flags = int(np.bitwise_or.reduce(entries[:, layout.FLAGS]))
-    gated = bool(entries[:, layout.GATES].any())
-    single = groups == 1 and not flags & layout.GATE
-    parts = 1
-    if single:
-        parts = layout.MOST_PARTS if flags & layout.RECONSTRUCT else min(layout.MOST_PARTS, -(-n // 4))
-    if gated or flags & _ANY:
-        kind = layout.ANY | layout.GATED * gated
-    elif single and n >= layout.MANY_ENTRIES and not flags & layout.MATCH:
-        kind = layout.MANY
-    else:
-        kind = layout.FEW
-    return [begin, begin + layout.ENTRY * n, parts, kind, *dense, 0, 0]
+class _Writer:
+    """Writes the entries of one row, site by site."""
+
+    def __init__(self, plan: Plan, places: Places) -> None:
+        self.plan, self.places = plan, places
+        self.at = layout.head(len(places.sites))
+        self.words = np.zeros(layout.width(len(places.sites), places.max_entries), dtype=np.int32)
+        self.floats = self.words.view(np.float32)
+        self.counter = 0
+        self.inline: list[Inline] = []
+        self.brought: dict[Vector, VectorSet] = {}
+        self.units: dict[Direction, tuple[NDArray[np.float32], float, bytes]] = {}
+
+    def row(self) -> Row:
+        begin, kinds, most = self.at, 0, 1
+        for name, number in self.places.sites.items():
+            start, dense = self.at, (0, 0, 0)
+            conditions = [one for one in self.plan.conditions if one.site == name]
+            groups = [one for one in self.plan.groups if one.site == name]
+            for target in [one.target for one in conditions] + [c.target for g in groups for c in g.changes]:
+                dense = max(dense, self._dense(target))
+            if conditions:
+                end = self.at + layout.ENTRY * len(conditions)
+                for condition in conditions:
+                    self._condition(condition, end)
+            for group in groups:
+                self._group(group)
+            span = self.words[layout.HEAD + layout.SPAN * number :][: layout.SPAN]
+            entries = self.words[start : self.at].reshape(-1, layout.ENTRY)
+            span[:] = layout.span_words(
+                entries[:, layout.FLAGS].tolist(),
+                gated=bool(entries[:, layout.GATES].any()),
+                groups=len(groups) + bool(conditions),
+                begin=start,
+                dense=dense,
+            )
+            most, kinds = max(most, int(span[layout.PARTS])), kinds | int(span[layout.KIND])
+        self.words[0] = (self.at - begin) // layout.ENTRY
+        self.words[1] = most
+        return Row(self.words[: self.at].copy(), kinds & ~layout.GATED, tuple(self.inline))
+
+    def _dense(self, target: object) -> tuple[int, int, int]:
+        """Slots and input norm of the dictionary whose every feature is needed, if it is one; else zeros."""
+        if isinstance(target, Direction):
+            return 0, 0, 0
+        assert isinstance(target, Feature | Whole)
+        place = self.places.dictionaries[target.dictionary]
+        if isinstance(target, Whole) or place.info.activation in RANKED:
+            return place.base, place.info.features, place.norm
+        return 0, 0, 0
+
+    def _group(self, group: Group) -> None:
+        end = self.at + layout.ENTRY * sum(len(change.windows) for change in group.changes)
+        assert end <= self.words.size, "the plan lets no more entries through than there is room for"
+        for change in group.changes:
+            for window in change.windows:
+                words = self._next(end, window)
+                words[layout.FLAGS] = self.counter << layout.COUNTER
+                words[layout.GATES] = change.gates
+                self._change(words, change, group.site)
+            self.counter += 1
+
+    def _next(self, group_end: int, window: tuple[int, int]) -> NDArray[np.int32]:
+        words = self.words[self.at : self.at + layout.ENTRY]
+        self.at += layout.ENTRY
+        words[layout.GROUP_END] = group_end
+        words[layout.LO], words[layout.HI] = window
+        return words
+
+    def _change(self, words: NDArray[np.int32], change: Change, site: str) -> None:
+        floats = words.view(np.float32)
+        floats[layout.GAIN] = change.gain
+        target = change.target
+        if isinstance(target, Whole):
+            place = self.places.dictionaries[target.dictionary]
+            words[layout.SLOT] = place.number
+            words[layout.FLAGS] |= layout.RECONSTRUCT | place.flags
+            words[layout.BASE : layout.TOP_K + 1] = place.base, place.info.features, place.info.k or 0
+            return
+        unit = 1.0
+        if isinstance(target, Feature):
+            row = self._feature(words, target)
+            max_act = self.places.dictionaries[target.dictionary].max_act
+            unit = float(max_act[row]) if change.unit == "max_act" and max_act is not None else 1.0
+        else:
+            length = self._direction(words, target, site).length
+            unit = length if change.unit == "vector" else 1.0
+        words[layout.FLAGS] |= layout.ONLY_IF_ACTIVE * change.only_if_active
+        words[layout.FLAGS] |= layout.MATCH * (change.unit == "stream")
+        # The table holds f' − f, so that a large f loses no digits: mul · f + add.
+        floats[layout.MUL] = change.scale - 1.0
+        floats[layout.ADD] = _times(change.shift, unit)
+        floats[layout.LOW] = _times(change.low, unit)
+        floats[layout.HIGH] = _times(change.high, unit)
+
+    def _condition(self, condition: Condition, group_end: int) -> None:
+        words = self._next(group_end, (0, END))
+        floats = words.view(np.float32)
+        words[layout.FLAGS] = layout.GATE
+        words[layout.GATES] = condition.bit
+        above, below = condition.above, condition.below
+        if isinstance(condition.target, Feature):
+            self._feature(words, condition.target)
+        else:
+            arrow = self._direction(words, condition.target, condition.site)
+            above, below = ((bound - arrow.bias) / arrow.length for bound in (above, below))
+        floats[layout.LOW], floats[layout.HIGH] = _times(above, 1.0), _times(below, 1.0)
+        floats[layout.GAIN] = 1.0
+
+    def _feature(self, words: NDArray[np.int32], target: Feature) -> int:
+        """What an entry holds to read a feature; the feature's row in its dictionary."""
+        place = self.places.dictionaries[target.dictionary]
+        info, row = place.info, place.info.row_of(target.feature)
+        assert row is not None, "the plan refuses features that the dictionary does not hold"
+        words[layout.SLOT] = place.base + row
+        words[layout.FLAGS] |= place.flags
+        if info.activation in RANKED:
+            assert info.k is not None
+            if info.activation == "groupmax":
+                size = info.features // info.k
+                words[layout.BASE : layout.TOP_K + 1] = place.base + row // size * size, size, 1
+            else:
+                words[layout.BASE : layout.TOP_K + 1] = place.base, info.features, info.k
+        floats = words.view(np.float32)
+        floats[layout.BIAS] = place.bias[row]
+        floats[layout.THRESHOLD] = place.threshold[row]
+        return row
+
+    def _direction(self, words: NDArray[np.int32], target: Direction, site: str) -> Arrow:
+        """What an entry holds to read a projection: all of it, whatever its sign."""
+        words.view(np.float32)[layout.THRESHOLD] = -inf
+        if isinstance(target.vector, str):
+            arrow = self.places.vectors[site, target]
+            words[layout.SLOT] = arrow.slot
+            return arrow
+        unit, length, content = self._brought(target)
+        at = self.at - layout.ENTRY + layout.SLOT
+        self.inline.append(Inline(at, site, content, unit))
+        return Arrow(-1, length)
+
+    def _brought(self, target: Direction) -> tuple[NDArray[np.float32], float, bytes]:
+        vector = target.vector
+        assert not isinstance(vector, str)
+        if target not in self.units:
+            if vector not in self.brought:
+                self.brought[vector] = from_inline(vector)
+            unit, length = unit_of(self.brought[vector].rows[target.layer])
+            self.units[target] = unit, length, blake2b(unit.tobytes(), digest_size=16).digest()
+        return self.units[target]
 
 
-def _entry(
-    words: NDArray[np.int32],
-    edit: FeatureEdit,
-    window: tuple[int, int],
-    place: Placement,
-    group_end: int,
-    counter: int,
-) -> None:
-    info = place.info
-    row = info.row_of(edit.feature)
-    assert row is not None, "the plan refuses features that the dictionary does not hold"
-    unit = float(place.max_act[row]) if edit.max_act and place.max_act is not None else 1.0
-    words[layout.SLOT] = place.base + row
-    words[layout.GROUP_END] = group_end
-    words[layout.LO], words[layout.HI] = window
-    words[layout.FLAGS] = place.flags | layout.ONLY_IF_ACTIVE * edit.only_if_active | counter << layout.COUNTER
-    if info.activation in RANKED:
-        words[layout.BASE : layout.TOP_K + 1] = _range(place, row)
-    floats = words.view(np.float32)
-    # The table holds f' − f, so that a large f loses no digits: mul · f + add.
-    floats[layout.MUL] = edit.scale - 1.0
-    floats[layout.ADD] = edit.shift * unit
-    floats[layout.LOW] = edit.low * unit
-    floats[layout.HIGH] = edit.high * unit
-    floats[layout.BIAS] = place.bias[row]
-    floats[layout.THRESHOLD] = place.threshold[row]
-    floats[layout.GAIN] = 1.0
-
-
-def _range(place: Placement, row: int) -> tuple[int, int, int]:
-    """Among which slots a feature is ranked, and how many of them are active."""
-    info = place.info
-    assert info.k is not None
-    if info.activation == "groupmax":
-        size = info.features // info.k
-        return place.base + row // size * size, size, 1
-    return place.base, info.features, info.k
+def _times(value: float, unit: float) -> float:
+    """A product that stays a finite float32, or an infinite bound."""
+    return value if isinf(value) else min(max(value * unit, -FLOAT32_MAX), FLOAT32_MAX)

@@ -1,4 +1,4 @@
-"""The weights that the op reads at one site: dictionaries stacked row by row. Knows nothing of requests."""
+"""The weights that the op reads at one site: dictionaries, then vectors, row by row. Knows nothing of requests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,6 +34,8 @@ class Site:
     dense_size: int  # features of the largest dictionary that may be ranked or reconstructed
     has_norms: bool
 
+    pool: int  # first slot behind the dictionaries'
+
     @property
     def layer(self) -> int:
         """The layer in the site's name."""
@@ -49,6 +51,7 @@ def load_site(
     width: int,
     dtype: torch.dtype,
     device: torch.device,
+    pool: int,
 ) -> tuple[Site, dict[str, Placement]]:
     """A site's tensors, filled with its dictionaries, and where each of them lies.
 
@@ -60,11 +63,12 @@ def load_site(
         width: of the stream.
         dtype: in which the weights are held.
         device: where.
+        pool: slots behind the dictionaries', for vectors.
 
     Raises:
         LoadError: a weight file is not what it should be.
     """
-    slots = sum(info.features for info in infos.values())
+    slots = sum(info.features for info in infos.values()) + pool
     w_enc = torch.zeros(slots, width, dtype=dtype, device=device)
     w_dec = torch.zeros(slots, width, dtype=dtype, device=device)
     b_enc = torch.zeros(slots, dtype=torch.float32, device=device)
@@ -81,12 +85,12 @@ def load_site(
         b_enc[base:end].copy_(coder.b_enc)
         threshold[base:end].copy_(_threshold(coder))
         b_dec[at].copy_(coder.b_dec)
-        placements[key] = _placement(number, base, at, info, coder)
+        placements[key] = _placement(base, at, info, coder)
         base = end
     index = torch.tensor([number], dtype=torch.int32, device=device)
     dense = max((info.features for info in infos.values() if may_be_dense(info)), default=0)
     norms = any(info.in_norm != "none" for info in infos.values())
-    return Site(name, index, w_enc, w_dec, b_enc, threshold, b_dec, dense, norms), placements
+    return Site(name, index, w_enc, w_dec, b_enc, threshold, b_dec, dense, norms, base), placements
 
 
 def may_be_dense(info: CoderInfo) -> bool:
@@ -121,9 +125,9 @@ def _threshold(coder: SparseCoder) -> Tensor:
     return torch.full((coder.info.features,), -math.inf if coder.info.activation == "abstopk" else 0.0)
 
 
-def _placement(site: int, base: int, number: int, info: CoderInfo, coder: SparseCoder) -> Placement:
+def _placement(base: int, number: int, info: CoderInfo, coder: SparseCoder) -> Placement:
     def array(tensor: Tensor) -> NDArray[np.float32]:
         return np.ascontiguousarray(tensor.float().cpu().numpy())
 
     max_act = None if coder.max_act is None else array(coder.max_act)
-    return Placement(site, base, number, info, array(coder.b_enc), array(_threshold(coder)), max_act)
+    return Placement(base, number, info, array(coder.b_enc), array(_threshold(coder)), max_act)

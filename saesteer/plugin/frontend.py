@@ -87,11 +87,16 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         config = config_of(vllm_config)
         if config is not None:
             refuse_unservable(vllm_config)
-        self.saesteer_catalog = None if config is None else config.catalog(config.describe())
+        self.saesteer_catalog = None if config is None else _catalog(config, vllm_config.model_config)
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
+
+
+def _catalog(config: SaesteerConfig, model: Any) -> Catalog:
+    config = config.with_depth(model.hf_text_config.num_hidden_layers)
+    return config.catalog(config.describe(), width=model.get_hidden_size())
 
 
 def refuse_unservable(vllm_config: Any) -> None:

@@ -6,25 +6,28 @@ from typing import Any
 import vllm
 from vllm import SamplingParams
 
-from saesteer.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.config import KEY, SaesteerConfig
 from saesteer.spec import Spec, as_spec
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
 
 
 class LLM(vllm.LLM):
-    """vLLM's ``LLM``, whose requests may clamp features of the given dictionaries.
+    """vLLM's ``LLM``, whose requests may edit with the given dictionaries, vectors and modules.
 
     Args:
         model: as vLLM takes it.
         dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
-        sites: sites to instrument beside those of the dictionaries.
+        sites: sites to instrument beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one request may use.
+        vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
+        modules: name → file of a spec, or the spec.
+        inline_rows: vectors of its own that one request may bring for each site.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
-        ConfigError: a dictionary or site that this model or version cannot serve.
-        LoadError: a weight file that is not what it should be.
+        ConfigError: a dictionary, vector, module or site that this model or version cannot serve.
+        LoadError: a file that is not what it should be.
     """
 
     def __init__(
@@ -34,11 +37,22 @@ class LLM(vllm.LLM):
         dictionaries: Mapping[str, str] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
+        vectors: Mapping[str, Any] | None = None,
+        modules: Mapping[str, Any] | None = None,
+        inline_rows: int = 1,
         **kwargs: Any,
     ) -> None:
-        sources = {name: DictionarySource.from_argument(str(path)) for name, path in (dictionaries or {}).items()}
-        config = SaesteerConfig.from_json(SaesteerConfig(sources, tuple(sites), max_edits).to_json())
-        config.catalog(config.describe())
+        config = SaesteerConfig.from_json(
+            {
+                "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
+                "sites": list(sites),
+                "max_edits": max_edits,
+                "vectors": dict(vectors or {}),
+                "modules": dict(modules or {}),
+                "inline_rows": inline_rows,
+            }
+        )
+        config.with_depth(1).catalog(config.describe())
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
 

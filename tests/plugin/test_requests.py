@@ -137,8 +137,8 @@ def test_a_bad_spec_is_refused_and_its_batchmates_do_not_notice(make_engine: Any
         ({"edits": [BRIDGE, {**BRIDGE, "colour": 1}]}, "saesteer.edits[1].colour", "unknown_field"),
         (
             {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.12", "scale": 4.0}]},
-            "saesteer.edits[0]",
-            "not_served",
+            "saesteer.edits[0].vector",
+            "unknown_name",
         ),
         ({"edits": [{**BRIDGE, "feature": n} for n in range(65)]}, "saesteer.edits", "too_many"),
     ],

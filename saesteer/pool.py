@@ -1,0 +1,49 @@
+"""Slots of one site for the vectors that requests bring, given by content and shared. Knows their numbers, no tensor."""
+
+
+class Pool:
+    """Slots ``first`` to ``first + size - 1``.
+
+    A slot that nobody holds keeps its content until it is needed, so a vector that comes again need not be copied.
+
+    Args:
+        first: the lowest slot.
+        size: number of slots; as many as can be held at a time, so that a request never waits for one.
+    """
+
+    def __init__(self, first: int, size: int) -> None:
+        self._free = list(range(first + size - 1, first - 1, -1))  # never used so far
+        self._slots: dict[bytes, int] = {}  # of what is held, and of what was
+        self._holders: dict[bytes, int] = {}  # of what is held
+        self._idle: dict[bytes, None] = {}  # held by nobody, the longest first
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def take(self, content: bytes) -> tuple[int, bool]:
+        """Hold a content once more: its slot, and whether it must be written there.
+
+        Args:
+            content: equal for equal vectors alone, such as a digest.
+        """
+        held = self._holders.get(content, 0)
+        self._holders[content] = held + 1
+        if content in self._slots:
+            self._idle.pop(content, None)
+            return self._slots[content], False
+        if self._free:
+            slot = self._free.pop()
+        else:
+            assert self._idle, "the pool has a slot for everything that may be held at a time"
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            slot = self._slots.pop(oldest)
+        self._slots[content] = slot
+        return slot, True
+
+    def release(self, content: bytes) -> None:
+        """Hold a content once less."""
+        self._holders[content] -= 1
+        if not self._holders[content]:
+            del self._holders[content]
+            self._idle[content] = None

@@ -1,0 +1,304 @@
+"""Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.config import SaesteerConfig
+from saesteer.engine import Engine
+from saesteer.errors import SpecError
+from saesteer.loaders import own
+from saesteer.spec import from_json
+from tests.formulas import Dict, Token, World, flat
+
+WIDTH, FEATURES, TOKENS = 24, 12, 14
+SITES = ["resid_mid.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
+# name → activation, k, input norm, site
+KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
+    "rect": ("relu", None, "none", "resid_post.1"),
+    "jump": ("jumprelu", None, "none", "resid_post.1"),
+    "top": ("topk", 3, "none", "resid_post.1"),
+    "abs": ("abstopk", 4, "none", "resid_mid.2"),
+    "group": ("groupmax", 4, "none", "resid_mid.2"),
+    "layer": ("jumprelu", None, "layer_norm", "resid_post.2"),
+    "length": ("topk", 4, "l2_sqrt_d", "resid_post.2"),
+}
+CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
+                  {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
+MODULES = {
+    "calm": CALM,
+    "nested": {
+        "edits": [
+            {"op": "use", "module": "calm", "scale": -0.5},
+            {"op": "add", "vector": "each", "site": "resid_post"},
+        ]
+    },
+}
+
+
+def coder(seed: int, activation: Any, k: int | None, in_norm: Any) -> SparseCoder:
+    draw = torch.Generator().manual_seed(seed)
+    info = CoderInfo("saesteer", WIDTH, WIDTH, FEATURES, activation, k, in_norm, has_max_act=True, skip_first=seed % 3)
+    return SparseCoder(
+        w_enc=torch.randn(FEATURES, WIDTH, generator=draw) / WIDTH**0.5 + 0.1,
+        b_enc=torch.randn(FEATURES, generator=draw) * 0.3,
+        w_dec=torch.randn(FEATURES, WIDTH, generator=draw) / WIDTH**0.5,
+        b_dec=torch.randn(WIDTH, generator=draw),
+        info=info,
+        threshold=torch.rand(FEATURES, generator=draw) if activation == "jumprelu" else None,
+        max_act=torch.rand(FEATURES, generator=draw) + 1,
+    )
+
+
+CODERS = {name: coder(seed, *kind[:3]) for seed, (name, kind) in enumerate(KINDS.items())}
+_DRAW = np.random.default_rng(5)
+VECTORS: dict[str, dict[int | None, Any]] = {
+    "any": {None: _DRAW.normal(size=WIDTH).astype(np.float32)},
+    "each": {layer: (3 * _DRAW.normal(size=WIDTH)).astype(np.float32) for layer in (1, 2)},
+    "one": {1: _DRAW.normal(size=WIDTH).astype(np.float32)},
+}
+INLINE = [[float(np.float32(x)) for x in _DRAW.normal(size=WIDTH)] for _ in range(2)]
+BIASES = {"any": 0.0, "each": 0.0, "one": -0.4}
+STEP = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9)) / WIDTH**0.5
+
+
+def world() -> World:
+    def of(name: str) -> Dict:
+        one = CODERS[name]
+        arrays: dict[str, Any] = {
+            key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
+        }
+        return Dict(
+            site=KINDS[name][3],
+            activation=one.info.activation,
+            k=one.info.k or 0,
+            in_norm=one.info.in_norm,
+            skip_first=one.info.skip_first,
+            **{key: None if value is None else value.double().numpy() for key, value in arrays.items()},
+        )
+
+    wide = {name: {layer: row.astype(np.float64) for layer, row in rows.items()} for name, rows in VECTORS.items()}
+    return World(SITES, {name: of(name) for name in KINDS}, wide, BIASES, MODULES)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make_engine(tmp_path_factory.mktemp("formulas"))
+
+
+def make_engine(folder: Path, **changes: Any) -> Engine:
+    from safetensors.numpy import save_file
+
+    for name, one in CODERS.items():
+        own.write(folder / f"{name}.safetensors", one)
+    for name, rows in VECTORS.items():
+        if None in rows:
+            np.save(folder / f"{name}.npy", rows[None])
+        else:
+            save_file({f"layer.{layer}": row for layer, row in rows.items()}, folder / f"{name}.vec.safetensors")
+    places = {
+        name: f"{folder}/{name}" + (".npy" if None in rows else ".vec.safetensors") for name, rows in VECTORS.items()
+    }
+    config = SaesteerConfig.from_json(
+        {
+            "dictionaries": {name: f"{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()},
+            "vectors": {name: {"path": place, "bias": BIASES[name]} for name, place in places.items()},
+            "modules": MODULES,
+            "sites": SITES,
+            "inline_rows": 2,
+        }
+        | changes
+    )
+    return Engine(
+        config, width=WIDTH, layers=4, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_tokens=64
+    )
+
+
+def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
+    """Requests of TOKENS tokens each through all sites, with a layer of a model in between."""
+    kinds = 0
+    for row, spec in enumerate(specs, 1):
+        content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
+        kinds |= 0 if content is None else content.kinds
+        engine.fill(row, content)
+    starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
+    positions = torch.arange(TOKENS).repeat(len(specs))
+    engine.schedule(torch.arange(len(specs)), 1, starts, positions, len(specs), len(positions), kinds)
+    for site in SITES:
+        x = x + torch.tanh(x @ STEP)
+        engine.edit(engine.sites[site], x)
+    return x
+
+
+def expected(spec: Any, prompt_len: int, x: torch.Tensor) -> tuple[Any, Any]:
+    """x after all sites, and which tokens have been near no bound."""
+    here, step = world(), STEP.double().numpy()
+    out, sure = [], []
+    for t, row in enumerate(x.double().numpy()):
+        token = Token(here, t, prompt_len)
+        for site in SITES:
+            row = token.visit(site, spec["edits"], row + np.tanh(row @ step))
+        out.append(row)
+        sure.append(token.sure)
+    return np.array(out), np.array(sure)
+
+
+values = st.integers(-40, 40).filter(bool).map(lambda n: n / 10)
+scopes = st.one_of(
+    st.none(),
+    st.none(),
+    st.fixed_dictionaries({}, optional={"prompt": st.booleans(), "skip_first": st.integers(0, 6)}),
+    st.just({"positions": [[0, 3], [-2, None]]}),
+)
+names = st.sampled_from(list(KINDS))
+features = st.integers(0, FEATURES - 1)
+
+
+@st.composite
+def gates(draw: Any) -> Any:
+    low, high = draw(values), draw(values)
+    bounds = draw(
+        st.sampled_from([{"above": low}, {"below": high}, {"above": min(low, high), "below": max(low, high) + 1}])
+    )
+    if draw(st.booleans()):
+        return {"probe": draw(st.sampled_from(list(VECTORS))), **bounds}
+    return {"dictionary": draw(names), "feature": draw(features), **bounds}
+
+
+@st.composite
+def edits(draw: Any) -> Any:
+    op = draw(st.sampled_from(["clamp", "clamp", "clamp", "add", "cap", "ablate", "reconstruct", "use"]))
+    if op == "use":
+        return {"op": op, "module": draw(st.sampled_from(list(MODULES))), "scale": draw(values)}
+    found: dict[str, Any] = {"op": op}
+    if op in ("clamp", "reconstruct"):
+        found["dictionary"] = draw(names)
+    else:
+        found["vector"] = draw(st.sampled_from([*VECTORS, *INLINE]))
+        site = st.sampled_from([*SITES, "resid_post", ["resid_mid.1", "resid_post.2"]])
+        found["site"] = draw(site)
+    if op == "clamp":
+        mode = draw(st.sampled_from(["set", "add", "scale", "min", "max"]))
+        unit = "raw" if mode == "scale" else draw(st.sampled_from(["raw", "max_act"]))
+        found |= {"feature": draw(features), "value": draw(values), "mode": mode, "unit": unit}
+        found["only_if_active"] = draw(st.booleans())
+    elif op == "add":
+        found |= {"scale": draw(values), "norm": draw(st.sampled_from(["none", "match"]))}
+    elif op == "cap":
+        low, high = sorted((draw(values), draw(values)))
+        found |= draw(st.sampled_from([{"min": low}, {"max": high}, {"min": low, "max": high}]))
+    elif op == "reconstruct":
+        found["error"] = draw(st.sampled_from(["keep", "drop", "drop"]))
+    if op in ("cap", "ablate"):
+        found["strength"] = draw(values)
+    if draw(st.integers(0, 3)) == 0:
+        found["when"] = draw(st.one_of(gates(), st.lists(gates(), min_size=1, max_size=2)))
+    scope = draw(scopes)
+    return found | ({"scope": scope} if scope else {})
+
+
+@settings(
+    max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(edits(), min_size=1, max_size=5), st.integers(2, TOKENS), st.integers(0, 2**31))
+def test_every_composition_means_what_the_definition_says(
+    engine: Engine, found: list[Any], prompt_len: int, seed: int
+) -> None:
+    spec = {"edits": found}
+    try:
+        engine.make_row(from_json(spec), prompt_len)
+    except SpecError as error:
+        event(f"refused: {error.code}")
+        return  # tested in tests/spec
+    for op in {edit["op"] for edit, _, _ in flat(found, MODULES)}:
+        event(op)
+    check(engine, spec, prompt_len, seed)
+
+
+def check(engine: Engine, spec: Any, prompt_len: int, seed: int = 0) -> float:
+    """Compare; how far the spec moved the stream."""
+    x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    out = forward(engine, [None, spec, None], prompt_len, x)
+    plain = forward(engine, [None, None, None], prompt_len, x)
+    mine = slice(TOKENS, 2 * TOKENS)
+    truth, sure = expected(spec, prompt_len, x[mine])
+    # float32; what edits multiply by up to four, again and again, counts in lengths of the token
+    size = 1 + np.abs(truth).max(1, keepdims=True)
+    assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
+    assert torch.equal(out[:TOKENS], plain[:TOKENS]) and torch.equal(out[2 * TOKENS :], plain[2 * TOKENS :])
+    return float((out[mine] - plain[mine]).abs().max())
+
+
+SPECS: dict[str, list[Any]] = {
+    "add": [{"op": "add", "vector": "each", "site": "resid_post", "scale": 2.0}],
+    "add inline, norm match": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1", "norm": "match"}],
+    "two inline": [{"op": "add", "vector": one, "site": "resid_mid.1"} for one in INLINE],
+    "cap": [{"op": "cap", "vector": "any", "site": SITES, "max": 0.3, "strength": 0.5}],
+    "ablate, then add": [
+        {"op": "ablate", "vector": "any", "site": "resid_mid.2"},
+        {"op": "add", "vector": "any", "site": "resid_mid.2", "scale": 3.0},
+    ],
+    **{f"reconstruct {name}": [{"op": "reconstruct", "dictionary": name}] for name in KINDS if name != "group"},
+    **{
+        f"clamps and reconstruct {name}": [
+            {"op": "clamp", "dictionary": name, "feature": 1, "value": 2.0},
+            {"op": "clamp", "dictionary": name, "feature": 2, "value": 3.0, "mode": "scale"},
+            {"op": "reconstruct", "dictionary": name},
+            {"op": "ablate", "vector": "any", "site": kind[3]},
+        ]
+        for name, kind in KINDS.items()
+        if name != "group"
+    },
+    "error keep is the delta form": [
+        {"op": "clamp", "dictionary": "group", "feature": 1, "value": 2.0},
+        {"op": "reconstruct", "dictionary": "group", "error": "keep"},
+    ],
+    "a gate at an earlier site": [
+        {"op": "add", "vector": "any", "site": "resid_post.2", "when": when}
+        for when in ({"dictionary": "top", "feature": 3, "above": 0.1}, {"probe": "one", "below": 0.1})
+    ],
+    "a gate reads before the edits of its site": [
+        {"op": "ablate", "vector": "one", "site": "resid_post.1"},
+        {"op": "add", "vector": "any", "site": "resid_post.1", "when": {"probe": "one", "above": 0.0}},
+    ],
+    "modules": [{"op": "use", "module": "nested", "scale": 2.0}, {"op": "use", "module": "calm"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_by_example(engine: Engine, name: str) -> None:
+    assert check(engine, {"edits": SPECS[name]}, 5) > 1e-3
+
+
+def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:
+    """More than 31 conditions in all, fewer at a time."""
+    gated = [
+        {"op": "ablate", "vector": "any", "site": site, "when": {"probe": "any", "above": n / 7}}
+        for site in SITES
+        for n in range(8)
+    ]
+    assert len(gated) == 32
+    check(engine, {"edits": gated}, 5)
+
+
+def test_rows_that_bring_vectors_share_slots_and_give_them_back(engine: Engine) -> None:
+    spec = {"edits": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1"}]}
+    other = {"edits": [{"op": "add", "vector": [2 * x for x in INLINE[0]], "site": "resid_mid.1"}]}
+    x = torch.randn(2 * TOKENS, WIDTH)
+    out = forward(engine, [spec, spec], 4, x)
+    pool = engine._pools["resid_mid.1"]
+    assert len(pool) == 1, "equal directions lie in one slot"
+    forward(engine, [spec, other], 4, x)
+    assert len(pool) == 1, "whatever their length"
+    torch.testing.assert_close(out, forward(engine, [spec, spec], 4, x))
+    forward(engine, [None, None], 4, x)
+    assert len(pool) == 0
+    for n in range(50):  # more than there are slots
+        vector = np.eye(WIDTH)[n % WIDTH] + n
+        check(engine, {"edits": [{"op": "add", "vector": vector.tolist(), "site": "resid_mid.1"}]}, 4)
