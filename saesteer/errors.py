@@ -3,8 +3,10 @@
 SaesteerError
 ├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
 ├── LoadError          a weight file is not what it should be
-└── ConfigError        a start-up or command line mistake         (exit code 2)
-    └── UnsupportedError   this vLLM, model or option cannot be served
+├── ConfigError        a start-up or command line mistake         (exit code 2)
+│   └── UnsupportedError   this vLLM, model or option cannot be served
+└── ServerError        a client's server failed or did not answer
+    └── RequestRefused     it refused the request                 (HTTP 4xx)
 """
 
 
@@ -44,3 +46,32 @@ class ConfigError(SaesteerError, ValueError):
 
 class UnsupportedError(ConfigError):
     """This vLLM, model or option cannot be served, and why."""
+
+
+class ServerError(SaesteerError):
+    """A server that a client asked failed, did not answer, or answered with something else.
+
+    Args:
+        message: one sentence.
+        status: of HTTP; None where there was no answer.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RequestRefused(ServerError):
+    """A server refused a client's request.
+
+    Args:
+        message: the server's own.
+        status: of HTTP, 400 for a wrong spec.
+        field: path of the field in the request, such as ``saesteer.edits[2].feature``, where the server names one.
+        code: stable machine-readable reason, such as ``out_of_range``, where the server gives one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, status=status)
+        self.field = field
+        self.code = code

@@ -25,6 +25,11 @@ ROOMS = (
     "inline",
     "edits",
     "spec",
+    "planned",
+    "scopes",
+    "names",
+    "conditions",
+    "uses",
     "plan",
     "coder",
     "kernels",
@@ -32,13 +37,18 @@ ROOMS = (
     "loaders",
     "vectors",
     "inspect",
+    "modules",
     "config",
+    "settings",
     "rows",
+    "pool",
     "tables",
     "weights",
     "engine",
     "hf",
     "plugin",
+    "answers",
+    "client",
     "model",
     "demo",
     "launch",
@@ -46,13 +56,16 @@ ROOMS = (
     "cli",
     "__main__",
 )
+PLANNING = ("planned", "scopes", "names", "conditions", "uses", "plan")
 # Stricter than the order.
 ONLY = {
+    "answers": {"answers", "errors"},
+    "client": {"answers", "client", "errors", "spec"},
     "kernels": {"kernels"},
     "loaders": {"loaders", "errors", "coder"},
-    "plan": {"errors", "sites", "checks", "inline", "edits", "spec", "plan"},
+    **dict.fromkeys(PLANNING, set(ROOMS[: ROOMS.index("coder")])),
 }
-STANDARD_LIBRARY_ONLY = {"errors", "sites", "checks", "inline", "edits", "spec", "plan"}
+STANDARD_LIBRARY_ONLY = set(ROOMS[: ROOMS.index("coder")])
 OUR_FILES = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("saesteer", "loaders", "kernels")]
 
 

@@ -1,0 +1,148 @@
+"""What an OpenAI server says, read into answers, pieces of a stream, and errors. Knows no connection and no request."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from saesteer.errors import RequestRefused, ServerError
+
+Route = Literal["chat/completions", "completions", "responses"]
+
+_CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, where the error has no place for a word
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer; of several choices (``n``) the first, all of them are in ``raw``."""
+
+    text: str
+    finish_reason: str | None
+    usage: Mapping[str, Any]
+    raw: Mapping[str, Any]  # the response's JSON
+    applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, one for each edit; None: the server is silent
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a streamed answer; of several choices that of ``index``."""
+
+    text: str
+    finish_reason: str | None  # only in the last piece
+    raw: Mapping[str, Any]  # the event's JSON
+    index: int = 0
+    applied: tuple[Mapping[str, Any], ...] | None = None  # only in the last event, where the server tells it
+
+
+def document_of(status: int, content: bytes) -> Any:
+    """The JSON of a response.
+
+    Raises:
+        RequestRefused: a status from 400 to 499.
+        ServerError: another that is not 200, or no JSON.
+    """
+    try:
+        document = json.loads(content)
+    except ValueError as exc:
+        if status != 200:
+            _refuse(status, None, content.decode("utf-8", "replace"))
+        raise ServerError("the server answered with something that is no JSON", status=200) from exc
+    if status != 200:
+        _refuse(status, document, content.decode("utf-8", "replace"))
+    return document
+
+
+def _refuse(status: int, document: Any, text: str) -> NoReturn:
+    error = document.get("error", document) if isinstance(document, Mapping) else None
+    told = error if isinstance(error, Mapping) else {}
+    message = str(told.get("message") or told.get("detail") or text[:500] or "no message")
+    if not 400 <= status < 500:
+        raise ServerError(f"the server answered with {status}: {message}", status=status)
+    field, code = told.get("param"), told.get("code")
+    if not isinstance(code, str):
+        found = _CODE.search(message)
+        code = found[1] if found else None
+    raise RequestRefused(message, status=status, field=field if isinstance(field, str) else None, code=code)
+
+
+def answer_of(kind: Route, document: Any) -> Answer:
+    """The answer in a response's JSON.
+
+    Raises:
+        ServerError: there is none in it.
+    """
+    try:
+        if kind == "responses":
+            text, reason = _response_text(document), document.get("status")
+        else:
+            choice = document["choices"][0]
+            text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
+        return Answer(text, reason, document.get("usage") or {}, document, _applied(document))
+    except (KeyError, IndexError, TypeError, AttributeError) as exc:
+        raise ServerError(f"the server's answer has no {kind} in it", status=200) from exc
+
+
+def _choice_text(kind: Route, choice: Mapping[str, Any], message: str) -> str:
+    return str((choice["text"] if kind == "completions" else choice[message].get("content")) or "")
+
+
+def _response_text(document: Mapping[str, Any]) -> str:
+    parts = (part for item in document["output"] if item.get("type") == "message" for part in item["content"])
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+class Events:
+    """A stream of events, cut at line feeds alone: httpx's lines also end at U+2028, which texts may hold."""
+
+    def __init__(self, kind: Route) -> None:
+        self._kind = kind
+        self._rest = b""  # the beginning of a line that has not come whole
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        """The pieces that are whole with these bytes.
+
+        Raises:
+            RequestRefused, ServerError: the stream tells an error, or holds something else.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
+                yield from _pieces(self._kind, event.decode("utf-8", "replace"))
+
+
+def _pieces(kind: Route, data: str) -> Iterator[Piece]:
+    """The pieces of one event."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            code = event["error"].get("code") if isinstance(event["error"], Mapping) else None
+            _refuse(code if isinstance(code, int) else 500, event, data)
+        choices = event["choices"]
+        for choice in choices:
+            text, reason = _choice_text(kind, choice, "delta"), choice.get("finish_reason")
+            yield Piece(text, reason, event, choice.get("index", 0), _applied(event))
+        if not choices and _applied(event) is not None:
+            yield Piece("", None, event, 0, _applied(event))
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ServerError(f"the server's stream has no {kind} in it: {data[:200]}", status=200) from exc
+
+
+def _applied(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+    told = document.get("saesteer")
+    return tuple(told["applied"]) if isinstance(told, Mapping) and "applied" in told else None
+
+
+def model_names(document: Any) -> list[str]:
+    """The names in a list of models; at least one.
+
+    Raises:
+        ServerError: it is no such list, or empty.
+    """
+    try:
+        names = [str(model["id"]) for model in document["data"]]
+    except (KeyError, TypeError) as exc:
+        raise ServerError("the server's list of models is none", status=200) from exc
+    if not names:
+        raise ServerError("the server serves no model", status=200)
+    return names

@@ -1,0 +1,334 @@
+"""The clients against a stand-in: a real HTTP server on a socket that answers as vLLM does and keeps what it was sent.
+
+That the real server takes what they send is tested in test_real.py.
+"""
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+import saesteer
+from saesteer.client import Answer, AsyncClient, Client, Piece
+from saesteer.errors import RequestRefused, SaesteerError, ServerError, SpecError
+
+CLAMP = {"op": "clamp", "dictionary": "demo", "feature": 3, "value": 2.0}
+APPLIED = [{"edit": 0, "site": "resid_post.15"}]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+ANSWERS: dict[str, Any] = {
+    "/v1/models": {"object": "list", "data": [{"id": "small"}, {"id": "other"}]},
+    "/v1/chat/completions": {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "The Bridge."}, "finish_reason": "stop"}],
+        "usage": USAGE,
+        "saesteer": {"applied": APPLIED},
+    },
+    "/v1/completions": {"choices": [{"index": 0, "text": " a bridge", "finish_reason": "length"}], "usage": USAGE},
+    "/v1/responses": {
+        "status": "completed",
+        "output": [
+            {"type": "reasoning", "content": None},
+            {"type": "message", "content": [{"type": "output_text", "text": "The "}, {"text": "Bridge."}]},
+        ],
+        "usage": USAGE,
+    },
+}
+CHUNKS: dict[str, list[Any]] = {
+    "/v1/chat/completions": [
+        {"choices": [{"index": 0, "delta": {"role": "assistant"}}]},
+        {"choices": [{"index": 0, "delta": {"content": "The "}}]},
+        {"choices": [{"index": 0, "delta": {"content": "Bridge."}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": USAGE, "saesteer": {"applied": APPLIED}},
+    ],
+    "/v1/completions": [
+        {"choices": [{"index": 1, "text": " a"}]},
+        {"choices": [{"index": 1, "text": " ü\u2028", "finish_reason": "length"}], "saesteer": {"applied": APPLIED}},
+    ],
+}
+REFUSAL = {
+    "error": {
+        "message": "saesteer.edits[0].feature: got 9216, expected 0 to 9215 [out_of_range]",
+        "type": "BadRequestError",
+        "param": "saesteer.edits[0].feature",
+        "code": 400,
+    }
+}
+
+
+@dataclass
+class StandIn:
+    """What the server does next, and what it was sent."""
+
+    url: str = ""
+    status: int = 200
+    answer: bytes | None = None  # in place of the usual one
+    stream: bytes | None = None  # in place of the usual one
+    seen: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)  # path, headers, body
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: StandIn
+
+    def do_GET(self) -> None:
+        self.answer(None)
+
+    def do_POST(self) -> None:
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, body: Any) -> None:
+        state = self.state
+        state.seen.append((self.path, dict(self.headers), body))
+        streamed = body is not None and body.get("stream") and state.status == 200
+        if streamed:
+            events = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in CHUNKS[self.path]]
+            content = state.stream or "".join([": ping\n\n", *events, "data: [DONE]\n\n"]).encode()
+        elif state.answer is not None and self.path != "/v1/models":
+            content = state.answer
+        else:
+            content = json.dumps(ANSWERS[self.path]).encode()
+        self.send_response(200 if self.path == "/v1/models" else state.status)
+        self.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    state = StandIn()
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), type("Mine", (Handler,), {"state": state}))
+    listening.daemon_threads = True
+    state.url = f"http://127.0.0.1:{listening.server_port}"
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield state
+    finally:
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
+
+
+def ask(server: StandIn, method: str, *words: Any, asynchronous: bool, **fields: Any) -> Any:
+    """What a method of either client gives; a stream as a list."""
+    if not asynchronous:
+        with Client(server.url) as client:
+            found = getattr(client, method)(*words, **fields)
+            return list(found) if method.startswith("stream") else found
+
+    async def wait() -> Any:
+        async with AsyncClient(server.url) as client:
+            found = getattr(client, method)(*words, **fields)
+            return [piece async for piece in found] if method.startswith("stream") else await found
+
+    return asyncio.run(wait())
+
+
+both_clients = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+@both_clients
+def test_chat(server: StandIn, asynchronous: bool) -> None:
+    answer = ask(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
+    raw = ANSWERS["/v1/chat/completions"]
+    assert answer == Answer("The Bridge.", "stop", USAGE, raw, tuple(APPLIED))
+    assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
+    assert server.seen[-1][2] == {
+        "model": "small",
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "temperature": 0,
+        "saesteer": {"edits": [CLAMP]},
+    }
+
+
+@both_clients
+def test_complete_and_respond(server: StandIn, asynchronous: bool) -> None:
+    answer = ask(server, "complete", [1, 2, 3], model="other", max_tokens=2, asynchronous=asynchronous)
+    assert (answer.text, answer.finish_reason, answer.usage, answer.applied) == (" a bridge", "length", USAGE, None)
+    assert server.seen == [
+        ("/v1/completions", server.seen[0][1], {"model": "other", "prompt": [1, 2, 3], "max_tokens": 2})
+    ]
+    answer = ask(server, "respond", "Who?", steer=[], asynchronous=asynchronous)
+    assert (answer.text, answer.finish_reason) == ("The Bridge.", "completed")
+    assert server.seen[-1][2] == {"model": "small", "input": "Who?", "saesteer": {}}
+    assert ask(server, "models", asynchronous=asynchronous) == ["small", "other"]
+
+
+@both_clients
+def test_streams(server: StandIn, asynchronous: bool) -> None:
+    turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    pieces = ask(server, "stream", turns, steer=saesteer.clamp("demo", 3, 2.0), asynchronous=asynchronous)
+    assert [(piece.text, piece.finish_reason) for piece in pieces] == [
+        ("", None), ("The ", None), ("Bridge.", "stop"), ("", None)
+    ]  # fmt: skip
+    assert [piece.applied for piece in pieces] == [None, None, None, tuple(APPLIED)]
+    assert server.seen[-1][2]["stream"] is True
+    assert server.seen[-1][2]["messages"] == turns
+    pieces = ask(server, "stream_complete", "x", asynchronous=asynchronous)
+    raw = CHUNKS["/v1/completions"]
+    # A line separator inside a text is no end of a line.
+    assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, tuple(APPLIED))]
+
+
+def test_a_stream_may_come_in_any_parts() -> None:
+    class Parts(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            for byte in "".join(f"data: {json.dumps(one, ensure_ascii=False)}\r\n\r\n" for one in events).encode():
+                yield bytes([byte])
+
+    events = CHUNKS["/v1/completions"]
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Parts()))
+    with Client("http://host", model="m", transport=transport) as client:
+        assert [piece.text for piece in client.stream_complete("x")] == [" a", " ü\u2028"]
+
+
+@both_clients
+@pytest.mark.parametrize("method", ["chat", "stream"])
+def test_a_refusal_names_field_and_code(server: StandIn, method: str, asynchronous: bool) -> None:
+    server.status, server.answer = 400, json.dumps(REFUSAL).encode()
+    with pytest.raises(RequestRefused) as caught:
+        ask(server, method, "x", steer=CLAMP, asynchronous=asynchronous)
+    error = caught.value
+    assert (error.status, error.field, error.code) == (400, "saesteer.edits[0].feature", "out_of_range")
+    assert "expected 0 to 9215" in str(error)
+    assert isinstance(error, ServerError | SaesteerError)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.status, again.field, again.code) == (str(error), 400, error.field, error.code)
+
+
+@both_clients
+@pytest.mark.parametrize("method", ["chat", "stream"])
+@pytest.mark.parametrize("steer", [{"edits": [{"op": "clam"}]}, "{", 3])
+def test_a_wrong_spec_is_not_sent(server: StandIn, method: str, steer: Any, asynchronous: bool) -> None:
+    with pytest.raises(SpecError):
+        ask(server, method, "x", steer=steer, asynchronous=asynchronous)
+    assert server.seen == []
+
+
+def test_a_stream_is_checked_when_it_is_asked_for(server: StandIn) -> None:
+    with Client(server.url) as client, pytest.raises(SpecError):
+        client.stream("x", steer={"op": "clam"})
+
+
+FAILURES: list[tuple[int, bytes, type[ServerError], str]] = [
+    (404, b'{"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}', RequestRefused, "no such"),
+    (401, b'{"error": "Unauthorized"}', RequestRefused, "Unauthorized"),
+    (400, b'{"error": {"message": "x", "code": "too_many", "param": 3}}', RequestRefused, "x"),
+    (422, b'{"detail": "x"}', RequestRefused, "x"),
+    (413, b"", RequestRefused, "no message"),
+    (500, b"<html>", ServerError, "answered with 500: <html>"),
+    (302, b"", ServerError, "302"),
+    (200, b"<html>", ServerError, "no JSON"),
+    (200, b"{}", ServerError, "no chat/completions in it"),
+    (200, b"[]", ServerError, "no chat/completions in it"),
+    (200, b'{"choices": []}', ServerError, "no chat/completions in it"),
+]
+
+
+@pytest.mark.parametrize(("status", "content", "kind", "words"), FAILURES)
+def test_failures(server: StandIn, status: int, content: bytes, kind: type[ServerError], words: str) -> None:
+    server.status, server.answer = status, content
+    with pytest.raises(ServerError) as caught:
+        ask(server, "chat", "x", asynchronous=False)
+    assert type(caught.value) is kind
+    assert caught.value.status == status
+    assert words in str(caught.value)
+
+
+STREAM_FAILURES: list[tuple[bytes, type[ServerError], str]] = [
+    (b'data: {"error": {"message": "engine died", "code": 500}}\n\n', ServerError, "engine died"),
+    (b'data: {"error": {"message": "too long", "code": 400}}\n\n', RequestRefused, "too long"),
+    (b'data: {"error": "x"}\n\n', ServerError, "x"),
+    (b"data: {\n\n", ServerError, "no chat/completions in it: {"),
+    (b"data: 3\n\n", ServerError, "no chat/completions in it: 3"),
+]
+
+
+@both_clients
+@pytest.mark.parametrize(("stream", "kind", "words"), STREAM_FAILURES)
+def test_failures_in_a_stream(
+    server: StandIn, stream: bytes, kind: type[ServerError], words: str, asynchronous: bool
+) -> None:
+    server.stream = stream
+    with pytest.raises(ServerError) as caught:
+        ask(server, "stream", "x", asynchronous=asynchronous)
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+
+
+@both_clients
+@pytest.mark.parametrize("method", ["chat", "stream", "models"])
+def test_no_server(method: str, asynchronous: bool) -> None:
+    nobody = StandIn(url="http://127.0.0.1:9")
+    words = [] if method == "models" else ["x"]
+    with pytest.raises(ServerError, match="did not answer") as caught:
+        ask(nobody, method, *words, asynchronous=asynchronous)
+    assert caught.value.status is None
+
+
+def test_a_stream_may_be_given_up(server: StandIn) -> None:
+    with Client(server.url) as client:
+        for piece in client.stream("x"):
+            assert piece.text == ""
+            break
+        assert client.chat("x").text == "The Bridge."
+
+    async def give_up() -> str:
+        async with AsyncClient(server.url) as client:
+            pieces = client.stream("x")
+            assert (await anext(pieces)).text == ""
+            await pieces.aclose()  # type: ignore[attr-defined]  # every stream here is a generator
+            return (await client.chat("x")).text
+
+    assert asyncio.run(give_up()) == "The Bridge."
+
+
+def test_address_key_and_model_are_heeded(server: StandIn) -> None:
+    for url in (server.url, f"{server.url}/", f"{server.url}/v1", f"{server.url}/v1/"):
+        with Client(url, api_key="secret", model="mine") as client:
+            client.chat("x")
+            client.chat("x", model="yours")
+    assert {path for path, _, _ in server.seen} == {"/v1/chat/completions"}
+    assert {headers["Authorization"] for _, headers, _ in server.seen} == {"Bearer secret"}
+    assert [body["model"] for _, _, body in server.seen] == ["mine", "yours"] * 4
+
+
+def test_the_model_is_looked_up_once(server: StandIn) -> None:
+    with Client(server.url) as client:
+        client.chat("x")
+        client.chat("x")
+    assert [path for path, _, _ in server.seen].count("/v1/models") == 1
+
+
+def test_no_model(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANSWERS, "/v1/models", {"data": []})
+    with pytest.raises(ServerError, match="serves no model"):
+        ask(server, "chat", "x", asynchronous=False)
+    monkeypatch.setitem(ANSWERS, "/v1/models", [])
+    with pytest.raises(ServerError, match="list of models"):
+        ask(server, "models", asynchronous=True)
+
+
+def test_a_transport_of_ones_own() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=ANSWERS[request.url.path])
+
+    with Client("http://host", transport=httpx.MockTransport(answer)) as client:
+        assert client.complete("x").text == " a bridge"
+
+
+def test_the_client_needs_no_torch() -> None:
+    code = "import sys; import saesteer.client; assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
