@@ -25,6 +25,22 @@ Dictionaries = Annotated[
         help="A dictionary and its name in requests: a path or hub id, @SITE if its files do not say it. Repeatable.",
     ),
 ]
+Vectors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vector",
+        metavar="NAME=FILE",
+        help="Vectors and their name in requests: .safetensors, .npy, .gguf (control vector) or .pt. Repeatable.",
+    ),
+]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="NAME=FILE", help="A spec as a JSON file, and its name in requests. Repeatable."),
+]
+Settings = Annotated[
+    str | None,
+    typer.Option("--saesteer-config", metavar="FILE", help="All of these in a YAML file; flags win over it."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM says.")]
 
 
@@ -61,15 +77,39 @@ def serve(
     sites: Annotated[
         list[str] | None,
         typer.Option(
-            "--sites", metavar="SITE,...", help="Sites to instrument beside those of the dictionaries. Repeatable."
+            "--sites",
+            metavar="SITE,...",
+            help="Sites to instrument beside those of the dictionaries; resid_post.all is every layer. Repeatable.",
         ),
     ] = None,
-    max_edits: Annotated[int, typer.Option("--max-edits", help="Table entries that one request may use.")] = 64,
+    vector: Vectors = None,
+    module: Modules = None,
+    max_edits: Annotated[
+        int | None, typer.Option("--max-edits", help="Table entries that one request may use; default 64.")
+    ] = None,
+    pool_rows: Annotated[
+        int | None, typer.Option("--pool-rows", help="Slots for vectors at every site; default 64.")
+    ] = None,
+    inline_rows: Annotated[
+        int | None, typer.Option("--inline-rows", help="Vectors of a request's own at every site; default 1.")
+    ] = None,
+    saesteer_config: Settings = None,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` as it is; MODEL comes first."""
     from saesteer import launch
+    from saesteer.settings import read_settings
 
-    launch.serve(model, launch.config_from(dictionary or [], sites or [], max_edits), context.args)
+    config = read_settings(
+        dictionary or [],
+        sites or [],
+        vectors=vector or [],
+        modules=module or [],
+        file=saesteer_config,
+        max_edits=max_edits,
+        pool_rows=pool_rows,
+        inline_rows=inline_rows,
+    )
+    launch.serve(model, config, context.args)
 
 
 @app.command()
@@ -94,9 +134,10 @@ def doctor(
     """Prove on this machine that steering works and touches nobody else. Exit code 1 where it does not."""
     from saesteer import launch
     from saesteer.doctor import run
+    from saesteer.settings import read_settings
 
     launch.need_vllm()
-    if not run(Console(), model, launch.config_from(dictionary or []), feature, verbose=verbose):
+    if not run(Console(), model, read_settings(dictionary or []), feature, verbose=verbose):
         raise typer.Exit(1)
 
 

@@ -1,25 +1,35 @@
-"""What the operator asked for at start: dictionaries, sites, limits. Knows nothing of vLLM; weights stay unread.
+"""What the operator asked for at start: dictionaries, vectors, modules, sites, limits. Knows nothing of vLLM.
 
-The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a server sees the same:
+The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a server sees the same; weights and files
+stay unread until somebody asks:
 
-    {"dictionaries": {"gs20": {"path": "org/repo/folder", "site": "resid_post.20"}}, "sites": [], "max_edits": 64}
+    {"dictionaries": {"gs20": {"path": "org/repo/folder", "site": "resid_post.20"}},
+     "vectors": {"happy": {"path": "happy.gguf"}, "sentiment": {"path": "probe.npy", "bias": -0.5}},
+     "modules": {"golden-gate": "golden-gate.json", "calm": {"edits": [...]}},
+     "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1}
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from saesteer.checks import MAX_NAME, show
 from saesteer.coder import CoderInfo
 from saesteer.errors import ConfigError
 from saesteer.loaders import describe
+from saesteer.modules import read_modules
 from saesteer.plan import Catalog
-from saesteer.sites import canonical, parse
+from saesteer.sites import canonical, expand_sites, order, parse
+from saesteer.spec import Spec
+from saesteer.vectors import VectorSet, read_vectors
 
 KEY = "saesteer"
 SERVED_KINDS = ("resid_pre", "resid_mid", "resid_post")
-MAX_EDITS_LIMIT = 4096
+# Name of a limit → the least, the usual and the largest value.
+LIMITS = {"max_edits": (1, 64, 4096), "pool_rows": (0, 64, 65536), "inline_rows": (0, 1, 64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +47,24 @@ class DictionarySource:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorSource:
+    """Where vectors are: a file or ``org/repo/file``, and a probe's bias in place of the file's own."""
+
+    path: str
+    bias: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SaesteerConfig:
     """The operator's wishes; immutable, equal in every process of a server."""
 
     dictionaries: Mapping[str, DictionarySource] = field(default_factory=dict)
-    sites: tuple[str, ...] = ()  # instrumented beside those that the dictionaries need
-    max_edits: int = 64  # table entries of one request, over all sites
+    sites: tuple[str, ...] = ()  # instrumented beside those that the dictionaries need; "resid_post.all": every layer
+    max_edits: int = LIMITS["max_edits"][1]  # table entries of one request, over all sites
+    vectors: Mapping[str, VectorSource] = field(default_factory=dict)
+    modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
+    pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
+    inline_rows: int = LIMITS["inline_rows"][1]  # vectors of one request's own at every site
 
     @classmethod
     def from_json(cls, raw: Any) -> "SaesteerConfig":
@@ -52,22 +74,24 @@ class SaesteerConfig:
             ConfigError: an unknown field, a wrong type or a value out of range.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"additional_config.{KEY} is {raw!r}, expected an object")
-        known = ("dictionaries", "sites", "max_edits")
+            raise ConfigError(f"additional_config.{KEY} is {show(raw)}, expected an object")
+        known = [one.name for one in fields(cls)]
         for key in raw:
             if key not in known:
                 raise ConfigError(f"additional_config.{KEY} has an unknown field {key!r}; known: {', '.join(known)}")
-        sources = raw.get("dictionaries", {})
-        if not isinstance(sources, Mapping):
-            raise ConfigError(f"{KEY}.dictionaries is {sources!r}, expected an object of name: path")
-        dictionaries = {name: _source(name, value) for name, value in sources.items()}
         sites = raw.get("sites", ())
-        if isinstance(sites, str) or not all(isinstance(site, str) for site in sites):
-            raise ConfigError(f"{KEY}.sites is {sites!r}, expected a list of sites such as 'resid_post.12'")
-        max_edits = raw.get("max_edits", 64)
-        if not isinstance(max_edits, int) or isinstance(max_edits, bool) or not 1 <= max_edits <= MAX_EDITS_LIMIT:
-            raise ConfigError(f"{KEY}.max_edits is {max_edits!r}, expected 1 to {MAX_EDITS_LIMIT}")
-        return cls(dictionaries, tuple(sites), max_edits)
+        if not isinstance(sites, list | tuple) or not all(isinstance(site, str) for site in sites):
+            raise ConfigError(f"{KEY}.sites is {show(sites)}, expected a list of sites such as 'resid_post.12'")
+        expand_sites(sites, 1)
+        return cls(
+            _named(raw, "dictionaries", _dictionary_source),
+            tuple(sites),
+            _limit(raw, "max_edits"),
+            _named(raw, "vectors", _vector_source),
+            _named(raw, "modules", _module_source),
+            _limit(raw, "pool_rows"),
+            _limit(raw, "inline_rows"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The wire form, for vLLM's ``additional_config``."""
@@ -75,7 +99,15 @@ class SaesteerConfig:
             "dictionaries": {name: {"path": s.path, "site": s.site} for name, s in self.dictionaries.items()},
             "sites": list(self.sites),
             "max_edits": self.max_edits,
+            "vectors": {name: {"path": s.path, "bias": s.bias} for name, s in self.vectors.items()},
+            "modules": dict(self.modules),
+            "pool_rows": self.pool_rows,
+            "inline_rows": self.inline_rows,
         }
+
+    def with_depth(self, layers: int) -> "SaesteerConfig":
+        """The same for a model of this many layers: ``resid_post.all`` becomes the sites that it stands for."""
+        return replace(self, sites=expand_sites(self.sites, layers))
 
     def describe(self) -> dict[str, CoderInfo]:
         """What each dictionary is, from its file headers, with the operator's site in place.
@@ -86,33 +118,111 @@ class SaesteerConfig:
         """
         return {name: _placed(name, source) for name, source in self.dictionaries.items()}
 
-    def catalog(self, infos: Mapping[str, CoderInfo]) -> Catalog:
-        """What requests may name on this server; ``infos`` are those of ``describe``."""
-        return Catalog(dictionaries=infos, sites=frozenset(self.all_sites(infos)), max_entries=self.max_edits)
+    def read_vectors(self) -> dict[str, VectorSet]:
+        """The vectors by name.
+
+        Raises:
+            LoadError: a file that is not what it should be.
+        """
+        return {name: read_vectors(source.path, bias=source.bias) for name, source in self.vectors.items()}
+
+    def read_modules(self) -> dict[str, Spec]:
+        """The modules by name, each a right spec that names what this server has.
+
+        Raises:
+            ConfigError: a file that cannot be read, a wrong spec, an unknown name, or modules that use each other.
+        """
+        return read_modules(self.modules, dictionaries=self.dictionaries, vectors=self.vectors)
+
+    def catalog(self, infos: Mapping[str, CoderInfo], *, width: int | None = None) -> Catalog:
+        """What requests may name on this server.
+
+        Args:
+            infos: those of ``describe``.
+            width: of the model's stream, for the vectors that requests bring; None: any.
+        """
+        return Catalog(
+            dictionaries=infos,
+            sites=frozenset(self.all_sites(infos)),
+            max_entries=self.max_edits,
+            vectors=self.read_vectors(),
+            modules=self.read_modules(),
+            width=width,
+            inline_rows=self.inline_rows,
+        )
 
     def all_sites(self, infos: Mapping[str, CoderInfo]) -> tuple[str, ...]:
-        """Canonical names of all instrumented sites, in the order of the device tables."""
-        wanted = [canonical(str(info.site_in)) for info in infos.values()] + [canonical(site) for site in self.sites]
+        """Canonical names of all instrumented sites, as a forward pass comes to them.
+
+        Those of the dictionaries, resid_post of every layer that a vector has a row for, and those that were named.
+        """
         for site in self.sites:
             if parse(site)[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        return tuple(sorted(set(wanted), key=lambda site: (parse(site)[1], site)))
+        wanted = [canonical(str(info.site_in)) for info in infos.values()] + [canonical(site) for site in self.sites]
+        for found in self.read_vectors().values():
+            wanted += [f"resid_post.{layer}" for layer in found.layers or ()]
+        return tuple(sorted(set(wanted), key=order))
 
     def fingerprint(self) -> str:
         """Hex digest of all that decides which ops stand where in the compiled graph, and what they read."""
-        infos = self.describe()
-        facts = [self.to_json(), self.all_sites(infos), {name: info.to_json() for name, info in infos.items()}]
+        facts = [
+            self.to_json(),
+            {name: info.to_json() for name, info in self.describe().items()},
+            {name: found.fingerprint for name, found in self.read_vectors().items()},
+            {name: spec.to_json() for name, spec in self.read_modules().items()},
+        ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _source(name: str, value: Any) -> DictionarySource:
+def _named(raw: Mapping[str, Any], key: str, source: Callable[[str, Any], Any]) -> dict[str, Any]:
+    found = raw.get(key, {})
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{KEY}.{key} is {show(found)}, expected an object of name: place")
+    for name in found:
+        # As in requests, or nobody could ask for it.
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise ConfigError(f"{KEY}.{key} has the name {name!r}, expected 1 to {MAX_NAME} printable characters")
+    return {name: source(name, value) for name, value in found.items()}
+
+
+def _limit(raw: Mapping[str, Any], key: str) -> int:
+    low, usual, high = LIMITS[key]
+    value = raw.get(key, usual)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{KEY}.{key} is {show(value)}, expected {low} to {high}")
+    return value
+
+
+def _dictionary_source(name: str, value: Any) -> DictionarySource:
     if isinstance(value, DictionarySource):
         return value
     if isinstance(value, str):
         return DictionarySource.from_argument(value)
     if not isinstance(value, Mapping) or set(value) - {"path", "site"} or not isinstance(value.get("path"), str):
-        raise ConfigError(f"dictionary {name!r} is {value!r}, expected a path or {{'path': ..., 'site': ...}}")
+        raise ConfigError(f"dictionary {name!r} is {show(value)}, expected a path or {{'path': ..., 'site': ...}}")
     return DictionarySource(value["path"], value.get("site"))
+
+
+def _vector_source(name: str, value: Any) -> VectorSource:
+    if isinstance(value, VectorSource):
+        return value
+    if isinstance(value, str):
+        return VectorSource(value)
+    if not isinstance(value, Mapping) or set(value) - {"path", "bias"} or not isinstance(value.get("path"), str):
+        raise ConfigError(f"vector {name!r} is {show(value)}, expected a path or {{'path': ..., 'bias': ...}}")
+    bias = value.get("bias")
+    if bias is not None and (isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias)):
+        raise ConfigError(f"vector {name!r} has the bias {show(bias)}, expected a finite number")
+    return VectorSource(value["path"], None if bias is None else float(bias))
+
+
+def _module_source(name: str, value: Any) -> str | dict[str, Any]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"module {name!r} is {show(value)}, expected the path of a JSON file or a spec")
+    return dict(value)
 
 
 def _placed(name: str, source: DictionarySource) -> CoderInfo:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from saesteer.config import KEY, DictionarySource, SaesteerConfig
 from saesteer.demo import DEMO_DICTIONARY, DEMO_SAE, engine_options
 from saesteer.errors import ConfigError
 from saesteer.model import ensure_model
+from saesteer.vectors import check_vectors
 
 # Flags that change how vLLM reads the model's config: then its width is left to vLLM's own start to check.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
@@ -26,33 +28,8 @@ def need_vllm() -> None:
         raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' brings it")
 
 
-def config_from(dictionaries: Sequence[str], sites: Sequence[str] = (), max_edits: int = 64) -> SaesteerConfig:
-    """The operator's wishes from the words of the command line.
-
-    Args:
-        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
-        sites: names, each word one or several with commas.
-        max_edits: table entries of one request.
-
-    Raises:
-        ConfigError: a word is not of that form.
-    """
-    sources: dict[str, DictionarySource] = {}
-    for word in dictionaries:
-        name, equals, place = word.partition("=")
-        if not (name and equals and place):
-            raise ConfigError(
-                f"--dictionary {word}: expected NAME=PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"
-            )
-        if name in sources:
-            raise ConfigError(f"--dictionary {word}: the name {name!r} is taken by {sources[name].path}")
-        sources[name] = DictionarySource.from_argument(place)
-    named = [site for word in sites for site in word.split(",") if site]
-    return SaesteerConfig.from_json(SaesteerConfig(sources, tuple(named), max_edits).to_json())
-
-
 def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None:
-    """Tell now what vLLM would only tell after a minute, in a traceback: what is wrong with the model or a dictionary.
+    """Tell now what vLLM would only tell after a minute, in a traceback: what is wrong with the model or a file.
 
     Args:
         model: a folder or hub id.
@@ -60,17 +37,20 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
         flags: for vLLM; those that say how to find the model's config are heeded.
 
     Raises:
-        ConfigError: no such model, or a dictionary or site that it does not have.
-        LoadError: a dictionary's files are not what they should be.
+        ConfigError: no such model, a dictionary, vector or site that it does not have, or a wrong module.
+        LoadError: a file of a dictionary or of vectors is not what it should be.
     """
-    infos = config.describe()
-    sites = config.all_sites(infos)
+    infos, vectors = config.describe(), config.read_vectors()
+    config.read_modules()
+    config.with_depth(1).all_sites(infos)
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
         return
     from saesteer.engine import check_fit
 
     shape = _text_config(model, flags)
-    check_fit(infos, sites, width=shape.hidden_size, layers=shape.num_hidden_layers)
+    width, layers = shape.hidden_size, shape.num_hidden_layers
+    check_vectors(vectors, width=width, layers=layers)
+    check_fit(infos, config.with_depth(layers).all_sites(infos), width=width, layers=layers)
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
@@ -83,7 +63,7 @@ def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, di
         return model, config, {}
     sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
     folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # for the commands alone
-    return str(folder), SaesteerConfig(sources, config.sites, config.max_edits), engine_options()
+    return str(folder), replace(config, dictionaries=sources), engine_options()
 
 
 def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
@@ -135,7 +115,7 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
     merged = _json_object(flag, _value(flags, flag))
     if KEY in merged:
         raise ConfigError(
-            f"{flag} has {KEY!r} already; say it with --dictionary, --sites and --max-edits, or run vllm serve"
+            f"{flag} has {KEY!r} already; say it with --dictionary, --vector, --sites ..., or run vllm serve"
         )
     merged[KEY] = config.to_json()
     kept: list[str] = []

@@ -4,6 +4,7 @@ A site is a kind and a layer, counted from 0. What a layer calls resid_pre is wh
 """
 
 import re
+from collections.abc import Iterable
 
 from saesteer.errors import ConfigError
 
@@ -46,3 +47,34 @@ def canonical(name: str) -> str:
     """
     kind, layer = parse(name)
     return f"resid_post.{layer - 1}" if kind == "resid_pre" and layer > 0 else name
+
+
+def order(name: str) -> tuple[int, int]:
+    """A key that sorts sites as a forward pass comes to them.
+
+    Raises:
+        ConfigError: it is no name of a site.
+    """
+    kind, layer = parse(canonical(name))
+    return layer, KINDS.index(kind)
+
+
+def expand_sites(sites: Iterable[str], layers: int) -> tuple[str, ...]:
+    """The sites of a list in which ``resid_post.all`` stands for that kind at every layer.
+
+    Args:
+        sites: names, as an operator writes them.
+        layers: of the model.
+
+    Raises:
+        ConfigError: one is no name of a site.
+    """
+    found: list[str] = []
+    for name in sites:
+        kind, _, layer = name.partition(".")
+        if layer == "all" and kind in KINDS:
+            found += [f"{kind}.{one}" for one in range(layers)]
+        else:
+            parse(name)
+            found.append(name)
+    return tuple(found)

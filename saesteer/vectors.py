@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.errors import LoadError
+from saesteer.errors import ConfigError, LoadError
 from saesteer.inline import InlineVector
 from saesteer.loaders import vectors as files
 
@@ -75,6 +75,22 @@ def from_inline(value: tuple[float, ...] | InlineVector) -> VectorSet:
     if value.layers is None:
         return _vector_set({None: array}, 0.0)
     return _vector_set(dict(zip(value.layers, array, strict=True)), 0.0)
+
+
+def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
+    """Refuse vectors that the model does not have the place for.
+
+    Raises:
+        ConfigError: naming the vector, and what the model has.
+    """
+    for name, found in vectors.items():
+        if found.width != width:
+            raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide")
+        if found.layers and found.layers[-1] >= layers:
+            last = found.layers[-1]
+            raise ConfigError(
+                f"vector {name!r} has a row for layer {last}, but this model has layers 0 to {layers - 1}"
+            )
 
 
 def _vector_set(rows: Mapping[int | None, Row], bias: float) -> VectorSet:

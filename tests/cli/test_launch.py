@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from saesteer import launch
+from saesteer.cli import app
 from saesteer.config import SaesteerConfig
 from saesteer.demo import DEMO_SAE
+from saesteer.settings import read_settings
 
 
 class Became(Exception):
@@ -43,7 +47,7 @@ def additional_config(words: list[str]) -> Any:
 
 
 def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
-    config = launch.config_from([f"gs={DEMO_SAE}@resid_post.3"], ["resid_post.1,resid_mid.2", "resid_pre.0"], 32)
+    config = read_settings([f"gs={DEMO_SAE}@resid_post.3"], ["resid_post.1,resid_mid.2", "resid_pre.0"], max_edits=32)
     with pytest.raises(Became):
         launch.serve(model, config, ["--port", "8001", "--enforce-eager"])
     assert become["program"] == sys.executable
@@ -55,9 +59,39 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3"}},
             "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
             "max_edits": 32,
+            "vectors": {},
+            "modules": {},
+            "pool_rows": 64,
+            "inline_rows": 1,
         }
     }
     assert SaesteerConfig.from_json(additional_config(words)["saesteer"]) == config
+
+
+def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
+    model: str, become: dict[str, Any], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "happy.npy", np.ones(576, np.float32))
+    (tmp_path / "calm.json").write_text('{"edits": [{"op": "ablate", "vector": "happy", "site": "resid_post.2"}]}')
+    (tmp_path / "more.yaml").write_text("vectors: {sad: happy.npy}\nmax_edits: 8\n")
+    words = ["--port", "1", "--vector", f"happy={tmp_path}/happy.npy", "--module", f"calm={tmp_path}/calm.json"]
+    words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
+    words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
+    with pytest.raises(Became):
+        CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
+    assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
+    assert additional_config(become["words"])["saesteer"] == {
+        "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": None}},
+        "vectors": {
+            "sad": {"path": f"{tmp_path}/happy.npy", "bias": None},
+            "happy": {"path": f"{tmp_path}/happy.npy", "bias": None},
+        },
+        "modules": {"calm": f"{tmp_path}/calm.json"},
+        "sites": ["resid_post.all"],
+        "max_edits": 16,
+        "pool_rows": 9,
+        "inline_rows": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,7 +99,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
 )
 def test_users_additional_config_is_kept(model: str, become: dict[str, Any], form: list[str]) -> None:
     with pytest.raises(Became):
-        launch.serve(model, launch.config_from([]), ["--port", "1", *form, "--seed", "7"])
+        launch.serve(model, read_settings([]), ["--port", "1", *form, "--seed", "7"])
     words = become["words"]
     assert words[5:9] == ["--port", "1", "--seed", "7"]
     found = additional_config(words)
@@ -80,7 +114,7 @@ def test_demo_brings_model_dictionary_and_options(
         launch, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16", "enforce_eager": True}
     )
     with pytest.raises(Became):
-        launch.serve("demo", launch.config_from([]), ["--max_model_len=512", "--no-enforce-eager"])
+        launch.serve("demo", read_settings([]), ["--max_model_len=512", "--no-enforce-eager"])
     words = become["words"]
     assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
     assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
@@ -102,4 +136,4 @@ def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
 
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:
     with pytest.raises(Became):
-        launch.serve("s3://bucket/model", launch.config_from([f"demo={DEMO_SAE}"]), [])
+        launch.serve("s3://bucket/model", read_settings([f"demo={DEMO_SAE}"]), [])

@@ -78,6 +78,8 @@ def test_layer_that_the_model_lacks(small_model: Path) -> None:
         (["--dictionary", f"a={DEMO_SAE}@resid_post.nine"], "resid_post.nine"),
         (["--sites", "middle"], "'middle'"),
         (["--max-edits", "0"], "max_edits is 0"),
+        (["--vector", "happy=/no/such.gguf"], "/no/such.gguf: no such file"),
+        (["--saesteer-config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
         (["--additional-config", "[1]"], "expected a JSON object"),
         (["--additional-config", "{"], "expected a JSON object"),
         (["--additional-config", '{"saesteer": {}}'], "has 'saesteer' already"),

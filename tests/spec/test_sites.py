@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer.errors import ConfigError
-from saesteer.sites import KINDS, MAX_LAYER, canonical, parse
+from saesteer.sites import KINDS, MAX_LAYER, canonical, expand_sites, parse
 
 
 @given(st.sampled_from(KINDS), st.integers(0, MAX_LAYER))
@@ -31,3 +31,13 @@ def test_what_is_no_site_is_refused_with_the_kinds(name: str) -> None:
     for read in (parse, canonical):
         with pytest.raises(ConfigError, match=r"expected a layer of a kind.*mlp_in_pregain"):
             read(name)
+
+
+def test_all_is_every_layer_of_the_model() -> None:
+    assert expand_sites(["resid_mid.1", "resid_post.all", "z.0"], 2) == (
+        "resid_mid.1", "resid_post.0", "resid_post.1", "z.0"
+    )  # fmt: skip
+    assert expand_sites([], 2) == ()
+    for name in ("all", "resid_pst.all", "resid_post.ALL", "resid_post.all.1", "resid_post"):
+        with pytest.raises(ConfigError, match="is not a site"):
+            expand_sites([name], 2)

@@ -1,0 +1,265 @@
+"""What an operator may say at start, in words, in a file and on the wire; and how mistakes are told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saesteer import launch
+from saesteer.config import LIMITS, DictionarySource, SaesteerConfig, VectorSource
+from saesteer.demo import DEMO_SAE
+from saesteer.errors import ConfigError, LoadError, SaesteerError
+from saesteer.settings import read_settings
+from saesteer.sites import KINDS
+from saesteer.spec import from_json
+from tests.spec.strategies import edits
+
+MODULE = {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "scale": 4.0}]}
+
+names = st.text(min_size=1, max_size=128).filter(str.isprintable)
+paths = st.text(max_size=20)
+configs = st.builds(
+    SaesteerConfig,
+    st.dictionaries(names, st.builds(DictionarySource, paths, st.none() | paths), max_size=3),
+    st.lists(st.sampled_from([f"{kind}.{layer}" for kind in KINDS for layer in ("0", "33", "all")]), max_size=3).map(
+        tuple
+    ),
+    *(
+        st.integers(LIMITS["max_edits"][0], LIMITS["max_edits"][2]),
+        st.dictionaries(names, st.builds(VectorSource, paths, st.none() | st.floats(-9, 9)), max_size=3),
+        st.dictionaries(names, paths | edits.map(lambda one: {"edits": [one.to_json()]}), max_size=2),
+        st.integers(LIMITS["pool_rows"][0], LIMITS["pool_rows"][2]),
+        st.integers(LIMITS["inline_rows"][0], LIMITS["inline_rows"][2]),
+    ),
+)
+
+
+@given(configs)
+def test_the_wire_form_is_the_config(config: SaesteerConfig) -> None:
+    wire = json.loads(json.dumps(config.to_json()))
+    assert SaesteerConfig.from_json(wire) == config
+    assert SaesteerConfig.from_json(config.to_json()) == config
+
+
+def test_what_is_not_said_is_as_usual() -> None:
+    assert SaesteerConfig.from_json({}) == SaesteerConfig() == read_settings()
+    assert (SaesteerConfig().max_edits, SaesteerConfig().pool_rows, SaesteerConfig().inline_rows) == (64, 64, 1)
+
+
+def vector(file: Path, *shape: int, seed: int = 0) -> Path:
+    np.save(file, np.random.default_rng(seed).normal(size=shape))
+    return file
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a model's config (64 wide, 4 layers), vectors, modules and a settings file."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    vector(tmp_path / "happy.npy", 64)
+    vector(tmp_path / "layers.npy", 4, 64)
+    (tmp_path / "module.json").write_text(json.dumps(MODULE))
+    (tmp_path / "settings.yaml").write_text(
+        f"""
+        dictionaries:
+          demo: {DEMO_SAE}@resid_post.3
+          hub: org/repo/folder
+        vectors:
+          happy: happy.npy
+          sentiment: {{path: layers.npy, bias: -0.5}}
+        modules:
+          golden: module.json
+          calm: {{edits: [{{op: ablate, vector: happy, site: resid_post.2}}, {{op: use, module: golden}}]}}
+        sites: [resid_post.all]
+        max_edits: 32
+        pool_rows: 8
+        """
+    )
+    return tmp_path
+
+
+def test_a_file_says_all(place: Path) -> None:
+    config = read_settings(file=place / "settings.yaml")
+    assert config.dictionaries == {
+        "demo": DictionarySource(str(DEMO_SAE), "resid_post.3"),
+        "hub": DictionarySource("org/repo/folder"),
+    }
+    assert config.vectors == {
+        "happy": VectorSource(str(place / "happy.npy")),
+        "sentiment": VectorSource(str(place / "layers.npy"), -0.5),
+    }
+    assert config.modules["golden"] == str(place / "module.json")
+    assert (config.sites, config.max_edits, config.pool_rows, config.inline_rows) == (("resid_post.all",), 32, 8, 1)
+    vectors, modules = config.read_vectors(), config.read_modules()
+    assert (vectors["happy"].layers, vectors["sentiment"].layers) == (None, (0, 1, 2, 3))
+    assert (vectors["sentiment"].bias, vectors["happy"].width) == (-0.5, 64)
+    assert modules["golden"] == from_json(MODULE)
+    assert [edit.op for edit in modules["calm"].edits] == ["ablate", "use"]
+
+
+def test_words_win_over_the_file(place: Path) -> None:
+    config = read_settings(
+        ["hub=other/repo", "new=x@resid_pre.1"],
+        ["resid_mid.1,resid_mid.2", "resid_pre.0"],
+        vectors=[f"happy={place}/layers.npy", "a=b=c"],
+        modules=["calm=calm.json"],
+        file=place / "settings.yaml",
+        max_edits=16,
+        pool_rows=None,
+    )
+    assert config.dictionaries["hub"] == DictionarySource("other/repo")
+    assert config.dictionaries["new"] == DictionarySource("x", "resid_pre.1")
+    assert sorted(config.dictionaries) == ["demo", "hub", "new"]
+    assert config.vectors["happy"].path == f"{place}/layers.npy"
+    assert config.vectors["a"].path == "b=c"
+    assert (config.modules["calm"], config.modules["golden"]) == ("calm.json", str(place / "module.json"))
+    assert config.sites == ("resid_post.all", "resid_mid.1", "resid_mid.2", "resid_pre.0")
+    assert (config.max_edits, config.pool_rows) == (16, 8)
+
+
+def test_every_layer_is_known_with_the_model() -> None:
+    config = read_settings([], ["resid_post.all,resid_mid.1"]).with_depth(3)
+    assert config.sites == ("resid_post.0", "resid_post.1", "resid_post.2", "resid_mid.1")
+    assert config.with_depth(9) == config
+
+
+def test_the_fingerprint_follows_the_content(place: Path) -> None:
+    config = read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"])
+    seen = [config.fingerprint()]
+    assert read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"]).fingerprint() in seen
+    vector(place / "happy.npy", 64, seed=1)
+    seen.append(config.fingerprint())
+    (place / "module.json").write_text(json.dumps(MODULE).replace("4.0", "4.5"))
+    seen.append(config.fingerprint())
+    seen.append(replace(config, vectors={"happy": replace(config.vectors["happy"], bias=1.0)}).fingerprint())
+    seen.append(replace(config, pool_rows=65).fingerprint())
+    assert len(set(seen)) == 5
+
+
+def test_the_door_lets_a_right_config_in(place: Path) -> None:
+    config = read_settings(
+        [],
+        ["resid_post.all"],
+        vectors=[f"happy={place}/happy.npy", f"layers={place}/layers.npy"],
+        modules=[f"golden={place}/module.json"],
+    )
+    launch.check(str(place), config)
+    launch.check("s3://bucket/model", config)
+
+
+WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"vectors": ["happy"]}, "--vector happy: expected NAME=FILE, such as happy=happy.gguf"),
+    ({"vectors": ["=x"]}, "--vector =x: expected NAME=FILE"),
+    ({"vectors": ["a=x", "a=y"]}, "the name 'a' is taken by another --vector"),
+    ({"modules": ["a="]}, "--module a=: expected NAME=FILE"),
+    ({"vectors": ["a\nb=x"]}, "saesteer.vectors has the name 'a\\nb', expected 1 to 128 printable"),
+    ({"modules": [f"{'a' * 129}=x"]}, "saesteer.modules has the name"),
+    ({"sites": ["resid_post.every"]}, "'resid_post.every' is not a site"),
+    ({"sites": ["all"]}, "'all' is not a site"),
+    ({"pool_rows": -1}, "saesteer.pool_rows is -1, expected 0 to 65536"),
+    ({"pool_rows": 65537}, "expected 0 to 65536"),
+    ({"inline_rows": 65}, "saesteer.inline_rows is 65, expected 0 to 64"),
+    ({"file": "/no/such.yaml"}, "--saesteer-config /no/such.yaml: cannot be read (No such file or directory)"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), WRONG_WORDS)
+def test_wrong_words(words: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_settings(**words)
+    assert told in str(caught.value)
+
+
+# Nine lists in each other, nine times: 387 million items for who writes them out.
+BOMB = "sites:\n- &a0 [x]\n" + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+WRONG_FILES: list[tuple[str, str]] = [
+    ("[1]", "holds a list, expected names and values"),
+    ("a: [", "no YAML"),
+    ("a: !!python/object/apply:os.system ['echo']", "no YAML"),
+    ("dictionary: {}", "an unknown field 'dictionary'; known: dictionaries, sites, max_edits, vectors"),
+    ("vectors: {a: x}\nvectors: {b: y}", "the key 'vectors' stands twice"),
+    ("vectors: {a: x, a: y}", "the key 'a' stands twice"),
+    ("vectors: [x]", "saesteer.vectors is a list of 1, expected an object of name: place"),
+    ("vectors: {1: x}", "saesteer.vectors has the name 1"),
+    ("vectors: {a: 1}", "vector 'a' is 1, expected a path or {'path': ..., 'bias': ...}"),
+    ("vectors: {a: {path: x, site: y}}", "vector 'a' is"),
+    ("vectors: {a: {path: x, bias: .nan}}", "vector 'a' has the bias nan, expected a finite number"),
+    ("vectors: {a: {path: x, bias: true}}", "vector 'a' has the bias true"),
+    ("modules: {a: 1}", "module 'a' is 1, expected the path of a JSON file or a spec"),
+    ("dictionaries: {a: {path: 1}}", "dictionary 'a' is"),
+    ("sites: resid_post.3", "saesteer.sites is 'resid_post.3', expected a list"),
+    ("sites: 3", "saesteer.sites is 3, expected a list"),
+    ("max_edits: '64'", "saesteer.max_edits is '64', expected 1 to 4096"),
+    ("pool_rows: true", "saesteer.pool_rows is true"),
+    ("&a [*a]", "holds a list"),
+    (BOMB, "saesteer.sites is a list of 9, expected a list of sites"),
+    ("\x00", "no YAML"),
+    ("[" * 50_000, "no YAML"),
+    (" " * ((1 << 20) + 1), "more than 1048576 bytes"),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG_FILES, ids=[text[:30] for text, _ in WRONG_FILES])
+def test_wrong_files(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_settings(file=file)
+    assert told in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("# nothing yet\n")
+    assert read_settings(file=tmp_path / "settings.yaml") == SaesteerConfig()
+
+
+def use(*modules: str) -> dict[str, Any]:
+    return {"edits": [{"op": "use", "module": name} for name in modules]}
+
+
+WRONG_MODULES: list[tuple[dict[str, Any], str]] = [
+    ({"m": {"edits": [{"op": "add", "vector": "hapy", "site": "resid_post.1"}]}},
+     "module 'm': saesteer.edits[0].vector: got 'hapy' (did you mean 'happy'?), expected one of: happy"),
+    ({"m": {"edits": [{"op": "clamp", "dictionary": "gs", "feature": 1, "value": 1}]}},
+     "module 'm': saesteer.edits[0].dictionary: got 'gs', expected one of: none"),
+    ({"m": {"edits": [{"op": "ablate", "vector": "happy", "site": "resid_post.1",
+                       "when": [{"probe": "happy", "above": 1}, {"probe": "sad", "above": 1}]}]}},
+     "module 'm': saesteer.edits[0].when[1].probe: got 'sad'"),
+    ({"m": use("n")}, "module 'm': saesteer.edits[0].module: got 'n'"),
+    ({"m": use("m")}, "module 'm': saesteer.edits[0]"),
+    ({"a": use("b"), "b": use("c"), "c": use("d", "a"), "d": use()}, "'b' uses 'c'"),
+    ({"m": {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "scale": "4"}]}},
+     "module 'm': saesteer.edits[0].scale: got '4', expected a number"),
+    ({"m": {"return": {"probes": ["happy"]}}}, "module 'm': asks for return, expected edits only"),
+    ({"m": "/no/such.json"}, "module 'm' (/no/such.json): cannot be read (No such file"),
+    ({"m": "/"}, "module 'm' (/): cannot be read (Is a directory)"),
+    ({"m": str(DEMO_SAE)}, "cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("modules", "told"), WRONG_MODULES, ids=[str(n) for n in range(len(WRONG_MODULES))])
+def test_wrong_modules(modules: dict[str, Any], told: str, place: Path) -> None:
+    config = SaesteerConfig(vectors={"happy": VectorSource(str(place / "happy.npy"))}, modules=modules)
+    with pytest.raises(ConfigError) as caught:
+        launch.check(str(place), config)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_vectors_that_the_model_has_no_place_for(place: Path) -> None:
+    wide, deep = vector(place / "wide.npy", 65), vector(place / "deep.npy", 5, 64)
+    for file, told in [
+        (wide, "vector 'v' is 65 wide, but this model is 64 wide"),
+        (deep, "vector 'v' has a row for layer 4, but this model has layers 0 to 3"),
+        (place / "none.npy", "no such file"),
+    ]:
+        with pytest.raises(SaesteerError, match=told) as caught:
+            launch.check(str(place), read_settings(vectors=[f"v={file}"]))
+        assert isinstance(caught.value, ConfigError | LoadError)
