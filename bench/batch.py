@@ -153,19 +153,20 @@ class Batches:
             self.call(batch, batch.tables[at % different], form, streams[at % len(streams)]) for at in range(launches)
         ]
 
-    def floor(self, case: Case, form: str, cache: str, ceiling: Ceilings) -> float:
-        """Microseconds that no kernel can beat: an empty launch, the bytes that must move, or a dense encoder's sums.
 
-        A token passes through memory as often as its form says; a cold feature's rows do once; of a dictionary that is
-        encoded whole, all encoder rows do.
-        """
-        moved = PASSES[form] * case.steered_tokens
-        if case.whole:
-            moved += self.features
-        if case.kind == "reconstruct":
-            moved += min(self.features, ACTIVE * case.steered_tokens)
-        elif cache == "cold":
-            moved += (1 if case.kind in ("add", "match") else 2) * case.edits * len(case.steered)
-        sums = 2 * case.steered_tokens * self.features * self.width if case.whole else 0
-        us = moved * self.width * self.dtype.itemsize / ceiling.copy_gb_s / 1e3
-        return max(ceiling.launch_us, us, sums / ceiling.matmul_tflop_s / 1e6)
+def floor(case: Case, form: str, cache: str, width: int, ceiling: Ceilings) -> float:
+    """Microseconds that no kernel can beat: an empty launch, the bytes that must move, or a dense encoder's sums.
+
+    A token passes through memory as often as its form says; a cold feature's rows do once; of a dictionary that is
+    encoded whole, all encoder rows do.
+    """
+    moved = PASSES[form] * case.steered_tokens
+    if case.whole:
+        moved += FEATURES
+    if case.kind == "reconstruct":
+        moved += min(FEATURES, ACTIVE * case.steered_tokens)
+    elif cache == "cold":
+        moved += (1 if case.kind in ("add", "match") else 2) * case.edits * len(case.steered)
+    sums = 2 * case.steered_tokens * FEATURES * width if case.whole else 0
+    us = moved * width * DTYPE.itemsize / ceiling.copy_gb_s / 1e3
+    return max(ceiling.launch_us, us, sums / ceiling.matmul_tflop_s / 1e6)

@@ -107,6 +107,7 @@ CASES = (
     Case("16 x 256", DECODE, edits=256, goal=Goal(us=(25.0, 45.0))),
     Case("16 x reconstruct", DECODE, kind="reconstruct", goal=PARTS, widths=(2304,)),
     Case("8192 x reconstruct", LONG, kind="reconstruct", goal=PARTS, widths=(2304,)),
+    Case("8192 x 4", LONG, edits=4),
     Case("16 x add", DECODE, kind="add"),
     Case("8192 x add", LONG, kind="add"),
     Case("16 x cap", DECODE, kind="cap"),
@@ -136,5 +137,3 @@ CURVES = (
     *(Case(f"16 x {edits}", DECODE, edits=edits, curve="edits") for edits in EDITS_CURVE),
     *(_of_tokens(tokens, edits) for edits in (1, 32) for tokens in TOKENS_CURVE),
 )
-
-SWEEP_CASES = ("16 x 1", "256 x 1", "8192 x 1", "16 x 32", "8192 x 32", "16 x 256")

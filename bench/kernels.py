@@ -1,7 +1,7 @@
 """Times of the kernels on a GPU, in CUDA graph replay, beside the ceilings of the same run. Knows no engine.
 
     python -m bench.kernels --out DIR                   every case; a kernel that is wrong is not timed
-    python -m bench.kernels --out DIR --sweep few       other launches of one kernel, see bench/sweep.py
+    python -m bench.kernels --out DIR --sweep lone      other launches of one kernel, see bench/sweep.py
 
 A warm case edits with the same features again; a cold one takes others at each launch of the graph, so that the weights
 come from memory as they would in a model; a dictionary that is needed whole is always cold. The floor is the larger of
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.batch import FORMS, Batches
+from bench.batch import FORMS, Batches, floor
 from bench.cases import CASES, CURVE_FORM, CURVES, WIDTHS, Case
 from bench.gate import Gate
 from bench.timing import Ceilings, Launch, Timing, capture, ceilings, in_graph, machine
@@ -49,10 +49,10 @@ def launches(case: Case, calls: Sequence[tuple[Any, ...]], tuned: Any = None) ->
     return [partial(edit, *call, tuned=tuned, tiled=tiled) for call in calls]
 
 
-def row(op: str, case: Case, width: int, form: str, cache: str, timing: Timing, floor: float, **more: Any) -> Row:
+def row(op: str, case: Case, width: int, form: str, cache: str, timing: Timing, least: float, **more: Any) -> Row:
     """One line of the results."""
     parts = more.get("parts_us")
-    target = case.goal.target(width, floor, parts) if case.goal is not None and op == "edit" else None
+    target = case.goal.target(width, least, parts) if case.goal is not None and op == "edit" else None
     us, p20, p80 = (round(value, 3) for value in timing)
     edits = case.edits if case.steered else 0
     named = {"op": op, "case": case.name, "width": width, "dtype": "bf16", "form": form, "cache": cache}
@@ -63,8 +63,8 @@ def row(op: str, case: Case, width: int, form: str, cache: str, timing: Timing, 
         "us": us,
         "p20": p20,
         "p80": p80,
-        "floor_us": round(floor, 3),
-        "ratio": round(us / floor, 3),
+        "floor_us": round(least, 3),
+        "ratio": round(us / least, 3),
         "target_us": None if target is None else round(target, 3),
         "reached": None if target is None else us <= target,
         "curve": case.curve,
@@ -126,8 +126,8 @@ def measure(widths: Sequence[int], ceiling: Ceilings, cases: Sequence[Case]) -> 
                     more["parts_us"] = round(parts[case.tokens], 3)
                 for cache in caches(case):
                     timing = in_graph(launches(case, batches.calls(case, form, cache)))
-                    floor = batches.floor(case, form, cache, ceiling)
-                    yield row("edit", case, width, form, cache, timing, floor, **more)
+                    least = floor(case, form, cache, width, ceiling)
+                    yield row("edit", case, width, form, cache, timing, least, **more)
         for case in (case for case in cases if not number and case.name in _MAPPED and case.curve is None):
             arguments = batches.map_arguments(case, batches.batch(case, 1, 1.0).tables[0])
             launch = partial(torch.ops.saesteer.map_, *arguments)
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="all when left out")
     parser.add_argument("--no-curves", action="store_true", help="leave out what only the plot needs")
-    parser.add_argument("--sweep", choices=["edit", "few", "many", "encode"], help="time other launches instead")
+    parser.add_argument("--sweep", choices=["edit", "lone", "many", "encode"], help="time other launches instead")
     parser.add_argument("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="of the sweep")
     parser.add_argument("--form", choices=FORMS, default="normed", help="of the sweep")
     parser.add_argument("--compile", action="store_true", help="check the cases of the first width and form, no more")

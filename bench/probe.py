@@ -26,9 +26,14 @@ class Step:
 
 
 class Probe:
-    """Clocks around saesteer's wraps; `steps` grows as the engine runs."""
+    """Clocks around saesteer's wraps; `steps` grows as the engine runs.
 
-    def __init__(self) -> None:
+    Args:
+        home: what the modules' names begin with whose wraps are meant.
+    """
+
+    def __init__(self, home: str = "saesteer.") -> None:
+        self._home = home
         self.steps: list[Step] = []
         self.names: list[str] = []  # of what has a clock
         self._step = Step()  # work before the first step belongs to nobody
@@ -41,7 +46,7 @@ class Probe:
         """
         for owner in owners:
             for name, function in list(vars(owner).items()):
-                if _is_ours(function):
+                if self._is_ours(function):
                     self._clock(owner, name, function)
 
     def on_steps(self, runner: Any) -> None:
@@ -103,7 +108,6 @@ class Probe:
 
         return timed
 
-
-def _is_ours(function: Any) -> bool:
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    return hasattr(function, "__wrapped__") and home.startswith("saesteer.")
+    def _is_ours(self, function: Any) -> bool:
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        return hasattr(function, "__wrapped__") and home.startswith(self._home)

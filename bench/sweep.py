@@ -1,6 +1,6 @@
 """Other launches of one kernel, timed: every combination of a few fields of its config. Tells which rows to paste.
 
-    python -m bench.kernels --sweep few --grid num_warps=4,8 tokens=2,4,8 programs=2,4 --widths 2304
+    python -m bench.kernels --sweep lone --grid num_warps=4,8 tokens=8,16 programs=4,8 --widths 2304
 
 A field that the grid does not name keeps what kernels/configs.py has; without a grid it is the one below. A combination
 that the compiler refuses, or whose answer is wrong, is said and left out.
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from bench.batch import Batches
+from bench.batch import Batches, floor
 from bench.cases import CASES, Case
 from bench.gate import Gate
 from bench.kernels import Row, compile_errors, failed, fits, launches, row
@@ -39,19 +39,13 @@ SWEEPS = {
         ("16 x 1", "256 x 1", "16 x 32", "16 x 256"),
         {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
     ),
-    "few": Sweep(
-        ("8192 x 1", "8192 x 1, one in ten", "8192 x add"),
-        {"num_warps": (2, 4, 8), "tokens": (1, 2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
+    "lone": Sweep(
+        ("8192 x 1", "8192 x 1, one in ten"),
+        {"num_warps": (2, 4, 8), "tokens": (8, 16, 32), "at_once": (1, 2), "stages": (2, 3), "programs": (4, 8, 16)},
     ),
     "many": Sweep(
-        ("8192 x 32",),
-        {
-            "num_warps": (4, 8),
-            "entries": (16, 32, 64),
-            "block_k": (64, 128, 256),
-            "block_n": (64, 128, 256),
-            "stages": (2, 3),
-        },
+        ("8192 x 4", "8192 x 32"),
+        {"num_warps": (4, 8), "tokens": (16, 32, 64), "block_k": (64, 128), "block_n": (64, 128), "stages": (2, 3)},
     ),
     "encode": Sweep(
         ("16 x reconstruct", "8192 x reconstruct"),
@@ -109,10 +103,10 @@ def sweep(options: Any, ceiling: Ceilings, cases: Sequence[Case] | None) -> Iter
                 if timing is None:
                     yield f"{case.name} {width} {values}: {wrong}"
                     continue
-                floor = batches.floor(case, form, "cold", ceiling)
+                least = floor(case, form, "cold", width, ceiling)
                 shown = _shown(config, kernel)
                 best[case.name].append((timing.median, str(shown)))
-                yield {**row("edit", case, width, form, "cold", timing, floor), "config": {kernel: shown}}
+                yield {**row("edit", case, width, form, "cold", timing, least), "config": {kernel: shown}}
         for name, timed in best.items():
             for us, shown_as in sorted(timed)[:4]:
                 print(f"{name:22}{width:6} {form:7}{us:9.2f}  {shown_as}")

@@ -1,0 +1,169 @@
+"""The benchmark's own rules, without a GPU: what it measures, what it lets through, and what it counts as ours."""
+
+import json
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+
+from bench import plot
+from bench.batch import FORMS, TINY, Batches, floor
+from bench.cases import ACTIVE, CASES, CURVES, FEATURES, THRESHOLD, WIDTHS, Case
+from bench.gate import Gate
+from bench.kernels import caches, fits, row, table
+from bench.probe import Probe
+from bench.sweep import SWEEPS, combinations, parse, tuned
+from bench.timing import Ceilings, Timing, spread
+
+CEILING = Ceilings(copy_gb_s=4300, matmul_tflop_s=790, launch_us=0.5)
+BY_NAME = {case.name: case for case in CASES}
+EDIT: Any = torch.ops.saesteer.edit_
+
+
+def small(case: Case) -> Case:
+    """The same case with fewer tokens and edits, for the reference to be quick."""
+    lengths = tuple(min(length, 3) for length in case.lengths[:20])
+    return replace(case, lengths=lengths, edits=min(case.edits, 9))
+
+
+@pytest.fixture(scope="module")
+def batches() -> Batches:
+    return Batches(40, "cpu", torch.float32, features=256)
+
+
+# Of issue and README: tokens, requests, floor in µs at both widths with cold weights, on one tensor.
+@pytest.mark.parametrize(
+    ("name", "tokens", "steered", "at_2304", "at_5376"),
+    [
+        ("256 x 1", 256, 256, 1.1, 2.6),
+        ("8192 x 1", 8192, 8192, 17.6, 41.0),
+        ("8192 x 1, one in ten", 8192, 820, 1.8, 4.1),
+        ("16 x 32", 16, 16, 1.1, 2.6),
+        ("8192 x 32", 8192, 8192, 18.7, 43.5),
+        ("16 x 256", 16, 16, 8.8, 20.5),
+    ],
+)
+def test_floors(name: str, tokens: int, steered: int, at_2304: float, at_5376: float) -> None:
+    case = BY_NAME[name]
+    assert (case.tokens, case.steered_tokens) == (tokens, steered)
+    for width, expected in zip(WIDTHS, (at_2304, at_5376), strict=True):
+        assert floor(case, "bare", "cold", width, CEILING) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_large_reconstruction_is_bound_by_the_encoders_product() -> None:
+    case = BY_NAME["8192 x reconstruct"]
+    assert floor(case, "bare", "cold", 2304, CEILING) == pytest.approx(1566 / 2, rel=0.01)
+    assert case.goal is not None
+    assert case.goal.target(2304, 783, parts=1000) == pytest.approx(1150)
+
+
+def test_about_seventy_features_are_active() -> None:
+    x = torch.randn(64, 512)
+    w = torch.nn.functional.normalize(torch.randn(FEATURES, 512))
+    assert float((x @ w.T > THRESHOLD).sum(1).float().mean()) == pytest.approx(ACTIVE, rel=0.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_gate_lets_the_reference_through_and_nothing_else(batches: Batches, case: Case, form: str) -> None:
+    gate = Gate(batches, small(case), form)
+    assert gate.wrong(EDIT) is None
+    if not case.steered:
+        return
+    assert gate.wrong(lambda *_: None), "doing nothing is wrong"
+
+    def poisoned(stream: Any, *rest: Any) -> None:
+        EDIT(stream, *rest)
+        stream[int(gate.tokens[0]), 0] = float("nan")
+
+    assert "finite" in str(gate.wrong(poisoned))
+
+
+def test_the_gate_sees_a_changed_token_that_nobody_steers(batches: Batches) -> None:
+    gate = Gate(batches, small(BY_NAME["8192 x 1, one in ten"]), "normed")
+
+    def untidy(stream: Any, *rest: Any) -> None:
+        EDIT(stream, *rest)
+        stream[3] += 1
+
+    assert "without an edit" in str(gate.wrong(untidy))
+
+
+@pytest.mark.parametrize("kind", ["clamp", "add", "cap", "ablate", "match", "topk", "reconstruct"])
+def test_what_is_timed_edits_in_full_and_leaves_the_stream(kind: str) -> None:
+    batches = Batches(48, "cpu", torch.bfloat16, features=128)
+    case = Case("some", (2, 2), edits=1 if kind == "reconstruct" else 3, kind=kind)
+    assert 0 < TINY < 1e-9
+    [call, *_] = batches.calls(case, "bare", "warm")
+    before, counts = call[0].clone(), call[13]
+    EDIT(*call)
+    assert torch.equal(call[0], before)
+    # Nearly no projection is within a cap, but one may be.
+    assert int(counts[1:, : case.edits].sum()) >= 0.9 * case.tokens * case.edits
+
+
+def test_cold_launches_go_through_the_dictionary(batches: Batches) -> None:
+    case = Case("some", (1, 1), edits=8)
+    tables = {call[3].data_ptr(): call[3] for call in batches.calls(case, "bare", "cold")}
+    words = [table[1:, 16::16] for table in tables.values()]  # SLOT of every entry
+    assert torch.cat(words).flatten().sort().values.tolist() == list(range(256))
+    assert len({call[3].data_ptr() for call in batches.calls(case, "bare", "warm")}) == 1
+
+
+def test_rows_say_what_was_reached() -> None:
+    case = BY_NAME["16 x 32"]
+    rows = [row("edit", case, 2304, "bare", "warm", Timing(us, us, us), 1.0) for us in (5.9, 6.1)]
+    assert [line["reached"] for line in rows] == [True, False]
+    assert row("edit", case, 777, "bare", "warm", Timing(1, 1, 1), 1.0)["reached"] is None
+    assert "MISSED" in table(rows) and "yes" in table(rows)
+    assert spread([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+
+
+def test_every_curve_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        {"gpu": "none", **row("edit", case, width, "normed", cache, Timing(2.0, 1.9, 2.2), 1.0)}
+        for width in WIDTHS
+        for case in CURVES
+        for cache in caches(case)
+    ]
+    results = tmp_path / "kernels.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    plot.draw(plot.read(results), tmp_path / "kernels.png")
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("kernel", SWEEPS)
+def test_sweeps_name_fields_and_cases_that_exist(kernel: str) -> None:
+    every = list(combinations(SWEEPS[kernel].grid))
+    assert len({str(tuned(kernel, 2304, 16, values)) for values in every}) == len(every)
+    assert [name for name in SWEEPS[kernel].cases if fits(BY_NAME[name], 2304)]
+    assert parse(["num_warps=4,8", "split=True"]) == {"num_warps": [4, 8], "split": [True]}
+
+
+def test_a_probe_counts_what_is_around_the_original() -> None:
+    class Owner:
+        def work(self) -> str:
+            sleep(0.02)
+            return "done"
+
+    owner: Any = Owner()
+    original = owner.work
+
+    @wraps(original)
+    def wrapped() -> Any:
+        sleep(0.001)
+        return original()
+
+    owner.work = wrapped
+    probe = Probe()
+    probe.attach(owner)
+    assert probe.names == [], "a wrap of somebody else's is left alone"
+    probe = Probe(home=__name__)
+    probe.attach(owner)
+    probe.begin(1, 1, 1)
+    assert owner.work() == "done"
+    assert 1e6 <= probe.steps[0].hooks_ns < 10e6
