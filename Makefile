@@ -44,17 +44,18 @@ format: $(READY)
 
 # These measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results
+GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 
 bench-kernels:
 	@# What is wrong is not timed, and leaves the rest to be drawn.
-	$(PYTHON) -m bench.kernels --out $(RESULTS); wrong=$$?; \
+	$(PYTHON) -m bench.kernels --out $(RESULTS) $(GIVEN); wrong=$$?; \
 	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png && exit $$wrong
 
 bench-host:
-	$(PYTHON) -m bench.host --out $(RESULTS)
+	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)
 
 bench-engine:
-	$(PYTHON) -m bench.engine --out $(RESULTS)/engine.jsonl
+	$(PYTHON) -m bench.engine --out $(RESULTS)/engine.jsonl $(GIVEN)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info

@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--fake", action="store_true", help="the hooks alone, without a model")
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
     parser.add_argument("--out", type=Path, help="folder of the JSON lines; nothing is written without it")
+    parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     options = parser.parse_args()
     rows = fake() if options.fake else whole(options.model)
     print(
@@ -228,7 +229,7 @@ def main() -> int:
     if options.out is not None:
         from bench.timing import machine
 
-        about = machine() | {"model": "none" if options.fake else options.model}
+        about = machine(options.commit) | {"model": "none" if options.fake else options.model}
         options.out.mkdir(parents=True, exist_ok=True)
         with (options.out / "host.jsonl").open("w") as file:
             file.writelines(json.dumps({**about, **r}) + "\n" for r in rows)

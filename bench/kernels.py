@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -159,11 +160,12 @@ def failed(exc: Exception) -> str:
 def compile_ahead(widths: Sequence[int], cases: Sequence[Case]) -> None:
     """Fill Triton's cache from a process for each width and form: it compiles one kernel at a time in each."""
     command = [sys.executable, "-m", "bench.kernels", "--compile", "--cases", *(case.name for case in cases)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 4))}  # for the references
     with ThreadPoolExecutor() as pool:
         for width, form in itertools.product(widths, FORMS):
             one = [*command, "--widths", str(width), "--form", form]
             # What is wrong with a kernel is said when it is measured.
-            pool.submit(subprocess.run, one, capture_output=True, check=False)
+            pool.submit(subprocess.run, one, env=environment, capture_output=True, check=False)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -193,6 +195,7 @@ def main() -> int:
     parser.add_argument("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="of the sweep")
     parser.add_argument("--form", choices=FORMS, default="normed", help="of the sweep")
     parser.add_argument("--compile", action="store_true", help="check the cases of the first width and form, no more")
+    parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     parser.add_argument("--seconds", type=float, default=480, help="most time of the sweep")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -205,7 +208,7 @@ def main() -> int:
         return 0
     if not options.sweep:
         compile_ahead(options.widths, cases)
-    about, ceiling = machine(), ceilings()
+    about, ceiling = machine(options.commit), ceilings()
     torch.cuda.empty_cache()
     print(f"{about}\n{ceiling}\ncompiled in {time.monotonic() - begin:.0f} s")
     name, found = "kernels", measure(options.widths, ceiling, cases)

@@ -85,8 +85,8 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * a.nbytes / copy / 1e3, 2 * 8192**3 / matmul / 1e6, launch)
 
 
-def machine() -> dict[str, str]:
-    """What the numbers belong to."""
+def machine(commit: str = "") -> dict[str, str]:
+    """What the numbers belong to; the commit is asked of git unless it is given, as for a copy without history."""
 
     def ask(*command: str) -> str:
         try:
@@ -101,6 +101,6 @@ def machine() -> dict[str, str]:
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": ask("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit or ask("git", "describe", "--always", "--dirty", "--abbrev=12"),
         "date": time.strftime("%Y-%m-%d"),
     }
