@@ -10,7 +10,7 @@ import torch
 
 from saesteer.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import gemma_scope, manifest, own, saelens
+from saesteer.loaders import gemma_scope, manifest, max_act, own, saelens
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.files import fetch
 
@@ -38,7 +38,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise LoadError(f"{place}: dtype {dtype}; expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     path = fetch(place)
-    coder: SparseCoder = _format(path).read(path, dtype)
+    coder = max_act.added(path, _format(path).read(path, dtype))
     return replace(coder, info=replace(coder.info, source=str(place)))
 
 
@@ -49,7 +49,7 @@ def describe(place: str | Path) -> CoderInfo:
         LoadError: naming the file, the key, what is there and what was expected.
     """
     path = fetch(place)
-    info: CoderInfo = _format(path).describe(path)
+    info = max_act.known(path, _format(path).describe(path))
     return replace(info, source=str(place))
 
 

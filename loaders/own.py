@@ -11,26 +11,23 @@ the first ones did, and when F != d tells its orientation from that of other for
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from saesteer.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import BLOCK_BYTES, DTYPES, Arrays, open_arrays
+from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong
+from saesteer.loaders.write import write_arrays
 
 NAME = "saesteer"
 FILE = "saesteer.safetensors"
 _REQUIRED = {"W_enc", "W_dec", "b_enc", "b_dec"}
 _OPTIONAL = {"threshold", "max_act"}
 _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def matches(place: Path) -> bool:
@@ -86,41 +83,7 @@ def write(path: Path | str, coder: SparseCoder) -> None:
         tensors["threshold"] = coder.threshold[:1] if same else coder.threshold
     if coder.max_act is not None:
         tensors["max_act"] = coder.max_act
-    target = Path(path)
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
-            try:
-                _write(stream, tensors, _metadata(coder.info))
-                stream.close()
-                os.chmod(stream.name, 0o644)
-                os.replace(stream.name, target)
-            except BaseException:
-                Path(stream.name).unlink(missing_ok=True)
-                raise
-    except OSError as exc:
-        raise LoadError(
-            f"{target}: cannot be written ({exc}); expected a folder that exists and can be written to"
-        ) from exc
-
-
-def _write(stream: IO[bytes], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    # Larger items first, as safetensors does: then every tensor lies aligned. Its own writer shuffles the metadata.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name in names:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    stream.write(len(head).to_bytes(8, "little") + head)
-    for name in names:
-        flat = tensors[name].detach().reshape(-1)
-        step = BLOCK_BYTES // flat.element_size()
-        for start in range(0, len(flat), step):
-            stream.write(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
+    write_arrays(Path(path), tensors, _metadata(coder.info))
 
 
 def _metadata(info: CoderInfo) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -120,6 +121,38 @@ def inspect(
     from saesteer.inspect import report
 
     typer.echo(report(place))
+
+
+Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
+
+
+@app.command()
+def features(
+    text: Annotated[str, typer.Option("--text", help="What the model reads.")],
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
+    chat: Annotated[bool, typer.Option("--chat", help="TEXT is a user's message in the chat template.")] = False,
+) -> None:
+    """Show the strongest features of a text, token by token. The model runs in Transformers."""
+    from saesteer.features import run
+    from saesteer.settings import read_settings
+
+    run(Console(), model, read_settings(dictionary or []), text, top_k=top_k, chat=chat)
+
+
+@app.command()
+def calibrate(
+    text_file: Annotated[Path, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")],
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the text that are read.")] = 100_000,
+) -> None:
+    """Find the largest activation of each feature over a text, and save it beside the dictionary, for unit max_act."""
+    from saesteer.calibrate import run
+    from saesteer.settings import read_settings
+
+    run(Console(), model, read_settings(dictionary or []), text_file, max_tokens=max_tokens)
 
 
 @app.command()

@@ -204,6 +204,28 @@ class Model:
                 fresh = [token]
         return made
 
+    def streams(
+        self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None
+    ) -> dict[str, Tensor]:
+        """The residual stream [tokens, d] at every instrumented site, each as it stands before the edits there.
+
+        Args:
+            prompt: text or token ids.
+            steer: a spec as ``saesteer.LLM.generate`` takes it.
+            prompt_len: as in ``logits``.
+
+        Raises:
+            SpecError: the spec is wrong.
+        """
+        self._captured = {}
+        try:
+            ids = self.encode(prompt)
+            with self._steered(steer, len(ids) if prompt_len is None else prompt_len):
+                self._forward(ids, 0)
+            return self._captured
+        finally:
+            self._captured = None
+
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, as it stands before the edits there.
 
@@ -213,14 +235,7 @@ class Model:
         name = canonical(site)
         if name not in self.engine.sites:
             raise ConfigError(f"site {site!r} is not instrumented; known: {', '.join(self.engine.sites)}")
-        self._captured = {}
-        try:
-            ids = self.encode(prompt)
-            with self._steered(steer, len(ids)):
-                self._forward(ids, 0)
-            return self._captured[name]
-        finally:
-            self._captured = None
+        return self.streams(prompt, steer=steer)[name]
 
     def coder(self, dictionary: str) -> SparseCoder:
         """The dictionary itself, for encode and decode.
@@ -252,12 +267,14 @@ class Model:
             ConfigError: no dictionary has this name.
         """
         ids = self.encode(prompt)
-        values, indices = self.activations(ids, dictionary).topk(top_k, dim=-1)
+        info = self.coder(dictionary).info
+        values, rows = self.activations(ids, dictionary).topk(min(top_k, info.features), dim=-1)
         words = [self.tokenizer.decode([token]) if self.tokenizer else str(token) for token in ids]
+        named = info.feature_ids or range(info.features)
         return [
             [
-                ActiveFeature(position, words[position], int(feature), float(value))
-                for value, feature in zip(values[position], indices[position], strict=True)
+                ActiveFeature(position, words[position], named[int(row)], float(value))
+                for value, row in zip(values[position], rows[position], strict=True)
                 if value > 0
             ]
             for position in range(1, len(ids))

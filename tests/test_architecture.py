@@ -53,6 +53,8 @@ ROOMS = (
     "demo",
     "launch",
     "doctor",
+    "features",
+    "calibrate",
     "cli",
     "__main__",
 )

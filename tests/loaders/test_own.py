@@ -123,7 +123,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(own, "_write", full)
+    monkeypatch.setattr("saesteer.loaders.write._write", full)
     with pytest.raises(LoadError, match="no space left"):
         own.write(file, coder)
     assert file.read_bytes() == before

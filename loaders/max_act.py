@@ -1,0 +1,102 @@
+"""The largest activation of each feature, as ``saesteer calibrate`` saves it beside a dictionary of any format.
+
+``FILE.max_act`` beside a file, ``saesteer.max_act`` inside a folder: a safetensors file with max_act [F] and, in its
+metadata, which dictionary it was measured on, so that other weights under the same name do not get its values. The name
+ends as no weight file does, so it is never taken for one. A dictionary's own max_act, where its file has it, stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.loaders.arrays import Arrays, open_arrays
+from saesteer.loaders.files import fingerprint, wrong
+from saesteer.loaders.write import write_arrays
+
+_KEY = "max_act"
+_AGAIN = "one made for this dictionary: run `saesteer calibrate` again"
+
+
+def beside(path: Path) -> Path:
+    """Where the values of the dictionary at this path are, or would be."""
+    return path / "saesteer.max_act" if path.is_dir() else path.with_name(f"{path.name}.max_act")
+
+
+def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Path:
+    """Saves the values, in place of those that are there.
+
+    Args:
+        path: of the dictionary.
+        coder: the dictionary.
+        max_act: [F] float32, 0 or more, in the dictionary's unit.
+        tokens: that they were measured on.
+
+    Raises:
+        LoadError: when the file cannot be written.
+    """
+    assert tuple(max_act.shape) == (coder.info.features,)
+    write_arrays(beside(path), {_KEY: max_act}, {"dictionary": _digest(coder), "tokens": str(tokens)})
+    return beside(path)
+
+
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """Without the values that are there, so that stale ones do not keep anybody from measuring; back if that fails."""
+    now = beside(path)
+    old = now.with_name(f"{now.name}.old")
+    try:
+        if now.is_file():
+            now.replace(old)
+        yield
+    except BaseException:
+        if old.is_file():
+            old.replace(now)
+        raise
+    old.unlink(missing_ok=True)
+
+
+def known(path: Path, info: CoderInfo) -> CoderInfo:
+    """The info with what is beside the dictionary; raises LoadError."""
+    if info.has_max_act or not beside(path).is_file():
+        return info
+    _open(path, info)
+    both = hashlib.sha256(f"{info.fingerprint} {fingerprint([beside(path)])}".encode()).hexdigest()
+    return replace(info, has_max_act=True, fingerprint=both)
+
+
+def added(path: Path, coder: SparseCoder) -> SparseCoder:
+    """The dictionary with what is beside it; raises LoadError."""
+    info = known(path, coder.info)
+    if info is coder.info:
+        return coder
+    arrays = _open(path, info)
+    if arrays.metadata.get("dictionary") != _digest(coder):
+        raise wrong(arrays.path, "dictionary", "measured on other weights", _AGAIN)
+    max_act = arrays.vector(_KEY)
+    if (max_act < 0).any():
+        raise wrong(arrays.path, _KEY, f"holds {max_act.min().item()}", "values of 0 or more")
+    return replace(coder, info=info, max_act=max_act)
+
+
+def _open(path: Path, info: CoderInfo) -> Arrays:
+    arrays = open_arrays(beside(path))
+    arrays.expect({_KEY})
+    if arrays.shape(_KEY, 1) != (info.features,):
+        raise wrong(arrays.path, _KEY, f"{arrays.shape(_KEY, 1)[0]} values for {info.features} features", _AGAIN)
+    return arrays
+
+
+def _digest(coder: SparseCoder) -> str:
+    """Of what every loader reads as it is, whatever dtype is asked for; a few KB."""
+    of = hashlib.sha256(repr((coder.info.features, coder.info.d_in, coder.info.feature_ids)).encode())
+    of.update(coder.b_dec.cpu().numpy().tobytes())
+    if coder.threshold is not None:
+        of.update(coder.threshold.cpu().numpy().tobytes())
+    return of.hexdigest()

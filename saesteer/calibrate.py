@@ -1,0 +1,137 @@
+"""`saesteer calibrate`: the largest activation of each feature over a text, saved beside the dictionary.
+
+Asks the Transformers backend; knows no engine. How it is saved and found again says ``saesteer.loaders.max_act``.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from saesteer.coder import SparseCoder
+from saesteer.config import SaesteerConfig
+from saesteer.errors import ConfigError
+from saesteer.features import open_model
+from saesteer.loaders import max_act
+from saesteer.loaders.files import fetch
+from saesteer.sites import canonical
+
+WINDOW = 512  # tokens read at once, each window as a text of its own
+MAX_TOKENS = 10_000_000
+CHARACTERS = 16  # of a file that are read for each token wanted; more than a token has
+_BLOCK_BYTES = 256 << 20  # of activations held at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """The largest activations of one dictionary."""
+
+    max_act: Tensor  # [F] float32, in the dictionary's unit; 0 where a feature was never active
+    tokens: int  # that counted
+
+
+def run(
+    console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int = 100_000
+) -> dict[str, Measured]:
+    """Measure every dictionary over a text file, save, and print what was found.
+
+    Args:
+        console: where to.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        config: its dictionaries.
+        file: plain text in UTF-8.
+        max_tokens: of the text that are read.
+
+    Raises:
+        SaesteerError: the model, a dictionary or the text is not what it should be, or nothing can be saved.
+    """
+    text = _read(file, max_tokens)
+    if not config.dictionaries:
+        raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PATH_OR_REPO[@SITE]")
+    paths = {name: fetch(source.path) for name, source in config.dictionaries.items()}
+    with ExitStack() as aside:
+        for path in paths.values():
+            aside.enter_context(max_act.set_aside(path))
+        return _measure_all(console, model, config, paths, text, max_tokens)
+
+
+def _measure_all(
+    console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
+) -> dict[str, Measured]:
+    for name, info in config.describe().items():
+        if info.has_max_act:
+            raise ConfigError(f"dictionary {name!r} holds its max activations itself; expected one that does not")
+    oracle, names = open_model(model, config)
+    windows = _windows(oracle, text, max_tokens)
+    found: dict[str, Measured] = {}
+    for name in names:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task(f"Reading for {name}", total=len(windows))
+            found[name] = measure(oracle, name, windows, lambda: progress.advance(task))  # noqa: B023  # called here
+        place = max_act.write(paths[name], oracle.coder(name), found[name].max_act, tokens=found[name].tokens)
+        console.print(_told(name, found[name]), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
+    return found
+
+
+def measure(oracle: Any, name: str, windows: Sequence[Sequence[int]], step: Callable[[], object]) -> Measured:
+    """The largest activations of a dictionary over windows of tokens, its first positions of each left out.
+
+    Args:
+        oracle: a ``saesteer.hf.Model``.
+        name: of the dictionary.
+        windows: token ids.
+        step: called behind each window.
+    """
+    coder: SparseCoder = oracle.coder(name)
+    info = coder.info
+    site = canonical(str(oracle.engine.catalog.dictionaries[name].site_in))
+    largest, tokens = torch.zeros(info.features), 0
+    at_once = max(1, _BLOCK_BYTES // (4 * info.features))
+    for window in windows:
+        stream = oracle.stream(window, site)[max(1, info.skip_first) :]
+        for block in stream.split(at_once):
+            largest = torch.maximum(largest, coder.encode(block).amax(dim=0).cpu())
+        tokens += len(stream)
+        step()
+    return Measured(largest, tokens)
+
+
+def _read(file: Path, max_tokens: int) -> str:
+    if not 1 <= max_tokens <= MAX_TOKENS:
+        raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
+    try:
+        with file.expanduser().open(encoding="utf-8") as stream:
+            text = stream.read(CHARACTERS * max_tokens)
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"--text-file {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
+    if not text.strip():
+        raise ConfigError(f"--text-file {file}: is empty, expected a text")
+    return text
+
+
+def _windows(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
+    """The text's tokens in windows, each begun as the tokenizer begins a text."""
+    tokenizer = oracle.tokenizer
+    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
+    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
+    return [begin + ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+def _told(name: str, found: Measured) -> str:
+    active = found.max_act > 0
+    seen = int(active.sum())
+    never = len(found.max_act) - seen
+    text = f"{name}: {seen:,} of {len(found.max_act):,} features were active on {found.tokens:,} tokens"
+    if seen:
+        text += f", at most {float(found.max_act.max()):.3g}, in the median {float(found.max_act[active].median()):.3g}"
+    if never:
+        text += f". {never:,} were not: in unit max_act their values are 0, a longer text may find them"
+    return f"{text};"

@@ -1,0 +1,186 @@
+"""`saesteer features` and `saesteer calibrate`: on a stand-in for the model, and where it says slow on the real one."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from saesteer import calibrate, features
+from saesteer.config import SaesteerConfig
+from saesteer.demo import DEMO_SAE
+from saesteer.errors import ConfigError, LoadError
+from saesteer.loaders import describe, load, max_act, own
+from saesteer.settings import read_settings
+
+WIDE = {**os.environ, "COLUMNS": "200"}
+
+
+class Tokenizer:
+    """One token for each letter, 1 at the beginning."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
+        ids = [ord(letter) % 50 + 2 for letter in text]
+        return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids)
+
+
+class Oracle:
+    """A model whose stream is a fixed random row for each token, and that remembers what it was asked to read."""
+
+    def __init__(self, place: str) -> None:
+        self.tokenizer = Tokenizer()
+        self._coder = load(place)
+        self.rows = torch.randn(64, self._coder.info.d_in, generator=torch.Generator().manual_seed(0))
+        self.read: list[list[int]] = []
+        shape = SimpleNamespace(max_position_embeddings=2048)
+        self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
+        site = SimpleNamespace(site_in="resid_post.15")
+        self.engine = SimpleNamespace(catalog=SimpleNamespace(dictionaries={"d": site}))
+
+    def coder(self, name: str) -> Any:
+        return self._coder
+
+    def stream(self, ids: list[int], site: str) -> torch.Tensor:
+        assert site == "resid_post.15"
+        self.read.append(list(ids))
+        return self.rows[torch.tensor(ids)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """A small dictionary without max_act."""
+    draw = torch.Generator().manual_seed(1)
+    coder = load(DEMO_SAE)
+    info = replace(coder.info, features=40, d_in=24, d_out=24, has_max_act=False, skip_first=3)
+    small = replace(
+        coder,
+        info=info,
+        w_enc=torch.randn(40, 24, generator=draw),
+        w_dec=torch.randn(40, 24, generator=draw),
+        b_enc=torch.cat([torch.zeros(38), torch.full((2,), -1000.0)]),
+        b_dec=torch.zeros(24),
+        threshold=torch.full((40,), 0.5),
+        max_act=None,
+    )
+    own.write(tmp_path / "small.safetensors", small)
+    return str(tmp_path / "small.safetensors")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").write_text("The old bridge is long.\n" * 100)
+    return tmp_path / "text"
+
+
+def test_largest_activations_are_found_saved_and_used(
+    place: str, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oracle = Oracle(place)
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, ["d"]))
+    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
+    found = calibrate.run(Console(width=200), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=1200)
+    assert [len(window) for window in oracle.read] == [512, 512, 179]
+    assert {window[0] for window in oracle.read} == {1}
+    seen = torch.cat([oracle.rows[torch.tensor(window)][3:] for window in oracle.read])
+    expected = load(place).encode(seen).amax(dim=0)
+    torch.testing.assert_close(found["d"].max_act, expected)
+    assert found["d"].tokens == len(seen) == 512 + 512 + 179 - 9
+    again = load(place)
+    assert again.info.has_max_act
+    assert torch.equal(again.max_act, found["d"].max_act)  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "38 of 40 features were active on 1,194 tokens" in said
+    assert "2 were not: in unit max_act their values are 0" in said
+    assert f"{place}.max_act" in said
+    # Once more, in place of what is there.
+    oracle.rows *= 2
+    calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=1200)
+    more = load(place).max_act
+    assert more is not None and (more[:38] > expected[:38]).all()
+
+
+def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_act.write(Path(place), load(place), torch.ones(40), tokens=1)
+
+    def fail(model: str, config: SaesteerConfig) -> Any:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(calibrate, "open_model", fail)
+    with pytest.raises(ConfigError, match="no such model"):
+        calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text)
+    assert torch.equal(load(place).max_act, torch.ones(40))  # type: ignore[arg-type]
+
+
+def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: Path) -> None:
+    config = read_settings([f"d={place}@resid_post.15"])
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"file": Path("/no/such")}, r"--text-file /no/such: cannot be read \(No such file"),
+        ({"file": tmp_path}, "cannot be read"),
+        ({"file": tmp_path / "binary"}, "expected a text in UTF-8"),
+        ({"file": tmp_path / "empty"}, "is empty"),
+        ({"max_tokens": 0}, "--max-tokens is 0"),
+        ({"config": SaesteerConfig()}, "needs a dictionary"),
+        ({"config": read_settings([f"d={DEMO_SAE}@resid_post.15"])}, "holds its max activations itself"),
+    ]
+    for words, told in cases:
+        arguments: dict[str, Any] = {"model": "demo", "config": config, "file": text, **words}
+        with pytest.raises(ConfigError, match=told):
+            calibrate.run(Console(), **arguments)
+    with pytest.raises(LoadError, match="no such file"):
+        calibrate.run(Console(), "demo", read_settings(["d=/no/such.safetensors@resid_post.15"]), text)
+
+
+def test_features_needs_a_dictionary_and_a_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    with pytest.raises(ConfigError, match="no dictionary for"):
+        features.run(Console(), str(tmp_path), SaesteerConfig(), "x")
+
+
+def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "saesteer", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
+
+
+@pytest.mark.slow
+def test_features_of_the_real_model() -> None:
+    done = saesteer("features", "--text", "The bridge over the bay.", "--top-k", "3")
+    assert done.returncode == 0, done.stderr
+    assert "resid_post.15" in done.stdout
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    [bridge] = [row[3] for row in rows if row[2].strip() == "bridge"]
+    assert len(bridge.split("%")) == 4  # three features, each with its part of max_act
+    done = saesteer("features", "--text", "Who?", "--chat")
+    assert "assistant" in done.stdout
+    assert saesteer("features", "--text", "").returncode == 2
+
+
+@pytest.mark.slow
+def test_calibrate_the_real_dictionary_without_its_max_act(tmp_path: Path) -> None:
+    coder = load(DEMO_SAE)
+    bare = replace(coder, max_act=None, info=replace(coder.info, has_max_act=False))
+    own.write(tmp_path / "bare.safetensors", bare)
+    (tmp_path / "text").write_text("The old bridge lies over the river, and many people walk over the bridge. " * 40)
+    place = f"{tmp_path}/bare.safetensors"
+    words = ["--dictionary", f"bare={place}", "--text-file", f"{tmp_path}/text", "--max-tokens", "400"]
+    done = saesteer("calibrate", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"saved in {place}.max_act" in done.stdout
+    assert describe(place).has_max_act
+    found, known = load(place).max_act, coder.max_act
+    assert found is not None and known is not None
+    seen = found > 0
+    assert 100 < int(seen.sum()) < 5000
+    # Of features that this text is about, the known values are those of millions of tokens.
+    assert float((found[seen] / known[seen]).median()) < 1.0
+    assert float(found[3497]) > 0.3 * float(known[3497])  # bridges

@@ -1,0 +1,122 @@
+"""What calibrate saves beside a dictionary: found for every format, only for the weights it was measured on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from saesteer.errors import LoadError
+from saesteer.inspect import report
+from saesteer.loaders import describe, load, max_act
+from saesteer.loaders.files import fetch
+from tests.loaders import writers
+from tests.loaders.test_formats import CASES
+
+
+def values(features: int) -> torch.Tensor:
+    return torch.arange(features).float() / 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
+    place = case.write(tmp_path)  # type: ignore[attr-defined]
+    before, coder = describe(place), load(place)
+    path = fetch(place)
+    max_act.write(path, coder, values(coder.info.features), tokens=1000)
+    after = describe(place)
+    if before.has_max_act:  # the file's own stands
+        assert after == before
+        assert torch.equal(load(place).max_act, coder.max_act)  # type: ignore[arg-type]
+        return
+    assert after.has_max_act
+    assert after.fingerprint != before.fingerprint
+    for dtype in (None, torch.bfloat16):
+        found = load(place, dtype=dtype)
+        assert found.max_act is not None and torch.equal(found.max_act, values(coder.info.features))
+        assert found.info.fingerprint == after.fingerprint
+    assert "max_act       known" in report(place)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return writers.gemma_scope(tmp_path / "sae", writers.raw())
+
+
+def test_another_measurement_is_another_fingerprint(place: Path) -> None:
+    coder = load(place)
+    seen = set()
+    for factor in (1.0, 2.0, 3.0):
+        max_act.write(place, coder, values(writers.F) * factor, tokens=1000)
+        seen.add(describe(place).fingerprint)
+    assert len(seen) == 3
+
+
+def test_it_lies_beside_a_file_and_inside_a_folder(place: Path) -> None:
+    coder = load(place)
+    assert max_act.write(place, coder, values(writers.F), tokens=1) == place / "saesteer.max_act"
+    file = place / "params.npz"
+    assert not describe(file).has_max_act
+    assert max_act.write(file, coder, values(writers.F), tokens=1) == place / "params.npz.max_act"
+    assert describe(file).has_max_act
+
+
+def test_other_weights_do_not_get_the_values(place: Path) -> None:
+    max_act.write(place, load(place), values(writers.F), tokens=1)
+    writers.gemma_scope(place, writers.raw(seed=9))
+    with pytest.raises(LoadError, match="measured on other weights; expected one made for this dictionary"):
+        load(place)
+    writers.gemma_scope(place, writers.raw(features=writers.F + 1))
+    for read in (load, describe):
+        with pytest.raises(LoadError, match=r"max_act: 40 values for 41 features.*calibrate"):
+            read(place)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"other": torch.ones(writers.F)}, "max_act: missing"),
+        ({"max_act": torch.ones(writers.F), "more": torch.ones(1)}, "more: an unknown key"),
+        ({"max_act": -torch.ones(writers.F)}, "measured on other weights"),
+        ({"max_act": torch.ones(2, writers.F)}, "shape [2, 40]"),
+    ],
+)
+def test_wrong_files(tensors: dict[str, torch.Tensor], words: str, place: Path) -> None:
+    save_file(tensors, place / "saesteer.max_act")
+    with pytest.raises(LoadError) as caught:
+        load(place)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "words"), [(-1.0, "holds -1.0"), (np.nan, "holds nan"), (np.inf, "holds inf")])
+def test_wrong_values(value: float, words: str, place: Path) -> None:
+    wrong = values(writers.F)
+    wrong[3] = value
+    max_act.write(place, load(place), wrong, tokens=1)
+    with pytest.raises(LoadError, match=words):
+        load(place)
+    (place / "saesteer.max_act").write_bytes(b"x")
+    with pytest.raises(LoadError, match=r"saesteer\.max_act"):
+        describe(place)
+
+
+def test_old_values_are_set_aside_while_new_ones_are_made(place: Path) -> None:
+    coder, old = load(place), values(writers.F)
+    max_act.write(place, coder, old, tokens=1)
+
+    def fail() -> None:
+        with max_act.set_aside(place):
+            assert not describe(place).has_max_act
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert torch.equal(load(place).max_act, old)  # type: ignore[arg-type]
+    with max_act.set_aside(place):
+        max_act.write(place, coder, old + 1, tokens=1)
+    assert torch.equal(load(place).max_act, old + 1)  # type: ignore[arg-type]
+    assert sorted(path.name for path in place.iterdir()) == ["params.npz", "saesteer.max_act"]
+    (place / "saesteer.max_act").unlink()
+    with max_act.set_aside(place):
+        pass
