@@ -1,4 +1,4 @@
-"""Slots of one site for the vectors that requests bring, given by content and shared. Knows their numbers, no tensor."""
+"""Slots of one site for vectors that requests bring, given by content and shared. Knows their numbers, no tensor."""
 
 
 class Pool:

@@ -118,8 +118,10 @@ class Token:
             x = (x - x.mean()) / (x.std(ddof=1) + 1e-5)
         elif one.in_norm == "l2_sqrt_d":
             x = x * np.sqrt(x.size) / np.linalg.norm(x)
-        pre = one.w_enc @ x + one.b_enc
-        asked = range(len(pre)) if needed is None else needed
+        asked = range(len(one.b_enc)) if needed is None else needed
+        pre = np.zeros(len(one.b_enc))
+        rows = sorted(set(asked)) if one.activation in ("relu", "jumprelu") else slice(None)  # else all are rivals
+        pre[rows] = one.w_enc[rows] @ x + one.b_enc[rows]
         key, sets, k = pre, [list(range(len(pre)))], one.k
         if one.activation == "abstopk":
             key = np.abs(pre)

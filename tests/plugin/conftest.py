@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from saesteer import hf
-from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.demo import DEMO_SAE
 from saesteer.loaders import own
 from saesteer.model import ensure_model
@@ -22,6 +24,17 @@ WIDTH = 576  # of the embedded model
 
 BRIDGE = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 2.0, "unit": "max_act"}
 OCEAN = {"op": "clamp", "dictionary": "demo", "feature": 6511, "value": 1.0, "unit": "max_act"}
+
+_DRAW = np.random.default_rng(3)
+VECTORS: dict[str, dict[int | None, Any]] = {
+    "any": {None: _DRAW.normal(size=WIDTH).astype(np.float32)},
+    "each": {layer: _DRAW.normal(size=WIDTH).astype(np.float32) for layer in (7, 15, 20)},
+    "probe": {15: _DRAW.normal(size=WIDTH).astype(np.float32)},
+}
+MODULES = {
+    "bridge": {"edits": [BRIDGE, {"op": "add", "vector": "each", "site": "resid_post", "scale": 0.5}]},
+    "outer": {"edits": [{"op": "use", "module": "bridge", "scale": 0.5}, OCEAN]},
+}
 
 PROMPTS = [
     "Who are you?",
@@ -47,7 +60,20 @@ class Dictionaries:
             "mid": f"{self.folder}/mid.safetensors@resid_mid.7",
             "embed": f"{self.folder}/embed.safetensors@resid_pre.0",
             "last": f"{self.folder}/last.safetensors@resid_post.29",
+            "norm": f"{self.folder}/norm.safetensors@resid_post.20",
+            "group": f"{self.folder}/group.safetensors@resid_mid.7",
         }
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """One for any site, one with a row for each of three layers, and a probe."""
+        files = {name: str(self.folder / f"{name}.safetensors") for name in ("any", "each", "probe")}
+        return {**files, "probe": {"path": files["probe"], "bias": 1.5}}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that an engine or the oracle is given."""
+        return {"dictionaries": self.arguments, "vectors": self.vectors, "modules": MODULES}
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +88,15 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
         [("second", "jumprelu"), ("topk", "topk"), ("mid", "relu"), ("embed", "relu"), ("last", "jumprelu")]
     ):
         own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
+    own.write(folder / "norm.safetensors", random_coder("abstopk", 5, in_norm="layer_norm"))
+    own.write(folder / "group.safetensors", random_coder("groupmax", 6))
+    for name, rows in VECTORS.items():
+        named = {"any" if layer is None else f"layer.{layer}": row for layer, row in rows.items()}
+        save_file(named, folder / f"{name}.safetensors")
     return Dictionaries(folder)
 
 
-def random_coder(activation: Any, seed: int, features: int = 96) -> SparseCoder:
+def random_coder(activation: Any, seed: int, features: int = 96, in_norm: Any = "none") -> SparseCoder:
     """A random dictionary of the model's width, with unit decoder rows and asymmetric values."""
     draw = torch.Generator().manual_seed(seed)
     w_dec = torch.randn(features, WIDTH, generator=draw)
@@ -76,8 +107,8 @@ def random_coder(activation: Any, seed: int, features: int = 96) -> SparseCoder:
         d_out=WIDTH,
         features=features,
         activation=activation,
-        k=8 if activation == "topk" else None,
-        in_norm="none",
+        k=8 if activation in RANKED else None,
+        in_norm=in_norm,
         site_in=None,
         site_out=None,
         feature_unit="raw",
@@ -135,7 +166,7 @@ def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable
     def make(**options: Any) -> Any:
         key = json.dumps(options, sort_keys=True)
         if key not in engines:
-            engines[key] = LLM(model_dir, dictionaries=dictionaries.arguments, **engine_options(**options))
+            engines[key] = LLM(model_dir, **dictionaries.options, inline_rows=2, **engine_options(**options))
         return engines[key]
 
     yield make
@@ -144,4 +175,4 @@ def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def oracle(model_dir: str, dictionaries: Dictionaries) -> hf.Model:
-    return hf.Model(model_dir, dictionaries=dictionaries.arguments, dtype=torch.float32)
+    return hf.Model(model_dir, **dictionaries.options, dtype=torch.float32)
