@@ -1,0 +1,237 @@
+"""Edits of every kind at admission: their groups, places, conditions and modules, and each way they are refused."""
+
+from typing import Any
+
+import pytest
+
+from saesteer.errors import SpecError
+from saesteer.plan import END, Catalog, Change, Direction, Plan, Whole, plan
+from saesteer.planned import MOST_CONDITIONS
+from saesteer.spec import MAX_EDITS, ablate, add, cap, clamp, from_json, reconstruct, use
+from tests.spec.test_plan import Info, Set
+
+P = 10
+ALL = ((1, END),)
+INFOS = {
+    "gs15": Info("resid_post.15"),
+    "other15": Info("resid_post.15"),
+    "top15": Info("resid_post.15", activation="topk", k=4),
+    "group15": Info("resid_post.15", activation="groupmax", k=4),
+    "part15": Info("resid_post.15", can_reconstruct=False),
+    "mid16": Info("resid_mid.16"),
+    "gs20": Info("resid_post.20"),
+}
+VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "early": Set((3,))}
+MODULES: dict[str, Any] = {
+    "calm": [ablate("any", "resid_post.15")],
+    "deep": [use("calm", 2.0), clamp("gs15", 1, 1.0)],
+    "wrong": [clamp("gs15", 1, 1.0), clamp("gs15", 100, 1.0)],
+    "self": [use("self")],
+    "ring": [use("gnir")],
+    "gnir": [use("calm"), use("ring")],
+    "empty": [],
+    "loud": [use("calm", 1e30)],
+    **{f"m{n}": [use(f"m{n - 1}"), use(f"m{n - 1}")] if n else [] for n in range(40)},
+}
+SITES = frozenset({"resid_post.14", "resid_post.15", "resid_mid.16", "resid_post.16", "resid_post.20", "resid_pre.0"})
+CATALOG = Catalog(
+    INFOS, SITES, 200, VECTORS, {name: from_json({"edits": edits}) for name, edits in MODULES.items()}, 4, 2
+)
+
+
+def planned(*edits: Any, catalog: Catalog = CATALOG) -> Plan:
+    return plan(from_json({"edits": list(edits)}), catalog, P)
+
+
+def refusal(*edits: Any) -> tuple[str, str, str]:
+    with pytest.raises(SpecError) as caught:
+        planned(*edits)
+    return caught.value.field, caught.value.code, str(caught.value)
+
+
+def test_what_each_kind_becomes() -> None:
+    any_ = Direction("any", None)
+    at = "saesteer.edits[0]"
+    for edit, change in [
+        (add("any", "resid_post.15", 4.0), Change(any_, ALL, at, shift=4.0, unit="vector")),
+        (add("any", "resid_post.15", 4.0, "match"), Change(any_, ALL, at, shift=4.0, unit="stream")),
+        (cap("any", "resid_post.15", max=3.0, strength=0.5), Change(any_, ALL, at, high=3.0, gain=0.5)),
+        (cap("any", "resid_post.15", 3.0, 1.0), Change(any_, ALL, at, low=1.0, high=3.0)),
+        (ablate("any", "resid_post.15", 2.0), Change(any_, ALL, at, scale=0.0, gain=2.0)),
+        (reconstruct("gs15"), Change(Whole("gs15"), ALL, at)),
+    ]:
+        (group,) = planned(edit).groups
+        assert group.changes == (change,)
+
+
+def sizes(*edits: Any) -> list[int]:
+    return [len(group.changes) for group in planned(*edits).groups]
+
+
+def test_plain_adds_that_stand_together_are_one_group() -> None:
+    plain, matched = add("any", "resid_post.15"), add("any", "resid_post.15", norm="match")
+    assert sizes(plain, plain, add("any", "resid_post.20"), plain) == [3, 1]
+    assert sizes(plain, matched, plain) == [1, 1, 1]
+    assert sizes(matched, matched) == [1, 1]
+    assert sizes(plain, ablate("any", "resid_post.15"), plain) == [1, 1, 1]
+    assert sizes(plain, clamp("gs15", 1, 1), clamp("gs15", 2, 1), plain) == [1, 2, 1]
+
+
+def test_use_is_a_barrier() -> None:
+    one, two = clamp("gs15", 1, 1), clamp("gs15", 2, 1)
+    assert sizes(one, two) == [2]
+    assert sizes(one, use("empty"), two) == [1, 1]
+    assert sizes(one, use("deep"), two) == [1, 1, 1, 1]
+
+
+def test_scales_of_modules_multiply() -> None:
+    first, second = planned(use("deep", -0.5)).groups
+    assert first.changes[0].gain == -1.0
+    assert second.changes[0].gain == -0.5
+    assert first.changes[0].field == "saesteer.edits[0].module.edits[0].module.edits[0]"
+
+
+def places(*edits: Any) -> list[tuple[str, int | None]]:
+    return [
+        (group.site, change.target.layer)
+        for group in planned(*edits).groups
+        for change in group.changes
+        if isinstance(change.target, Direction)
+    ]
+
+
+def test_sites_of_vectors() -> None:
+    assert places(add("each", "resid_post")) == [("resid_post.15", 15), ("resid_post.16", 16), ("resid_post.20", 20)]
+    assert places(add("each", ["resid_post.15", "resid_mid.16"])) == [("resid_post.15", 15), ("resid_mid.16", 16)]
+    assert places(add("each", "resid_pre.16")) == [("resid_post.15", 16)], "the row is that of the layer as written"
+    assert places(add("any", ["resid_post.15", "resid_post.16"])) == [("resid_post.15", None), ("resid_post.16", None)]
+    inline = {"dtype": "float32", "shape": [2, 4], "data": b"\x01" * 32, "layers": [20, 15]}
+    assert places(add(inline, "resid_post")) == [("resid_post.20", 20), ("resid_post.15", 15)]
+
+
+def gated(when: Any, site: str = "resid_post.15") -> Any:
+    return ablate("any", site, when=when)
+
+
+FEATURE = {"dictionary": "gs15", "feature": 3, "above": 1.0}
+
+
+def test_equal_conditions_share_a_bit() -> None:
+    other = {**FEATURE, "below": 4.0}
+    found = planned(gated(FEATURE), gated([other, FEATURE]), gated(FEATURE, "resid_post.20"))
+    assert len(found.conditions) == 2
+    bits = {one.below: one.bit for one in found.conditions}
+    masks = [group.changes[0].gates for group in found.groups]
+    assert masks == [bits[float("inf")], bits[float("inf")] | bits[4.0], bits[float("inf")]]
+
+
+def test_a_bit_is_given_again_behind_its_last_edit() -> None:
+    many = [gated({**FEATURE, "feature": n}) for n in range(20)]
+    later = [gated({"dictionary": "gs20", "feature": n, "above": 0.0}, "resid_post.20") for n in range(20)]
+    found = planned(*many, *later)
+    assert len(found.conditions) == 40
+    assert all(0 < one.bit < 1 << MOST_CONDITIONS for one in found.conditions)
+    kept = [gated({**FEATURE, "feature": n}, "resid_post.20") for n in range(20)]
+    field, code, message = refusal(*many, *kept, *later)
+    assert code == "too_many" and field.startswith("saesteer.edits[") and "31" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "site", "place", "layer"),
+    [
+        ("any", "resid_mid.16", "resid_mid.16", None),
+        ("each", "resid_mid.16", "resid_mid.16", 16),
+        ("one", "resid_post.20", "resid_post.15", 15),
+    ],
+)
+def test_where_a_probe_reads(name: str, site: str, place: str, layer: int | None) -> None:
+    (condition,) = planned(gated({"probe": name, "below": 2.0}, site)).conditions
+    assert (condition.site, condition.target) == (place, Direction(name, layer))
+
+
+def test_reconstruct_takes_the_clamps_before_it() -> None:
+    one, two, whole = clamp("gs15", 1, 1), clamp("gs15", 2, 1), reconstruct("gs15")
+    assert sizes(one, two, whole) == [3]
+    assert sizes(one, clamp("gs20", 1, 1), two, whole, ablate("any", "resid_post.15")) == [3, 1, 1]
+    assert sizes(one, reconstruct("gs15", "keep"), two) == [1, 1], "what follows reads the reconstruction"
+    assert sizes(reconstruct("gs15"), clamp("gs15", 1, 1)) == [1, 1]
+
+
+WIDE = {"dtype": "float32", "shape": [5], "data": b"\x01" * 20}
+SCOPE = {"generated": True}
+
+REFUSED: dict[str, tuple[list[Any], str, str]] = {
+    "vector": ([add("anny", "resid_post.15")], "edits[0].vector", "unknown_name"),
+    "vector-width": ([add([1.0, 2.0], "resid_post.15")], "edits[0].vector", "conflict"),
+    "vector-shape": ([add(WIDE, "resid_post.15")], "edits[0].vector.shape", "conflict"),
+    "no-row": ([add("each", "resid_post.14")], "edits[0].site", "out_of_range"),
+    "no-row-in-list": ([add("each", ["resid_post.15", "resid_post.14"])], "edits[0].site[1]", "out_of_range"),
+    "no-op": ([add("any", "resid_post.3")], "edits[0].site", "not_served"),
+    "no-op-in-list": ([cap("any", ["resid_post.15", "mlp_out.3"], 1)], "edits[0].site[1]", "not_served"),
+    "no-op-at-a-layer": ([ablate("each", "resid_mid")], "edits[0].site", "not_served"),
+    "kind-alone": ([add("any", "resid_post")], "edits[0].site", "conflict"),
+    "scope": ([add("any", "resid_post.15", scope={"positions": [[0, 1]], "skip_first": 1})], "edits[0].scope",
+              "empty_scope"),
+    "own-vectors": ([add([1, 0, 0, n], "resid_post.15") for n in range(3)], "edits[2].vector", "too_many"),
+    "gate-dictionary": ([gated({**FEATURE, "dictionary": "x"})], "edits[0].when.dictionary", "unknown_name"),
+    "gate-feature": ([gated([FEATURE, {**FEATURE, "feature": 100}])], "edits[0].when[1].feature", "out_of_range"),
+    "gate-probe": ([gated({"probe": "x", "above": 1})], "edits[0].when.probe", "unknown_name"),
+    "gate-later": ([clamp("mid16", 1, 1, when={"dictionary": "gs20", "feature": 1, "above": 1})],
+                   "edits[0].when.dictionary", "conflict"),
+    "gate-later-probe": ([ablate("any", "resid_pre.0", when={"probe": "one", "above": 1})],
+                         "edits[0].when.probe", "conflict"),
+    "gate-many-rows": ([gated({"probe": "each", "above": 1}, "resid_post.14")], "edits[0].when.probe", "conflict"),
+    "gate-no-op": ([gated({"probe": "early", "above": 1})], "edits[0].when.probe", "not_served"),
+    "keep-alone": ([reconstruct("gs15", "keep")], "edits[0].error", "conflict"),
+    "keep-others": ([clamp("other15", 1, 1), reconstruct("gs15", "keep")], "edits[1].error", "conflict"),
+    "keep-behind-use": ([clamp("gs15", 1, 1), use("empty"), reconstruct("gs15", "keep")], "edits[2].error", "conflict"),
+    "scopes": ([clamp("gs15", 1, 1, scope=SCOPE), reconstruct("gs15")], "edits[1].scope", "conflict"),
+    "whens": ([clamp("gs15", 1, 1), reconstruct("gs15", when=FEATURE)], "edits[1].when", "conflict"),
+    "partial": ([reconstruct("part15")], "edits[0].dictionary", "not_served"),
+    "groupmax": ([reconstruct("group15")], "edits[0].dictionary", "not_served"),
+    "rank-behind": ([ablate("any", "resid_post.15"), clamp("top15", 1, 1)], "edits[1].dictionary", "not_served"),
+    "whole-behind": ([clamp("top15", 1, 1), reconstruct("gs15")], "edits[1].dictionary", "not_served"),
+    "two-whole": ([reconstruct("gs15"), reconstruct("gs15")], "edits[1].dictionary", "not_served"),
+    "two-ranked": ([clamp("top15", 1, 1, when={**FEATURE, "dictionary": "group15"})], "edits[0].dictionary",
+                   "not_served"),
+    "gate-whens-differ": ([clamp("gs15", 1, 1, when=FEATURE), clamp("gs15", 1, 2)], "edits[1].feature", "duplicate"),
+    "module": ([use("clam")], "edits[0].module", "unknown_name"),
+    "module-inside": ([use("wrong")], "edits[0].module.edits[1].feature", "out_of_range"),
+    "self": ([use("self")], "edits[0].module.edits[0].module", "conflict"),
+    "ring": ([use("ring")], "edits[0].module.edits[0].module.edits[1].module", "conflict"),
+    "scale": ([use("loud", 1e30)], "edits[0].module.edits[0].scale", "out_of_range"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edits", "field", "code"), REFUSED.values(), ids=REFUSED)
+def test_refusals(edits: list[Any], field: str, code: str) -> None:
+    found = refusal(*edits)
+    assert found[:2] == (f"saesteer.{field}", code)
+    assert len(found[2]) < 500
+
+
+def test_names_are_told() -> None:
+    for edit, words in [
+        (use("clam"), ["did you mean 'calm'?", "calm, deep"]),
+        (add("eech", "resid_post.15"), ["did you mean 'each'?", "any, each, early, one"]),
+        (use("ring"), ["'ring' uses 'gnir' uses 'ring'"]),
+        (add("any", "resid_post.3"), ["--sites resid_post.3", "resid_mid.16"]),
+    ]:
+        message = refusal(edit)[2]
+        assert all(word in message for word in words), message
+
+
+def test_modules_that_double_are_cut_off() -> None:
+    field, code, _ = refusal(use("m39"))
+    assert code == "too_many" and field.endswith(".module")
+    many = Catalog(INFOS, SITES, 10**6, VECTORS, {"x": from_json({"edits": [ablate("any", "resid_post.15")] * 64})}, 4)
+    with pytest.raises(SpecError, match=rf"expected at most {MAX_EDITS}") as caught:
+        planned(*[use("x")] * 65, catalog=many)
+    assert caught.value.field == "saesteer.edits[64].module.edits[0]"
+
+
+def test_conditions_count_as_entries() -> None:
+    catalog = Catalog(INFOS, SITES, 3, VECTORS)
+    assert planned(gated(FEATURE), gated(FEATURE), catalog=catalog)
+    with pytest.raises(SpecError, match="makes 4 entries"):
+        planned(gated(FEATURE), gated({**FEATURE, "above": 2.0}), catalog=catalog)
