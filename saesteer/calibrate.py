@@ -69,37 +69,45 @@ def _measure_all(
             raise ConfigError(f"dictionary {name!r} holds its max activations itself; expected one that does not")
     oracle, names = open_model(model, config)
     windows = _windows(oracle, text, max_tokens)
-    found: dict[str, Measured] = {}
-    for name in names:
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task(f"Reading for {name}", total=len(windows))
-            found[name] = measure(oracle, name, windows, lambda: progress.advance(task))  # noqa: B023  # called here
-        place = max_act.write(paths[name], oracle.coder(name), found[name].max_act, tokens=found[name].tokens)
-        console.print(_told(name, found[name]), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Reading", total=len(windows))
+        found = measure(oracle, names, windows, lambda: progress.advance(task))
+    for name, measured in found.items():
+        place = max_act.write(paths[name], oracle.coder(name), measured.max_act, tokens=measured.tokens)
+        console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
     return found
 
 
-def measure(oracle: Any, name: str, windows: Sequence[Sequence[int]], step: Callable[[], object]) -> Measured:
-    """The largest activations of a dictionary over windows of tokens, its first positions of each left out.
+def measure(
+    oracle: Any, names: Sequence[str], windows: Sequence[Sequence[int]], step: Callable[[], object]
+) -> dict[str, Measured]:
+    """The largest activations of dictionaries over windows of tokens, the first positions of each window left out.
 
     Args:
         oracle: a ``saesteer.hf.Model``.
-        name: of the dictionary.
+        names: of the dictionaries; the text is read once for all of them.
         windows: token ids.
         step: called behind each window.
     """
-    coder: SparseCoder = oracle.coder(name)
-    info = coder.info
-    site = canonical(str(oracle.engine.catalog.dictionaries[name].site_in))
-    largest, tokens = torch.zeros(info.features), 0
-    at_once = max(1, _BLOCK_BYTES // (4 * info.features))
+    found = {name: Measured(torch.zeros(oracle.coder(name).info.features), 0) for name in names}
+    sites = {name: canonical(str(oracle.engine.catalog.dictionaries[name].site_in)) for name in names}
     for window in windows:
-        stream = oracle.stream(window, site)[max(1, info.skip_first) :]
-        for block in stream.split(at_once):
-            largest = torch.maximum(largest, coder.encode(block).amax(dim=0).cpu())
-        tokens += len(stream)
+        streams = oracle.streams(window)
+        for name in names:
+            stream = streams[sites[name]][max(1, oracle.coder(name).info.skip_first) :]
+            largest = torch.maximum(found[name].max_act, _largest(oracle.coder(name), stream))
+            found[name] = Measured(largest, found[name].tokens + len(stream))
         step()
-    return Measured(largest, tokens)
+    return found
+
+
+def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
+    """The largest activation of each feature, 0 where there is no token."""
+    largest = torch.zeros(coder.info.features)
+    step = max(1, _BLOCK_BYTES // (4 * coder.info.features))
+    for start in range(0, len(stream), step):
+        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).amax(dim=0).cpu())
+    return largest
 
 
 def _read(file: Path, max_tokens: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,15 +45,14 @@ class Oracle:
         shape = SimpleNamespace(max_position_embeddings=2048)
         self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
         site = SimpleNamespace(site_in="resid_post.15")
-        self.engine = SimpleNamespace(catalog=SimpleNamespace(dictionaries={"d": site}))
+        self.engine = SimpleNamespace(catalog=SimpleNamespace(dictionaries={"d": site, "e": site}))
 
     def coder(self, name: str) -> Any:
         return self._coder
 
-    def stream(self, ids: list[int], site: str) -> torch.Tensor:
-        assert site == "resid_post.15"
+    def streams(self, ids: list[int]) -> dict[str, torch.Tensor]:
         self.read.append(list(ids))
-        return self.rows[torch.tensor(ids)]
+        return {"resid_post.15": self.rows[torch.tensor(ids)]}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_largest_activations_are_found_saved_and_used(
     place: str, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     oracle = Oracle(place)
-    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, ["d"]))
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
     monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
     found = calibrate.run(Console(width=200), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=1200)
     assert [len(window) for window in oracle.read] == [512, 512, 179]
@@ -101,11 +101,15 @@ def test_largest_activations_are_found_saved_and_used(
     assert "38 of 40 features were active on 1,194 tokens" in said
     assert "2 were not: in unit max_act their values are 0" in said
     assert f"{place}.max_act" in said
-    # Once more, in place of what is there.
+    # Once more, in place of what is there, and two at once.
     oracle.rows *= 2
-    calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=1200)
-    more = load(place).max_act
-    assert more is not None and (more[:38] > expected[:38]).all()
+    other = Path(shutil.copy(place, Path(place).with_name("other.safetensors")))
+    both = read_settings([f"d={place}@resid_post.15", f"e={other}@resid_post.15"])
+    calibrate.run(Console(), "any", both, text, max_tokens=1200)
+    assert len(oracle.read) == 6
+    for one in (place, other):
+        more = load(one).max_act
+        assert more is not None and (more[:38] > expected[:38]).all()
 
 
 def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
