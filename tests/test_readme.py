@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
+from saesteer import client
+from saesteer.settings import read_settings
 from saesteer.spec import from_json
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,37 @@ def test_openai_example_sends_a_right_spec() -> None:
         node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.keyword) and node.arg == "extra_body"
     ]
     assert len(from_json(ast.literal_eval(extra)["saesteer"]).edits) == 1
+
+
+def test_settings_example_is_right(tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "settings.yaml").write_text(text)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "golden-gate.json").write_text("{}")
+    config = read_settings(file=tmp_path / "settings.yaml")
+    assert sorted(config.read_modules()) == ["calm", "golden-gate"]
+    assert config.modules["golden-gate"] == str(tmp_path / "modules" / "golden-gate.json")
+
+
+def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "demo"}]})
+        asked.append(json.loads(request.content))
+        choice = {"message": {"content": "The Bridge."}, "delta": {"content": "The Bridge."}}
+        body = json.dumps({"choices": [choice]})
+        return httpx.Response(200, content=f"data: {body}\n\n" if asked[-1].get("stream") else body)
+
+    options = client._options
+    monkeypatch.setattr(
+        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+    [code] = [code for code in PYTHON if "saesteer.client" in code]
+    exec(code, {})
+    assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
+    assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
 
 
 @pytest.mark.slow
