@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from saesteer.errors import LoadError
 from saesteer.inspect import report
-from saesteer.loaders import arrays, describe, load
+from saesteer.loaders import arrays, describe, load, max_act
 from saesteer.loaders.files import fetch
+from saesteer.vectors import read_vectors
 from tests.loaders import writers
 from tests.loaders.test_formats import CASES, Case, every_case
 
@@ -69,6 +71,27 @@ def test_fake_hub_is_asked_for_no_other_file(fake_hub: FakeHub) -> None:
         (repo / name).write_bytes(b"x")
     assert load("org/sae").info.format == "saelens"
     assert fake_hub.given == ["cfg.json", "sae_weights.safetensors"]
+
+
+def test_fake_hub_gives_one_file_of_vectors_and_no_other(fake_hub: FakeHub) -> None:
+    repo = fake_hub.root / "org" / "vectors"
+    repo.mkdir(parents=True)
+    for name in ("happy", "sad"):
+        np.save(repo / f"{name}.npy", np.ones(4))
+        (repo / f"{name}.pt").write_bytes(b"x")
+    assert read_vectors("org/vectors/happy.npy").width == 4
+    assert fake_hub.given == ["happy.npy"]
+    with pytest.raises(LoadError, match=r"a folder|nothing there"):
+        read_vectors("org/vectors")
+
+
+def test_fake_hub_keeps_what_was_calibrated(fake_hub: FakeHub) -> None:
+    writers.gemma_scope(fake_hub.root / "org" / "sae", writers.raw())
+    coder = load("org/sae")
+    assert not coder.info.has_max_act
+    max_act.write(fetch("org/sae"), coder, torch.ones(coder.info.features), tokens=1)
+    assert describe("org/sae").has_max_act
+    assert load("org/sae").max_act is not None
 
 
 def test_fake_hub_single_file_and_name_inside_a_folder(fake_hub: FakeHub) -> None:
