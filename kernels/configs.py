@@ -22,11 +22,13 @@ class EditConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FewConfig:
-    """One way to launch the kernel for long spans with few entries."""
+class LoneConfig:
+    """One way to launch the kernel for long spans with one entry."""
 
     num_warps: int
-    tokens: int  # of a program; a power of two up to layout.TILE
+    tokens: int  # of a program's turn; a power of two up to layout.TILE
+    at_once: int  # of these; a power of two
+    stages: int  # loads in flight
     programs: int  # per multiprocessor at most
     split: bool
 
@@ -36,6 +38,7 @@ class ManyConfig:
     """One way to launch the kernel for long spans with many entries."""
 
     num_warps: int
+    tokens: int  # of a program's turn; a power of two from 16 to layout.TILE
     entries: int  # at once; a power of two from 16
     block_k: int  # columns at once while encoding
     block_n: int  # and while decoding
@@ -59,30 +62,77 @@ class EncodeConfig:
 class Configs:
     """How the kernels are launched for one width."""
 
-    edit: EditConfig
-    few: FewConfig
+    edit: tuple[tuple[int, EditConfig], ...]  # most tokens of a step that the config is for, ascending
+    lone: LoneConfig
     many: ManyConfig
-    encode: tuple[tuple[int, EncodeConfig], ...]  # most tokens of a step that the config is for, ascending
+    encode: tuple[tuple[int, EncodeConfig], ...]  # the same
 
 
 MAX_WIDTH = 8192
 TILED_ABOVE = 512  # tokens of a step; vLLM captures no graph of more, so the host may choose what is launched
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
-_MANY = ManyConfig(num_warps=4, entries=32, block_k=128, block_n=128, stages=3, programs=2)
+_ANY = 1 << 30
+_MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
-    (1 << 30, EncodeConfig(num_warps=8, block_m=128, block_n=128, block_k=64, stages=4, programs=1)),
+    (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=128, block_k=64, stages=4, programs=1)),
 )
 
 # Widest row that the configs are for, ascending. Times are in bench/LOG.md.
 CONFIGS: tuple[tuple[int, Configs], ...] = (
-    (256, Configs(EditConfig(1, 4, 16, False), FewConfig(1, 4, 16, False), _MANY, _ENCODE)),
-    (1024, Configs(EditConfig(2, 4, 16, True), FewConfig(4, 4, 8, True), _MANY, _ENCODE)),
-    (3072, Configs(EditConfig(4, 4, 8, True), FewConfig(8, 4, 4, True), _MANY, _ENCODE)),
-    (6144, Configs(EditConfig(8, 4, 4, True), FewConfig(8, 2, 4, True), _MANY, _ENCODE)),
-    (MAX_WIDTH, Configs(EditConfig(16, 4, 2, True), FewConfig(16, 2, 2, True), _MANY, _ENCODE)),
+    (
+        256,
+        Configs(
+            edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),),
+            lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16, split=False),
+            many=_MANY,
+            encode=_ENCODE,
+        ),
+    ),
+    (
+        1024,
+        Configs(
+            edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),),
+            lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16, split=True),
+            many=_MANY,
+            encode=_ENCODE,
+        ),
+    ),
+    (
+        3072,
+        Configs(
+            edit=(
+                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
+                (_ANY, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
+            ),
+            lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
+            many=_MANY,
+            encode=_ENCODE,
+        ),
+    ),
+    (
+        6144,
+        Configs(
+            edit=(
+                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
+                (_ANY, EditConfig(num_warps=8, chunk=4, programs=2, split=True)),
+            ),
+            lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
+            many=_MANY,
+            encode=_ENCODE,
+        ),
+    ),
+    (
+        MAX_WIDTH,
+        Configs(
+            edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),),
+            lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4, split=True),
+            many=_MANY,
+            encode=_ENCODE,
+        ),
+    ),
 )
 
 

@@ -58,17 +58,18 @@ def rank(dense, mine, own, base, size, magnitude, CHUNK: tl.constexpr):
 
     [CHUNK] int32; base and own count from the first feature of `dense`, and size is 0 for entries without a rank.
     """
-    lanes = tl.arange(0, BLOCK)
-    mine = tl.where(magnitude, tl.abs(mine), mine)
+    strong = tl.abs(mine)
+    first = tl.min(tl.where(size > 0, base, 2147483647), axis=0)
+    last = tl.max(base + size, axis=0)
     before = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, tl.max(size, axis=0), BLOCK):
-        within = start + lanes
-        other = base[:, None] + within[None, :]
-        inside = within[None, :] < size[:, None]
-        theirs = tl.load(dense + other, mask=inside, other=float("-inf"))
-        theirs = tl.where(inside & magnitude[:, None], tl.abs(theirs), theirs)
-        beats = (theirs > mine[:, None]) | ((theirs == mine[:, None]) & (other < own[:, None]))
-        before += tl.sum((beats & inside & (other != own[:, None])).to(tl.int32), axis=1)
+    for start in range(first, last, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        pre = tl.load(dense + other, mask=other < last, other=0.0)[None, :]
+        theirs = tl.where(magnitude[:, None], tl.abs(pre), pre)
+        ours = tl.where(magnitude, strong, mine)[:, None]
+        inside = (other[None, :] >= base[:, None]) & (other[None, :] < (base + size)[:, None])
+        beats = (theirs > ours) | ((theirs == ours) & (other[None, :] < own[:, None]))
+        before += tl.sum((beats & inside & (other[None, :] != own[:, None])).to(tl.int32), axis=1)
     return before
 
 

@@ -23,6 +23,7 @@ from saesteer.kernels.entries import (
     GATE,
     GATED,
     GROUP_END,
+    GROUPS,
     HEAD_WORDS,
     KIND,
     NORMED,
@@ -30,33 +31,32 @@ from saesteer.kernels.entries import (
     PARTIALS,
     PARTS,
     SPAN,
+    items_of,
 )
 
 
 @triton.jit
-def _item(work, it, units, span, more):
+def _item(work, it, first_item, units, span):
     """What iteration `it` works on: part, token, row, position, and whether there is such a token.
 
     A unit is a place for a token in the work list; all first parts come before all second ones.
     """
-    unit = it % tl.maximum(units, 1)
-    item = work + 4 + (unit // span) * 4
+    unit = it % units
+    item = work + 4 + (first_item + unit // span) * 4
     within = unit % span
-    token = tl.load(item, mask=more, other=0) + within
-    row = tl.load(item + 1, mask=more, other=0)
-    position = tl.load(item + 2, mask=more, other=0) + within
-    exists = within < tl.load(item + 3, mask=more, other=0)
-    return it // tl.maximum(units, 1), token, row.to(tl.int64), position, exists
+    token = tl.load(item) + within
+    position = tl.load(item + 2) + within
+    return it // units, token, tl.load(item + 1).to(tl.int64), position, within < tl.load(item + 3)
 
 
 @triton.jit
 def _store(
     stream,
     second,
-    norm_weight,
     at,  # of the token
     x0,
     x1,
+    norm_weight,
     eps,
     weight_offset,
     WIDTH: tl.constexpr,
@@ -71,6 +71,10 @@ def _store(
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
+    if FORM == NORMED and HAS_WEIGHT:  # not to wait for after the sum of squares
+        gain0 = tl.load(norm_weight + cols0, mask=mask0, other=0.0)
+        if TAIL > 0:
+            gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
     y0 = x0.to(dtype)
     tl.store(stream + at + cols0, y0, mask=mask0)
     if TAIL > 0:
@@ -89,12 +93,12 @@ def _store(
         scale = tl.rsqrt(squared / WIDTH + eps)
         z0 *= scale
         if HAS_WEIGHT:
-            z0 *= tl.load(norm_weight + cols0, mask=mask0, other=0.0).to(tl.float32) + weight_offset
+            z0 *= gain0.to(tl.float32) + weight_offset
         tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
         if TAIL > 0:
             z1 *= scale
             if HAS_WEIGHT:
-                z1 *= tl.load(norm_weight + cols1, mask=mask1, other=0.0).to(tl.float32) + weight_offset
+                z1 *= gain1.to(tl.float32) + weight_offset
             tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
 
 
@@ -153,6 +157,7 @@ def edit_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
 ):
     first = tl.program_id(0)
     step = tl.num_programs(0)
@@ -169,10 +174,13 @@ def edit_kernel(
     part = 0
     number = HEAD_WORDS + SPAN * tl.load(site)
 
+    first_item = 0
+    if ROUNDS:
+        first_item, n_items = items_of(work, n_items, first_token, most_tokens)
     units = n_items * span
     total = units * tl.minimum(batch_parts, most_parts)
-    if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens)):
-        part, token, row, position, exists = _item(work, first, units, span, True)
+    if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
+        part, token, row, position, exists = _item(work, first, first_item, units, span)
 
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
@@ -189,6 +197,7 @@ def edit_kernel(
         end = site_end
         parts = tl.minimum(tl.load(entries + number + PARTS), most_parts)
         kind = tl.load(entries + number + KIND)
+        groups = tl.load(entries + number + GROUPS)
         dense_base = 0
         dense_size = 0
         if HAS_DENSE:
@@ -205,8 +214,8 @@ def edit_kernel(
         arrival = arrivals + token
         first_part = token * most_parts
         share = part
-        # The next item, while this one is worked on.
-        part, token, row, position, exists = _item(work, it + step, units, span, it + step < total)
+        if it + step < total:  # the next item, while this one is worked on
+            part, token, row, position, exists = _item(work, it + step, first_item, units, span)
         if mine:
             raw0 = tl.load(stream + at + cols0, mask=mask0, other=0.0)
             if FORM == PAIR:
@@ -240,7 +249,7 @@ def edit_kernel(
             again = True
             while again:
                 group_end = end
-                if parts == 1:
+                if groups > 1:
                     group_end = tl.load(entries + c + GROUP_END)
                 # A lone entry is the usual case, and room for more would cost it speed.
                 if (c + ENTRY >= group_end) & (not HAS_DENSE):
@@ -344,7 +353,6 @@ def edit_kernel(
                 tl.debug_barrier()
                 coming = 1 + (changes > 0).to(tl.int32) * 65536
                 arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
-                tl.debug_barrier()
                 changes = 0
                 if (arrived & 65535) == parts:
                     changes = arrived >> 16
@@ -371,10 +379,10 @@ def edit_kernel(
                 _store(
                     stream,
                     second,
-                    norm_weight,
                     at,
                     x0,
                     x1,
+                    norm_weight,
                     eps,
                     weight_offset,
                     WIDTH,

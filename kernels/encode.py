@@ -17,6 +17,7 @@ from saesteer.kernels.entries import (
     LAYER_NORM,
     PAIR,
     SPAN,
+    items_of,
 )
 
 
@@ -51,11 +52,16 @@ def encode_kernel(
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
     EXACT: tl.constexpr,  # stream and weights are not of one 16 bit dtype: products in fp32
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
     span = tl.load(work + 2)
-    units = tl.load(work) * span
+    n_items = tl.load(work)
+    first_item = 0
+    if ROUNDS:
+        first_item, n_items = items_of(work, n_items, first_token, most_tokens)
+    units = n_items * span
     number = HEAD_WORDS + SPAN * tl.load(site)
     unit_tiles = (units + BLOCK_M - 1) // BLOCK_M
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
@@ -65,7 +71,7 @@ def encode_kernel(
         # Tiles of the same features follow one another, so that their weights are read from memory once.
         unit = (tile % unit_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         first = (tile // unit_tiles) * BLOCK_N
-        item = work + 4 + (unit // span) * 4
+        item = work + 4 + (first_item + unit // span) * 4
         within = unit % span
         listed = unit < units
         listed = listed & (within < tl.load(item + 3, mask=listed, other=0))

@@ -20,7 +20,8 @@ KIND = tl.constexpr(layout.KIND)
 DENSE_BASE = tl.constexpr(layout.DENSE_BASE)
 DENSE_SIZE = tl.constexpr(layout.DENSE_SIZE)
 DENSE_NORM = tl.constexpr(layout.DENSE_NORM)
-FEW = tl.constexpr(layout.FEW)
+GROUPS = tl.constexpr(layout.GROUPS)
+LONE = tl.constexpr(layout.LONE)
 MANY = tl.constexpr(layout.MANY)
 GATED = tl.constexpr(layout.GATED)
 SLOT = tl.constexpr(layout.SLOT)
@@ -53,6 +54,7 @@ NORMED = tl.constexpr(layout.NORMED)
 PAIR = tl.constexpr(layout.PAIR)
 TILE = tl.constexpr(layout.TILE)
 PARTIALS = tl.constexpr(layout.PARTIALS)
+ITEMS = tl.constexpr(1024)  # of the work list, looked at at once
 
 
 # What a kernel must not be specialised on: a variant more would compile while serving. Slices of larger tensors (site,
@@ -110,3 +112,18 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
         addend = tl.load(second + at, mask=mask, other=0.0)
         x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
     return x
+
+
+@triton.jit
+def items_of(work, n_items, first_token, most_tokens):
+    """The items that hold tokens of [first_token, first_token + most_tokens): the first one, and how many."""
+    before = 0
+    until = 0
+    for start in range(0, n_items, ITEMS):
+        at = start + tl.arange(0, ITEMS)
+        inside = at < n_items
+        token = tl.load(work + 4 + at * 4, mask=inside, other=0)
+        length = tl.load(work + 4 + at * 4 + 3, mask=inside, other=0)
+        before += tl.sum((inside & (token + length <= first_token)).to(tl.int32), axis=0)
+        until += tl.sum((inside & (token < first_token + most_tokens)).to(tl.int32), axis=0)
+    return before, tl.maximum(until - before, 0)

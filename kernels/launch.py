@@ -11,13 +11,13 @@ from saesteer.kernels import layout
 from saesteer.kernels.configs import TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
 from saesteer.kernels.edit import edit_kernel
 from saesteer.kernels.encode import encode_kernel
-from saesteer.kernels.few import few_kernel
+from saesteer.kernels.lone import lone_kernel
 from saesteer.kernels.many import many_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ALL = layout.ANY | layout.FEW | layout.MANY
+_ALL = layout.ANY | layout.LONE | layout.MANY
 
 
 @cache
@@ -77,27 +77,29 @@ def edit_triton(
     cores = _multiprocessors(stream.device.index)
     has_weight = norm_weight is not None
     exact = stream.dtype != w_enc.dtype or stream.dtype == torch.float32
-    if tiled and wanted & layout.FEW:
-        few = tuned.few
-        head, tail = blocks(width, few.num_warps, few.split)
-        grid = min(tokens, cores * few.programs)
-        few_kernel[(grid,)](
+    if tiled and wanted & layout.LONE:
+        lone = tuned.lone
+        head, tail = blocks(width, lone.num_warps, lone.split)
+        lone_kernel[(min(tokens, cores * lone.programs),)](
             *common,
             counts,
             *rest,
             WIDTH=width,
             HEAD=head,
             TAIL=tail,
-            TOKENS=few.tokens,
-            SHARES=layout.TILE // few.tokens,
+            TOKENS=lone.tokens,
+            LEAST=max(lone.at_once, min(4, lone.tokens)),
+            SHARES=layout.TILE // lone.tokens,
+            AT_ONCE=lone.at_once,
+            STAGES=lone.stages,
             FORM=form,
             HAS_WEIGHT=has_weight,
-            num_warps=few.num_warps,
+            num_warps=lone.num_warps,
         )
     if tiled and wanted & layout.MANY:
         many = tuned.many
         most = -(-layout.MOST_MANY // many.entries) * many.entries
-        room = (layout.dense_words(width) - layout.PARTIALS) // (layout.TILE * most)
+        room = (layout.dense_words(width) - layout.PARTIALS) // (many.tokens * most)
         many_kernel[(min(room, cores * many.programs),)](
             *common,
             counts,
@@ -105,6 +107,8 @@ def edit_triton(
             *rest,
             most,
             WIDTH=width,
+            TOKENS=many.tokens,
+            SHARES=layout.TILE // many.tokens,
             ENTRIES=many.entries,
             BLOCK_K=many.block_k,
             BLOCK_N=many.block_n,
@@ -117,7 +121,7 @@ def edit_triton(
     kept = wanted & layout.ANY if tiled else _ALL
     if not kept:
         return
-    edit = tuned.edit
+    edit = for_tokens(tuned.edit, tokens)
     head, tail = blocks(width, edit.num_warps, edit.split)
     share = 1 if tiled else parts(tokens)
     dense = scratch[layout.dense_words(width) :]
@@ -146,6 +150,7 @@ def edit_triton(
                 STAGES=encode.stages,
                 FORM=form,
                 HAS_NORMS=has_norms,
+                ROUNDS=at_once < places,
                 EXACT=exact,
                 num_warps=encode.num_warps,
             )
@@ -172,5 +177,6 @@ def edit_triton(
             HAS_WEIGHT=has_weight,
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=has_norms,
+            ROUNDS=at_once < places,
             num_warps=edit.num_warps,
         )

@@ -17,6 +17,10 @@ cells [max_tokens] int32: for each token a bit for each gate of its row, from th
 counts [rows, counters] int32: tokens that each edit of the row has changed so far.
 """
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
 HEAD = 4  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
@@ -29,11 +33,12 @@ KIND = 3  # bits, below
 DENSE_BASE = 4  # first slot of the dictionary of which every feature is needed
 DENSE_SIZE = 5  # its features; 0: no entry needs them
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
+GROUPS = 7  # number of its groups, gates included
 
 # Bits of KIND. One of the first three says which kernel takes the row's longer spans of tokens.
 ANY = 1  # the one that can do everything
-FEW = 2  # no gates, ranks, reconstruction or input norms
-MANY = 4  # the same, and a single group of MANY_ENTRIES to MOST_MANY entries, none in lengths of x
+LONE = 2  # a single entry without gates, ranks, reconstruction or input norms
+MANY = 4  # a single group of up to MOST_MANY of such, none in lengths of x
 GATED = 8  # some entry writes or reads cells
 
 # An entry.
@@ -70,7 +75,7 @@ BARE = 0  # there is none
 NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
-MANY_ENTRIES = 8
+PART = 4  # entries of a part, while there are parts enough
 MOST_MANY = 256
 MOST_PARTS = 16
 TILE = 64  # tokens of an item in a step of many tokens
@@ -87,6 +92,32 @@ def head(sites: int) -> int:
 def width(sites: int, max_entries: int) -> int:
     """Words of a table row."""
     return head(sites) + ENTRY * max_entries
+
+
+def span_words(flags: Sequence[int], *, gated: bool, groups: int, begin: int, dense: tuple[int, int, int]) -> list[int]:
+    """The words of a site, from which the kernels choose how to run it.
+
+    Args:
+        flags: FLAGS of each of its entries.
+        gated: whether an entry writes or reads cells.
+        groups: number of groups, gates included.
+        begin: word of the first entry.
+        dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
+    """
+    n = len(flags)
+    if not n:
+        return [begin, begin, 1, 0, 0, 0, 0, 0]
+    every = reduce(or_, flags)
+    parts = 1
+    if groups == 1 and not every & GATE:
+        parts = MOST_PARTS if every & RECONSTRUCT else min(MOST_PARTS, -(-n // PART))
+    if gated or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE):
+        kind = ANY | GATED * gated
+    elif n == 1:
+        kind = LONE
+    else:
+        kind = MANY if groups == 1 and n <= MOST_MANY and not every & MATCH else ANY
+    return [begin, begin + ENTRY * n, parts, kind, *dense, groups]
 
 
 def dense_words(width: int) -> int:

@@ -34,7 +34,6 @@ from saesteer.kernels.entries import (
     SLOT,
     SPAN,
     THRESHOLD,
-    TILE,
     TILE_ARGUMENTS,
     law,
     real,
@@ -50,20 +49,21 @@ def _deltas(
     w_enc,
     entry,  # [ENTRIES] of them
     inside,  # [ENTRIES] those that are there
-    x_at,  # [TILE] int64
-    exists,  # [TILE]
-    position,  # [TILE]
+    x_at,  # [TOKENS] int64
+    exists,  # [TOKENS]
+    position,  # [TOKENS]
     counts,  # of this row
     WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """f' - f of each token and entry: [TILE, ENTRIES]."""
+    """f' - f of each token and entry: [TOKENS, ENTRIES]."""
     starts = word(entry + SLOT, inside).to(tl.int64) * WIDTH
-    acc = tl.zeros([TILE, ENTRIES], tl.float32)
+    acc = tl.zeros([TOKENS, ENTRIES], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
         real_cols = (cols < WIDTH)[None, :]
@@ -116,13 +116,15 @@ def many_kernel(
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     counts,  # [rows, stride_counts] int32
-    scratch,  # fp32; behind the arrivals [programs, TILE, most_entries]
+    scratch,  # fp32; behind the arrivals [programs, TOKENS, most_entries]
     eps,
     weight_offset,
     stride_table,
     stride_counts,
     most_entries,  # a multiple of ENTRIES
     WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a program's turn
+    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -131,29 +133,29 @@ def many_kernel(
     HAS_WEIGHT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Each program holds an item: one pass over its tokens for all deltas, a second one that adds the decoder rows."""
+    """Each program takes TOKENS tokens: one pass for all deltas, a second one that adds the decoder rows."""
     n_items = tl.load(work)
     number = HEAD_WORDS + SPAN * tl.load(site)
     dtype: tl.constexpr = stream.dtype.element_ty
-    within = tl.arange(0, TILE)
     lanes = tl.arange(0, ENTRIES)
-    deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TILE * most_entries
-    own = deltas + within[:, None] * most_entries + lanes[None, :]
+    deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
+    own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
 
-    for it in range(tl.program_id(0), n_items, tl.num_programs(0)):
-        item = work + 4 + it * 4
+    for it in range(tl.program_id(0), n_items * SHARES, tl.num_programs(0)):
+        item = work + 4 + (it // SHARES) * 4
+        within = (it % SHARES) * TOKENS + tl.arange(0, TOKENS)
         row = tl.load(item + 1).to(tl.int64)
         entries = table + row * stride_table
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
-        if (begin < end) & ((kind & MANY) != 0):
+        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 3)):
             exists = within < tl.load(item + 3)
             position = tl.load(item + 2) + within
             x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
             counted = counts + row * stride_counts
             number_of = (end - begin) // ENTRY
-            changed = tl.zeros([TILE], tl.int32)
+            changed = tl.zeros([TOKENS], tl.int32)
             for first in range(0, number_of, ENTRIES):
                 entry = entries + begin + (first + lanes) * ENTRY
                 delta = _deltas(
@@ -167,6 +169,7 @@ def many_kernel(
                     position,
                     counted,
                     WIDTH,
+                    TOKENS,
                     ENTRIES,
                     BLOCK_K,
                     STAGES,
@@ -177,7 +180,7 @@ def many_kernel(
                 tl.store(own + first, delta)
             tl.debug_barrier()
             keep = changed > 0
-            squares = tl.zeros([TILE], tl.float32)
+            squares = tl.zeros([TOKENS], tl.float32)
             if tl.sum(changed, axis=0) > 0:
                 if number_of <= ENTRIES:
                     inside = lanes < number_of
@@ -191,7 +194,7 @@ def many_kernel(
                         y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT).to(dtype)
                         tl.store(stream + at, y, mask=mask)
                         if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TILE, BLOCK_N], dtype), mask=mask)
+                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
                         squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
                 else:
                     for start in range(0, WIDTH, BLOCK_N):
@@ -207,7 +210,7 @@ def many_kernel(
                         y = y.to(dtype)
                         tl.store(stream + at, y, mask=mask)
                         if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TILE, BLOCK_N], dtype), mask=mask)
+                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
                         squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
                 if FORM == NORMED:
                     tl.debug_barrier()

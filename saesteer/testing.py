@@ -52,31 +52,6 @@ class Entry:
 Groups = Sequence[Sequence[Entry]]  # of one row at one site
 
 
-def span_words(groups: Groups, begin: int, dense: tuple[int, int] = (0, 0)) -> list[int]:
-    """The SPAN words of a site whose entries start at word `begin`, for kernels to know what the entries need."""
-    entries = [entry for group in groups for entry in group]
-    flags = [entry.flags for entry in entries]
-    gated = any(entry.gates for entry in entries)
-    single = len(groups) == 1 and not flags[0] & layout.GATE
-    whole = any(flag & layout.RECONSTRUCT for flag in flags)
-    parts = (layout.MOST_PARTS if whole else min(layout.MOST_PARTS, -(-len(entries) // 4))) if single else 1
-    special = layout.RANKED | layout.RECONSTRUCT | layout.LAYER_NORM | layout.L2_NORM
-    if gated or any(flag & special for flag in flags):
-        kind = layout.ANY | layout.GATED * gated
-    elif (
-        single
-        and layout.MANY_ENTRIES <= len(entries) <= layout.MOST_MANY
-        and not any(flag & layout.MATCH for flag in flags)
-    ):
-        kind = layout.MANY
-    else:
-        kind = layout.FEW
-    # Those that rank or reconstruct are all of the one dictionary.
-    whole_flags = [flag for flag in flags if flag & (layout.RANKED | layout.RECONSTRUCT)]
-    norm = (whole_flags[0] if whole_flags else 0) & (layout.LAYER_NORM | layout.L2_NORM)
-    return [begin, begin + layout.ENTRY * len(entries), parts, kind * bool(entries), *dense, norm, 0]
-
-
 def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int, int] = (0, 0)) -> None:
     """Fill table[row] (int32 [rows, words]) with the groups of each site, in order.
 
@@ -93,8 +68,16 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int
     words = [0] * at
     for site, groups in enumerate(sites):
         here = layout.HEAD + layout.SPAN * site
-        ranked = any(e.flags & (layout.RANKED | layout.RECONSTRUCT) for group in groups for e in group)
-        words[here : here + layout.SPAN] = span_words(groups, at, dense if ranked else (0, 0))
+        entries = [entry for group in groups for entry in group]
+        # Those that rank or reconstruct are all of the one dictionary.
+        whole = [entry.flags for entry in entries if entry.flags & (layout.RANKED | layout.RECONSTRUCT)]
+        words[here : here + layout.SPAN] = layout.span_words(
+            [entry.flags for entry in entries],
+            gated=any(entry.gates for entry in entries),
+            groups=len(groups),
+            begin=at,
+            dense=(*dense, whole[0] & (layout.LAYER_NORM | layout.L2_NORM)) if whole else (0, 0, 0),
+        )
         words[1] = max(words[1], words[here + layout.PARTS])
         for group in groups:
             at += layout.ENTRY * len(group)
