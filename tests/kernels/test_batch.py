@@ -1,0 +1,100 @@
+"""A request gets the same bits in any company and at any place of the step, and counts are exact over many tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saesteer.kernels.layout import BARE, NORMED, PAIR
+from saesteer.testing import Entry, make_table
+from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
+from tests.kernels.requests import Wish
+from tests.kernels.test_edit import DRAWN, WIDTHS
+
+PATHS = [TOKEN, TILED, *([SPANS] if GPU else [])]
+
+
+def alone(case: Case, site: int, path: Path, row: int, skip: int, together: State, before: State) -> None:
+    """The request's tokens from the `skip`-th on, at the end of a step of the same size: as they became in company."""
+    mine = [listed for listed in case.tokens if listed[1] == row][skip:]
+    first = case.room - len(mine)
+    moved = [(first + at, row, position) for at, (_, _, position) in enumerate(mine)]
+    old, new = [token for token, _, _ in mine], [token for token, _, _ in moved]
+    state = State(
+        torch.full_like(before.stream, torch.nan),
+        None if before.second is None else torch.full_like(before.second, torch.nan),
+        torch.zeros_like(before.cells),
+        before.counts.clone(),
+    )
+    for ours, theirs in ((state.stream, before.stream), (state.second, before.second), (state.cells, before.cells)):
+        if ours is not None and theirs is not None:
+            ours[new] = theirs[old]
+    case.call(site, path, moved).kernel(state, path)
+    assert torch.equal(bits(state.stream)[new], bits(together.stream)[old])
+    assert torch.equal(state.cells[new], together.cells[old])
+    if state.second is not None and together.second is not None:
+        assert torch.equal(bits(state.second)[new], bits(together.second)[old])
+    if not skip:
+        assert torch.equal(state.counts[row], together.counts[row])
+    others = [other for other in range(len(case.counts)) if other != row]
+    assert torch.equal(state.counts[others], before.counts[others])
+
+
+@settings(DRAWN, max_examples=100 if GPU else 12)
+@given(
+    kinds=st.lists(st.sampled_from(["clamps", "list", "dense"]), min_size=2, max_size=3),
+    edits=st.sampled_from([1, 2, 5, 16, 40]),
+    gated=st.booleans(),
+    path=st.sampled_from(PATHS),
+    width=st.sampled_from(WIDTHS),
+    form=st.sampled_from([BARE, NORMED, PAIR]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_request_gets_the_same_bits_in_any_company(
+    kinds: list[str], edits: int, gated: bool, path: Path, width: int, form: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    runs = [3, 1, 70 if GPU else 2]
+    wished = [
+        Wish(kind, max(edits // (1 + at), 1) if kind == "clamps" else min(edits, 6), runs[at], gated)
+        for at, kind in enumerate(kinds)
+    ]
+    drawer = a_world(rng, width, torch.float16, 100, edits, (1, 37, 130))
+    case = Case(drawer.world, [drawer.request(wish) for wish in wished], torch.float16, form, seed)
+    states = case.run(path)
+    for row in range(1, len(kinds) + 1):
+        before = case.start(1)
+        before.cells, before.counts = states[0].cells, states[0].counts
+        # From the second token on: the item then begins there.
+        alone(case, 1, path, row, (seed + row) % 2, states[1], before)
+
+
+@pytest.mark.parametrize("entries", [1, 2, 9, 37, 300 if GPU else 60], ids="entries{}".format)
+@pytest.mark.parametrize("path", [None, *PATHS], ids=str)
+def test_counts_are_exact_over_many_tokens(path: Path | None, entries: int) -> None:
+    """Each entry of two requests changes the tokens of its window; neighbouring ones share a counter."""
+    many = 1000 if GPU else 70 if path in (None, TILED) else 5
+    lows = [7 * entry % many for entry in range(entries)]
+    group = [Entry(0, shift=1.0, lo=lo, hi=many - lo // 2, counter=at // 2) for at, lo in enumerate(lows)]
+    table = make_table([[[group]], [[group[: entries // 2 + 1]]]], 1)
+    listed = [(t, 1, t) for t in range(many)] + [(many + t, 2, t) for t in range(many // 2)]
+    counts = torch.full((3, entries + 1), 2**30, dtype=torch.int32)
+    want = counts.clone()
+    for row, length in ((1, entries), (2, entries // 2 + 1)):
+        tokens = many if row == 1 else many // 2
+        for entry in group[:length]:
+            want[row, entry.counter] += max(0, min(entry.hi, tokens) - entry.lo)
+    eye, zeros = torch.eye(8), torch.zeros(8)
+    weights = (eye, eye, zeros, zeros, torch.zeros(1, 8))
+    site, room = torch.zeros(1, dtype=torch.int32), len(listed)
+    work = work_of(listed, table, path or TOKEN, room)
+    call = Call(None, table, site, work, kinds_of(listed, table, 1), weights, BARE, 0, False)
+    state = State(torch.zeros(room, 8), None, torch.zeros(room, dtype=torch.int32), counts)
+    if path is None:
+        call.reference(state)
+    else:
+        call.kernel(state, path)
+    assert torch.equal(state.counts, want)
