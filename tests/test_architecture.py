@@ -65,7 +65,7 @@ ONLY = {
     "client": {"answers", "client", "errors", "spec"},
     "kernels": {"kernels"},
     "loaders": {"loaders", "errors", "coder"},
-    **dict.fromkeys(PLANNING, set(ROOMS[: ROOMS.index("coder")])),
+    **{room: set(ROOMS[: ROOMS.index("coder")]) for room in PLANNING},
 }
 STANDARD_LIBRARY_ONLY = set(ROOMS[: ROOMS.index("coder")])
 OUR_FILES = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in ("saesteer", "loaders", "kernels")]
