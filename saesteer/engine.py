@@ -127,6 +127,11 @@ class Engine:
                     self._written[one.site, slot] = one.unit
         self._staged[row] = content
 
+    def counted(self, row: int, counters: int) -> Tensor:
+        """Tokens that each change of a row has changed so far, int32 [counters]; a copy, in the device's order."""
+        counts = self.counts[row, :counters]
+        return torch.zeros_like(counts) if row in self._staged else counts.clone()
+
     def flush(self) -> None:
         """Bring what is staged to the device: one copy for all rows, ordered with the device's work."""
         if not self._staged:

@@ -185,7 +185,7 @@ class _Planner:
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run, [])
             self.groups.append(group)
-        group.members.append(_Member(change, step.edit, keys))
+        group.members.append(_Member(replace(change, op=step.edit.op), step.edit, keys))
 
 
 _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {

@@ -4,7 +4,8 @@ Everything here is plain Python. Where a name lies in memory, and what a vector'
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as option
 from typing import Literal, Protocol
 
 from saesteer.checks import INT32_MAX
@@ -72,8 +73,8 @@ class Catalog:
     dictionaries: Mapping[str, Dictionary]
     sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
     max_entries: int  # of one request: changes times windows, and conditions
-    vectors: Mapping[str, Vectors] = field(default_factory=dict)
-    modules: Mapping[str, Spec] = field(default_factory=dict)
+    vectors: Mapping[str, Vectors] = option(default_factory=dict)
+    modules: Mapping[str, Spec] = option(default_factory=dict)
     width: int | None = None  # of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
 
@@ -124,6 +125,7 @@ class Change:
     only_if_active: bool = False
     gain: float = 1.0
     gates: int = 0  # bits of the conditions that must all hold
+    op: str = option(default="clamp", compare=False)  # of the edit
 
 
 @dataclass(frozen=True, slots=True)

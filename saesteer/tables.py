@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from math import inf, isinf
 
 import numpy as np
@@ -76,6 +77,7 @@ class Row:
 
     words: NDArray[np.int32]  # shortened to what is used
     kinds: int  # of all its sites, without GATED: which kernels a step with this request needs
+    counters: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
     inline: tuple[Inline, ...] = ()
 
 
@@ -105,25 +107,25 @@ class _Writer:
         self.at = layout.head(len(places.sites))
         self.words = np.zeros(layout.width(len(places.sites), places.max_entries), dtype=np.int32)
         self.floats = self.words.view(np.float32)
-        self.counter = 0
         self.inline: list[Inline] = []
         self.brought: dict[Vector, VectorSet] = {}
         self.units: dict[Direction, tuple[NDArray[np.float32], float, bytes]] = {}
 
     def row(self) -> Row:
-        begin, kinds, most = self.at, 0, 1
+        begin, kinds, most, whole = self.at, 0, 1, False
+        counters = list(accumulate((len(group.changes) for group in self.plan.groups), initial=0))
         for name, number in self.places.sites.items():
             start, dense = self.at, (0, 0, 0)
             conditions = [one for one in self.plan.conditions if one.site == name]
-            groups = [one for one in self.plan.groups if one.site == name]
-            for target in [one.target for one in conditions] + [c.target for g in groups for c in g.changes]:
+            groups = [(n, one) for n, one in enumerate(self.plan.groups) if one.site == name]
+            for target in [one.target for one in conditions] + [c.target for _, g in groups for c in g.changes]:
                 dense = max(dense, self._dense(target))
             if conditions:
                 end = self.at + layout.ENTRY * len(conditions)
                 for condition in conditions:
                     self._condition(condition, end)
-            for group in groups:
-                self._group(group)
+            for place, group in groups:
+                self._group(group, counters[place])
             span = self.words[layout.HEAD + layout.SPAN * number :][: layout.SPAN]
             entries = self.words[start : self.at].reshape(-1, layout.ENTRY)
             span[:] = layout.span_words(
@@ -134,9 +136,11 @@ class _Writer:
                 dense=dense,
             )
             most, kinds = max(most, int(span[layout.PARTS])), kinds | int(span[layout.KIND])
+            whole |= dense[1] > 0
         self.words[0] = (self.at - begin) // layout.ENTRY
         self.words[1] = most
-        return Row(self.words[: self.at].copy(), kinds & ~layout.GATED, tuple(self.inline))
+        self.words[2] = whole
+        return Row(self.words[: self.at].copy(), kinds & ~layout.GATED, counters[-1], tuple(self.inline))
 
     def _dense(self, target: object) -> tuple[int, int, int]:
         """Slots and input norm of the dictionary whose every feature is needed, if it is one; else zeros."""
@@ -148,16 +152,15 @@ class _Writer:
             return place.base, place.info.features, place.norm
         return 0, 0, 0
 
-    def _group(self, group: Group) -> None:
+    def _group(self, group: Group, counter: int) -> None:
         end = self.at + layout.ENTRY * sum(len(change.windows) for change in group.changes)
         assert end <= self.words.size, "the plan lets no more entries through than there is room for"
-        for change in group.changes:
+        for number, change in enumerate(group.changes, counter):
             for window in change.windows:
                 words = self._next(end, window)
-                words[layout.FLAGS] = self.counter << layout.COUNTER
+                words[layout.FLAGS] = number << layout.COUNTER
                 words[layout.GATES] = change.gates
                 self._change(words, change, group.site)
-            self.counter += 1
 
     def _next(self, group_end: int, window: tuple[int, int]) -> NDArray[np.int32]:
         words = self.words[self.at : self.at + layout.ENTRY]

@@ -36,6 +36,7 @@ ROOMS = (
     "testing",
     "loaders",
     "vectors",
+    "applied",
     "inspect",
     "modules",
     "config",

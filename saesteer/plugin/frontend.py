@@ -24,6 +24,8 @@ from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.plan import Catalog, plan
 from saesteer.plugin import hooks
 
+TAG = f"{KEY}_tag"  # beside the spec in extra_args, from the front end to the worker
+
 
 class SpecRefused(SpecError, VLLMValidationError):
     """A SpecError that vLLM's front ends answer with 400, its field as ``param``."""
@@ -162,6 +164,9 @@ def admit(spec: language.Spec, catalog: Catalog | None, server: str, request: An
         raise SpecError(message, field="saesteer", code="not_served")
     if plan(spec, catalog, len(ids)):
         request.cache_salt = cache_salt(request.cache_salt, server, spec)
+        # The engine gives requests ids of its own; by this one the worker's counts are found again.
+        params = request.sampling_params
+        params.extra_args = {**params.extra_args, TAG: request.request_id}
 
 
 def cache_salt(tenant: str | None, server: str, spec: language.Spec) -> str:

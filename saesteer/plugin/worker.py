@@ -8,6 +8,7 @@ Wraps, on instances after the worker has built its runner:
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import reduce, wraps
 from operator import or_
@@ -24,6 +25,8 @@ from saesteer.kernels import ops
 from saesteer.plugin import frontend, hooks, layers
 from saesteer.rows import Rows
 
+MOST_DONE = 4096  # ended requests whose counts are kept for whoever asks
+
 logger = logging.getLogger("vllm.saesteer")
 
 
@@ -33,6 +36,7 @@ def install() -> None:
 
     hooks.wrap("WorkerWrapperBase.init_device", _attaching)
     WorkerBase.saesteer_status = status
+    WorkerBase.saesteer_counts = counts
 
 
 def status(self: Any) -> dict[str, str]:
@@ -40,6 +44,15 @@ def status(self: Any) -> dict[str, str]:
     config = frontend.config_of(self.vllm_config)
     served = config is not None and hasattr(self, "saesteer")
     return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
+
+
+def counts(self: Any, tags: list[str]) -> dict[str, dict[str, list[int]]]:
+    """Tokens that each change of a request has changed: tag → request → counts; called over collective_rpc.
+
+    A request that has ended is forgotten with this.
+    """
+    steering: Steering = self.saesteer
+    return {tag: steering.counted(tag) for tag in tags}
 
 
 def _attaching(original: Callable[..., None]) -> Callable[..., None]:
@@ -120,6 +133,11 @@ class Steering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
+        self._tags: dict[str, str] = {}  # of the same
+        self._places: dict[str, int] = {}  # of those that hold a table row
+        self._holders: dict[int, str] = {}  # the same by row
+        self._counts: dict[str, Tensor] = {}  # from rows that were given up
+        self._done: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # counts of ended requests, by tag
         self._batch: list[str] | None = None  # None: something has changed since
         self._kinds: int | None = None
 
@@ -131,12 +149,41 @@ class Steering:
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
+            self._tags[request.req_id] = (request.sampling_params.extra_args or {}).get(frontend.TAG, "")
         return row
 
+    def place(self, request: str, row: int) -> None:
+        """A steered request holds a table row from now on; whoever held it before keeps what was counted."""
+        if row in self._holders:
+            self._keep(self._holders[row])
+        self._places[request], self._holders[row] = row, request
+
+    def _keep(self, request: str) -> None:
+        row = self._places.pop(request, None)
+        if row is None:
+            return
+        del self._holders[row]
+        fresh = self.engine.counted(row, self.rows[request].counters)
+        self._counts[request] = self._counts[request] + fresh if request in self._counts else fresh
+
     def forget(self, request: str) -> None:
-        """A request has ended."""
-        if self.rows.pop(request, None) is not None:
-            self._batch = None
+        """A request has ended, or will begin anew."""
+        if request not in self.rows:
+            return
+        self._batch = None
+        self._keep(request)
+        del self.rows[request]
+        tag, found = self._tags.pop(request), self._counts.pop(request, None)
+        if found is not None:
+            self._done.setdefault(tag, {})[request] = found
+            if len(self._done) > MOST_DONE:
+                self._done.popitem(last=False)
+
+    def counted(self, tag: str) -> dict[str, list[int]]:
+        """Counts of the requests with this tag."""
+        for request in [one for one, of in self._tags.items() if of == tag]:
+            self.forget(request)
+        return {request: found.tolist() for request, found in self._done.pop(tag, {}).items()}
 
     def look(self, batch: list[str]) -> bool:
         """Whether these are other requests than at the last look, or steered otherwise; `kinds` then holds theirs."""
@@ -161,7 +208,10 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
     @wraps(add)
     def add_request(req_index: int, new_req_data: Any) -> None:
         add(req_index, new_req_data)
-        engine.fill(req_index + 1, steering.add(new_req_data))
+        row = steering.add(new_req_data)
+        if row is not None:
+            steering.place(new_req_data.req_id, req_index + 1)
+        engine.fill(req_index + 1, row)
 
     @wraps(remove)
     def remove_request(req_id: str) -> None:
@@ -208,6 +258,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         taken, fresh = rows.take(steered)
         by_id = dict(zip(steered, taken, strict=True))
         for request in fresh:
+            steering.place(request, by_id[request])
             engine.fill(by_id[request], steering.rows[request])
         staged = torch.tensor([by_id.get(request, 0) for request in batch], dtype=torch.int32)
         if engine.device.type == "cuda":

@@ -1,0 +1,61 @@
+"""What an offline answer says of its edits, with the tokens that the engine counted."""
+
+from typing import Any
+
+import pytest
+
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_answer_says_what_was_applied(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    inline = {"op": "add", "vector": [1.0] * 576, "site": "resid_mid.7", "scope": {"positions": [[1, 3]]}}
+    specs: list[Any] = [
+        {"edits": [BRIDGE, {**OCEAN, "scope": {"generated": True}}]},
+        None,
+        {"edits": [inline, {"op": "add", "vector": "each", "site": "resid_post"}]},
+        {"edits": []},
+        {
+            "edits": [
+                {"op": "use", "module": "outer"},
+                {"op": "cap", "vector": "any", "site": "resid_mid.7", "max": 1e6},
+            ]
+        },
+    ]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    prompts = [PROMPTS[n % 4] for n in range(len(specs))]
+    outputs = llm.generate(prompts, params, steer=specs, use_tqdm=False)
+    assert not hasattr(outputs[1], "saesteer")
+    lengths = [len(output.prompt_token_ids) for output in outputs]
+    said: list[Any] = [getattr(output, "saesteer", {}).get("applied") for output in outputs]
+    bridge, ocean = said[0]
+    assert len(bridge.pop("version")) == 16
+    # The last token that was generated is never an input.
+    assert bridge == {
+        "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
+        "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8,
+    }  # fmt: skip
+    assert (ocean["positions"], ocean["tokens_edited"]) == ([[lengths[0], None]], 8)
+    assert [(one["site"], one.get("vector"), one.get("layer"), one["tokens_edited"]) for one in said[2]] == [
+        ("resid_mid.7", None, None, 2),
+        *((f"resid_post.{layer}", "each", layer, lengths[2] - 1 + 8) for layer in (7, 15, 20)),
+    ]
+    assert said[3] == []
+    assert [one["edit"] for one in said[4]][-1] == "saesteer.edits[1]"
+    assert said[4][0]["edit"] == "saesteer.edits[0].module.edits[0].module.edits[0]"
+    assert said[4][-1]["tokens_edited"] == 0, "a cap that nothing reaches"
+
+
+def test_each_of_several_answers_has_its_own_counts(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.5, n=2, max_tokens=5, ignore_eos=True)
+    for _ in range(2):  # tables rows are used again
+        (output,) = llm.generate([PROMPTS[0]], params, steer={"edits": [BRIDGE]}, use_tqdm=False)
+        counts = [made.saesteer["applied"][0]["tokens_edited"] for made in output.outputs]
+        assert counts == [len(output.prompt_token_ids) - 1 + 4] * 2
