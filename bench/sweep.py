@@ -70,11 +70,14 @@ def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
 
 
 def tuned(kernel: str, width: int, tokens: int, values: Mapping[str, Any]) -> Configs:
-    """The launches of this width with other values for one kernel; the dense encoder's for every number of tokens."""
+    """The launches of this width with other values for one kernel, and these for every number of tokens."""
     now = configs(width)
-    if kernel == "encode":
-        return replace(now, encode=((1 << 30, replace(for_tokens(now.encode, tokens), **values)),))
-    changed: Any = {kernel: replace(getattr(now, kernel), **values)}
+    given = getattr(now, kernel)
+    changed: Any = {
+        kernel: ((1 << 30, replace(for_tokens(given, tokens), **values)),)
+        if isinstance(given, tuple)
+        else replace(given, **values)
+    }
     return replace(now, **changed)
 
 

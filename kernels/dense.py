@@ -31,6 +31,7 @@ from saesteer.kernels.entries import (
 )
 
 BLOCK = tl.constexpr(1024)  # activations looked at at once
+DECODED = tl.constexpr(4)  # decoder rows in flight
 SCAN = tl.constexpr(16)  # entries looked through at once
 
 
@@ -165,13 +166,13 @@ def reconstruct(
     b_dec,
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
+    stride_dense,  # features that have a place there; behind it is one for a list of features
     counts,  # of this row
     share,  # which part of the token this is,
     parts,  # of so many
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """This part of decode(f) - x: [HEAD], [TAIL], and 1 where there is a reconstruction. Features in order."""
     cols0 = tl.arange(0, HEAD)
@@ -190,6 +191,9 @@ def reconstruct(
             key, below = _kth(row, size, k, magnitude)
         blocks = (size + BLOCK - 1) // BLOCK
         each = (blocks + parts - 1) // parts * BLOCK
+        # First a list of the active ones, then their rows: both in order.
+        listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
+        many = 0
         for start in range(share * each, tl.minimum(share * each + each, size), BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < size
@@ -199,18 +203,19 @@ def reconstruct(
                 keys = _key(pre, magnitude)
                 active = active & ((keys > key) | ((keys == key) & (at < below)))
             order = tl.cumsum(active.to(tl.int32), axis=0) - 1
-            many = tl.sum(active.to(tl.int32), axis=0)
-            for one in range(0, many, CHUNK):
-                lanes = one + tl.arange(0, CHUNK)
-                hit = active[None, :] & (order[None, :] == lanes[:, None])
-                f = tl.sum(tl.where(hit, pre[None, :], 0.0), axis=1)
-                feature = tl.sum(tl.where(hit, at[None, :], 0), axis=1)
-                starts = (base + feature).to(tl.int64) * WIDTH
-                dec0 = rows(w_dec, starts, lanes < many, cols0, WIDTH)
-                if TAIL > 0:
-                    dec1 = rows(w_dec, starts, lanes < many, cols1, WIDTH)
-                    sum1 += tl.sum(f[:, None] * dec1.to(tl.float32), axis=0)
-                sum0 += tl.sum(f[:, None] * dec0.to(tl.float32), axis=0)
+            tl.store(listed + many + order, at, mask=active)
+            many += tl.sum(active.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        for one in range(0, many, DECODED):
+            lanes = one + tl.arange(0, DECODED)
+            feature = tl.load(listed + lanes, mask=lanes < many, other=0)
+            f = tl.load(row + feature, mask=lanes < many, other=0.0)
+            starts = (base + feature).to(tl.int64) * WIDTH
+            dec0 = rows(w_dec, starts, lanes < many, cols0, WIDTH)
+            if TAIL > 0:
+                dec1 = rows(w_dec, starts, lanes < many, cols1, WIDTH)
+                sum1 += tl.sum(f[:, None] * dec1.to(tl.float32), axis=0)
+            sum0 += tl.sum(f[:, None] * dec0.to(tl.float32), axis=0)
         length, mean, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
         out = 1.0
         shift = 0.0

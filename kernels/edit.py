@@ -138,7 +138,7 @@ def edit_kernel(
     cells,  # [tokens] int32
     counts,  # [rows, stride_counts] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
-    activations,  # [most_tokens, stride_dense] fp32, from first_token on
+    activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
     eps,
     weight_offset,
     stride_table,
@@ -210,7 +210,7 @@ def edit_kernel(
         here = position
         cell = cells + token
         count = counts + row * stride_counts
-        dense = activations + place.to(tl.int64) * stride_dense
+        dense = activations + place.to(tl.int64) * (2 * stride_dense)
         arrival = arrivals + token
         first_part = token * most_parts
         share = part
@@ -252,7 +252,7 @@ def edit_kernel(
                 if groups > 1:
                     group_end = tl.load(entries + c + GROUP_END)
                 # A lone entry is the usual case, and room for more would cost it speed.
-                if (c + ENTRY >= group_end) & (not HAS_DENSE):
+                if (c + ENTRY >= group_end) & (dense_size == 0):
                     one0, one1, changed, bits = add_chunk(
                         entries + c,
                         group_end - c,
@@ -271,7 +271,7 @@ def edit_kernel(
                         HEAD,
                         TAIL,
                         1,
-                        HAS_DENSE,
+                        False,
                         HAS_NORMS,
                     )
                 else:
@@ -320,13 +320,13 @@ def edit_kernel(
                                 b_dec,
                                 dense,
                                 dense_base,
+                                stride_dense,
                                 count,
                                 share,
                                 parts,
                                 WIDTH,
                                 HEAD,
                                 TAIL,
-                                CHUNK,
                             )
                             sum0 += one0
                             if TAIL > 0:
@@ -351,7 +351,7 @@ def edit_kernel(
                 if TAIL > 0:
                     tl.store(mine_at + cols1, sum1, mask=mask1, cache_modifier=".cg")
                 tl.debug_barrier()
-                coming = 1 + (changes > 0).to(tl.int32) * 65536
+                coming = tl.where(changes > 0, 65537, 1)
                 arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
                 changes = 0
                 if (arrived & 65535) == parts:

@@ -40,7 +40,7 @@ def encode_kernel(
     work,  # [items + 1, 4] int32
     w_enc,  # [slots, WIDTH]
     b_enc,  # [slots] fp32
-    activations,  # [most_tokens, stride_dense] fp32, from first_token on
+    activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on; the second half is not written
     stride_table,
     stride_dense,  # features of the largest dictionary at this site
     first_token,
@@ -57,7 +57,7 @@ def encode_kernel(
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
     span = tl.load(work + 2)
-    n_items = tl.load(work)
+    n_items = tl.load(work) * tl.load(work + 3)  # none where nobody asks
     first_item = 0
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
@@ -119,6 +119,6 @@ def encode_kernel(
                 into = tl.where((norms & L2_NORM) != 0, tl.sqrt(WIDTH * 1.0) / length, into)
                 acc *= into[:, None]
             acc += tl.load(b_enc + base + feature, mask=held, other=0.0)[None, :]
-            out = activations + place[:, None] * stride_dense + feature[None, :]
+            out = activations + place[:, None] * (2 * stride_dense) + feature[None, :]
             tl.store(out, acc, mask=mine[:, None] & held[None, :])
             left = tl.where(mine, 0, left)

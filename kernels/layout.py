@@ -4,14 +4,16 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
 
     word 0                number of entries of the row; 0 = not steered
     word 1                the most parts of its sites (PARTS below)
+    word 2                1 where some site needs a whole dictionary encoded
     from word HEAD        SPAN words for each site: where its entries lie, and what they need
     from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
 
 A group is a run of entries that all read the same x. Gates, if there are any, are the first group of their site.
 Words MUL to GAIN of an entry are float32 bit patterns.
 
-work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, 0), then the items
-(first token, row, position of the first token, tokens): at most ``span`` neighbouring tokens of one request each.
+work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, whether one of them needs a
+whole dictionary encoded), then the items (first token, row, position of the first token, tokens): at most ``span``
+neighbouring tokens of one request each.
 
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
 counts [rows, counters] int32: tokens that each edit of the row has changed so far.
@@ -133,4 +135,4 @@ def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
         dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
         dense_tokens: tokens that are encoded at once, a multiple of TILE; more take several rounds.
     """
-    return dense_words(width) + dense_size * dense_tokens
+    return dense_words(width) + 2 * dense_size * dense_tokens

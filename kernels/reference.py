@@ -95,8 +95,8 @@ def _group(
     applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
     whole = (flags & layout.RECONSTRUCT) != 0
     delta = torch.where(applies & ~whole, delta, 0.0)
-    slots = torch.where(whole, 0, group[:, layout.SLOT]).long()
-    change = (delta * outward) @ w_dec[slots].float()
+    slots = group[:, layout.SLOT].long()
+    change = (delta * outward)[:, ~whole] @ w_dec[slots[~whole]].float()
     touched = delta != 0
     for entry in whole.nonzero().flatten().tolist():
         slot, base, size = group[entry, [layout.SLOT, layout.BASE, layout.SIZE]].tolist()
@@ -222,3 +222,4 @@ def map_ref_(
     work[0, 0] = n
     if n:
         work[0, 1] = table[rows[lengths > 0], 1].max()
+        work[0, 3] = table[rows[lengths > 0], 2].max()

@@ -45,6 +45,7 @@ def _map_kernel(
     # Items of the requests before this one, and its own: each program finds its place by itself.
     place = 0
     parts = 1
+    dense = 0
     for start in range(0, tl.minimum(request, num_reqs), BLOCK):
         before = start + lanes
         real = before < request
@@ -53,14 +54,17 @@ def _map_kernel(
         ends = tl.load(query_start_loc + before + 1, mask=real, other=0)
         entries = tl.load(table + rows * stride_table, mask=real, other=0)
         most = tl.load(table + rows * stride_table + 1, mask=real, other=0)
+        whole = tl.load(table + rows * stride_table + 2, mask=real, other=0)
         steered = real & (entries > 0)
         place += tl.sum(tl.where(steered, (ends - begins + MOST - 1) // MOST, 0).to(tl.int32), axis=0)
         parts = tl.maximum(parts, tl.max(tl.where(steered, most, 1), axis=0))
+        dense = tl.maximum(dense, tl.max(tl.where(steered, whole, 0), axis=0))
     count = 0
     if request < num_reqs:
         row = tl.load(slots + request).to(tl.int64) + row_offset
         if tl.load(table + row * stride_table) > 0:
             parts = tl.maximum(parts, tl.load(table + row * stride_table + 1))
+            dense = tl.maximum(dense, tl.load(table + row * stride_table + 2))
             begin = tl.load(query_start_loc + request).to(tl.int32)
             length = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
             count = (length + MOST - 1) // MOST
@@ -78,6 +82,7 @@ def _map_kernel(
         tl.store(work, place + count)
         tl.store(work + 1, parts)
         tl.store(work + 2, MOST)
+        tl.store(work + 3, dense)
 
 
 def map_triton(

@@ -79,6 +79,7 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int
             dense=(*dense, whole[0] & (layout.LAYER_NORM | layout.L2_NORM)) if whole else (0, 0, 0),
         )
         words[1] = max(words[1], words[here + layout.PARTS])
+        words[2] |= int(words[here + layout.DENSE_SIZE] > 0)
         for group in groups:
             at += layout.ENTRY * len(group)
             for entry in group:
@@ -117,7 +118,7 @@ def make_work(
 ) -> Tensor:
     """The work list of `items` (token, row, position[, tokens]), int32 [max_tokens + 1, 4]; behind them is garbage."""
     work = torch.full((max_tokens + 1, 4), -(2**30), dtype=torch.int32)
-    work[0] = torch.tensor([len(items), parts, span, 0])
+    work[0] = torch.tensor([len(items), parts, span, 1])
     for at, item in enumerate(items):
         work[1 + at] = torch.tensor([*item, 1][:4], dtype=torch.int32)
     return work.to(device)
