@@ -15,7 +15,7 @@ from saesteer.kernels.configs import Configs
 from saesteer.kernels.launch import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import edit_ref_, rms_norm_ref
-from saesteer.testing import assert_as_accurate, make_work, write_row
+from saesteer.testing import assert_as_accurate, make_work, relative_error, write_row
 from tests.kernels.requests import DENSE, Drawer, Request, Wish, World
 from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, outcome
 
@@ -326,6 +326,8 @@ def judge(case: Case, ours: list[State], theirs: list[State]) -> int:
 
 
 def _compare(case: Case, ours: State, theirs: State, safe: list[int], truth: Tensor) -> None:
+    # A yardstick has to be one: fp32, rounded once.
+    assert relative_error(theirs.stream[safe], truth) < torch.finfo(case.dtype).eps + 2e-5
     assert_as_accurate(ours.stream[safe], theirs.stream[safe], truth)
     if case.form == NORMED:
         assert ours.second is not None and theirs.second is not None

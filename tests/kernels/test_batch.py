@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import BARE, NORMED, PAIR
+from saesteer.kernels.layout import BARE
 from saesteer.testing import Entry, make_table
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
-from tests.kernels.test_edit import DRAWN, WIDTHS
+from tests.kernels.test_edit import DRAWN, SHAPES, Shape
 
 PATHS = [TOKEN, TILED, *([SPANS] if GPU else [])]
 
@@ -43,27 +43,27 @@ def alone(case: Case, site: int, path: Path, row: int, skip: int, together: Stat
     assert torch.equal(state.counts[others], before.counts[others])
 
 
-@settings(DRAWN, max_examples=100 if GPU else 12)
+@settings(DRAWN, max_examples=100 if GPU else 5)
 @given(
     kinds=st.lists(st.sampled_from(["clamps", "list", "dense"]), min_size=2, max_size=3),
     edits=st.sampled_from([1, 2, 5, 16, 40]),
     gated=st.booleans(),
     path=st.sampled_from(PATHS),
-    width=st.sampled_from(WIDTHS),
-    form=st.sampled_from([BARE, NORMED, PAIR]),
+    shape=SHAPES,
     seed=st.integers(0, 2**16),
 )
 def test_a_request_gets_the_same_bits_in_any_company(
-    kinds: list[str], edits: int, gated: bool, path: Path, width: int, form: int, seed: int
+    kinds: list[str], edits: int, gated: bool, path: Path, shape: Shape, seed: int
 ) -> None:
+    width, dtype, form = shape
     rng = np.random.default_rng(seed)
     runs = [3, 1, 70 if GPU else 2]
     wished = [
         Wish(kind, max(edits // (1 + at), 1) if kind == "clamps" else min(edits, 6), runs[at], gated)
         for at, kind in enumerate(kinds)
     ]
-    drawer = a_world(rng, width, torch.float16, 100, edits, (1, 37, 130))
-    case = Case(drawer.world, [drawer.request(wish) for wish in wished], torch.float16, form, seed)
+    drawer = a_world(rng, width, dtype, 100, edits, (1, 37, 130))
+    case = Case(drawer.world, [drawer.request(wish) for wish in wished], dtype, form, seed)
     states = case.run(path)
     for row in range(1, len(kinds) + 1):
         before = case.start(1)
