@@ -32,6 +32,7 @@ class Batch:
     tables: tuple[Tensor, ...]  # int32 [rows, words], of one shape, each with features of its own
     kinds: Tensor  # [1] int32 on the CPU, of all their rows
     work: Tensor
+    positions: Tensor
     cells: Tensor
     counts: Tensor
     dense_size: int
@@ -106,6 +107,7 @@ class Batches:
             tables=tables.unbind(),
             kinds=torch.tensor([kinds], dtype=torch.int32),
             work=map_arguments[0],
+            positions=(1 + torch.cat([torch.arange(length) for length in case.lengths])).to(self.device),
             cells=torch.zeros(case.tokens, dtype=torch.int32, device=self.device),
             counts=torch.zeros(case.requests + 1, _COUNTERS, dtype=torch.int32, device=self.device),
             dense_size=self.features if case.whole or case.dense else 0,
@@ -114,12 +116,10 @@ class Batches:
     def map_arguments(self, case: Case, table: Tensor) -> tuple[Any, ...]:
         """Of the op map_, with a work list that holds garbage."""
         starts = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32)
-        positions = 1 + torch.cat([torch.arange(length) for length in case.lengths])
         slots = torch.arange(case.requests, dtype=torch.int32, device=self.device)
         work = make_work([], case.tokens, self.device)
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
-        batch = (starts.to(self.device), positions.to(self.device))
-        return (work, slots, 1, *batch, table, case.requests, span)
+        return (work, slots, 1, starts.to(self.device), table, case.requests, case.tokens, span)
 
     def stream(self, case: Case) -> tuple[Tensor, Tensor]:
         """Stream and normed stream."""
@@ -130,7 +130,7 @@ class Batches:
         """Arguments of the op edit_."""
         norm = (None, None) if form == "bare" else (stream[1], self.norm_weight)
         return (
-            *(stream[0], *norm, table, self.site, batch.work, batch.kinds),
+            *(stream[0], *norm, table, self.site, batch.work, batch.positions, batch.kinds),
             *(self.w_enc, self.w_dec, self.b_enc, self.threshold, self.b_dec),
             *(batch.cells, batch.counts, self.scratch, FORMS[form], EPS, 1.0, batch.dense_size, False),
         )

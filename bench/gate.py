@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.batch import EPS, FORMS, Batches
 from bench.cases import THRESHOLD, Case
 from saesteer.kernels.reference import edit_ref_
-from saesteer.testing import make_work, relative_error
+from saesteer.testing import make_positions, make_work, relative_error
 
 Call = Callable[..., object]  # takes the arguments of the op edit_
 
@@ -80,7 +80,8 @@ class Gate:
             rows = [row for row, keep in zip(rows, kept.tolist(), strict=True) if keep]
             positions = [position for position, keep in zip(positions, kept.tolist(), strict=True) if keep]
             self.tokens, stream, second = self.tokens[kept], stream[kept], second[kept]
-        work = make_work([(at, row, positions[at]) for at, row in enumerate(rows)], len(rows))
+        items = [(at, row, positions[at]) for at, row in enumerate(rows)]
+        work = make_work(items, len(rows))
         counts = torch.zeros_like(batch.counts, device="cpu")
         bare = self.form == "bare"
         edit_ref_(
@@ -90,6 +91,7 @@ class Gate:
             batch.tables[0].cpu(),
             batches.site.cpu(),
             work,
+            make_positions(items, len(rows)),
             batches.exact_enc,
             batches.exact_dec,
             batches.b_enc.cpu(),

@@ -19,6 +19,7 @@ def check_edit(
     table: Tensor,
     site: Tensor,
     work: Tensor,
+    positions: Tensor,
     w_enc: Tensor,
     w_dec: Tensor,
     b_enc: Tensor,
@@ -76,6 +77,15 @@ def check_edit(
     _check_table(table)
     _check_work(work)
     _need(
+        positions.dim() == 1
+        and positions.shape[0] >= min(stream.shape[0], work.shape[0] - 1)
+        and positions.dtype in _INTS
+        and positions.is_contiguous(),
+        positions,
+        "positions",
+        f"contiguous int32 or int64 [{min(stream.shape[0], work.shape[0] - 1)} tokens or more]",
+    )
+    _need(
         cells.dim() == 1
         and cells.shape[0] >= work.shape[0] - 1
         and cells.dtype == torch.int32
@@ -99,9 +109,9 @@ def check_map(
     work: Tensor,
     slots: Tensor,
     query_start_loc: Tensor,
-    positions: Tensor,
     table: Tensor,
     num_reqs: int,
+    num_tokens: int,
     span: int,
 ) -> None:
     """Arguments of ops.map_.
@@ -114,7 +124,6 @@ def check_map(
     for name, tensor, least in (
         ("slots", slots, num_reqs),
         ("query_start_loc", query_start_loc, num_reqs + 1),
-        ("positions", positions, 0),
     ):
         _need(
             tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in _INTS and tensor.shape[0] >= least,
@@ -124,8 +133,8 @@ def check_map(
         )
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")
-    # Each listed token has a position, so this keeps every item inside the list without asking the device.
-    _need(positions.shape[0] < work.shape[0], positions, "positions", f"at most {work.shape[0] - 1}, places of `work`")
+    if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, without asking the device
+        raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, places of `work`")
 
 
 def _need(holds: bool, tensor: Tensor, name: str, expected: str) -> None:

@@ -158,6 +158,13 @@ def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
     return next(found for most, found in table if tokens <= most)
 
 
+def launch_sizes(width: int, max_tokens: int) -> list[int]:
+    """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch."""
+    tuned = configs(width)
+    borders = {1, TILED_ABOVE, max_tokens, *(most for table in (tuned.edit, tuned.encode) for most, _ in table)}
+    return sorted(size for size in borders if size <= max_tokens)
+
+
 def parts(tokens: int) -> int:
     """Programs that may share one token in a step of so many tokens: all of them have a place in scratch."""
     return max(1, min(layout.MOST_PARTS, layout.PARTIALS // max(tokens, 1)))

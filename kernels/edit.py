@@ -37,7 +37,7 @@ from saesteer.kernels.entries import (
 
 @triton.jit
 def _item(work, it, first_item, units, span):
-    """What iteration `it` works on: part, token, row, position, and whether there is such a token.
+    """What iteration `it` works on: part, token, row, and whether there is such a token.
 
     A unit is a place for a token in the work list; all first parts come before all second ones.
     """
@@ -45,8 +45,7 @@ def _item(work, it, first_item, units, span):
     item = work + 4 + (first_item + unit // span) * 4
     within = unit % span
     token = tl.load(item) + within
-    position = tl.load(item + 2) + within
-    return it // units, token, tl.load(item + 1).to(tl.int64), position, within < tl.load(item + 3)
+    return it // units, token, tl.load(item + 1).to(tl.int64), within < tl.load(item + 2)
 
 
 @triton.jit
@@ -109,6 +108,7 @@ def _store(
         "norm_weight",
         "site",
         "work",
+        "positions",
         "threshold",
         "b_dec",
         "cells",
@@ -131,6 +131,7 @@ def edit_kernel(
     table,  # [rows, stride_table] int32
     site,  # [1] int32
     work,  # [items + 1, 4] int32
+    positions,  # [tokens] of each token in its request
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     threshold,  # [slots] fp32
@@ -169,7 +170,6 @@ def edit_kernel(
     item = work + 4 + first * 4
     token = tl.load(item, mask=usual, other=0)
     row = tl.load(item + 1, mask=usual, other=0).to(tl.int64)
-    position = tl.load(item + 2, mask=usual, other=0)
     exists = True
     part = 0
     number = HEAD_WORDS + SPAN * tl.load(site)
@@ -180,7 +180,7 @@ def edit_kernel(
     units = n_items * span
     total = units * tl.minimum(batch_parts, most_parts)
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
-        part, token, row, position, exists = _item(work, first, first_item, units, span)
+        part, token, row, exists = _item(work, first, first_item, units, span)
 
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
@@ -207,7 +207,7 @@ def edit_kernel(
         mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
-        here = position
+        spot = positions + token
         cell = cells + token
         count = counts + row * stride_counts
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
@@ -215,8 +215,9 @@ def edit_kernel(
         first_part = token * most_parts
         share = part
         if it + step < total:  # the next item, while this one is worked on
-            part, token, row, position, exists = _item(work, it + step, first_item, units, span)
+            part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
+            here = tl.load(spot).to(tl.int32)
             raw0 = tl.load(stream + at + cols0, mask=mask0, other=0.0)
             if FORM == PAIR:
                 addend0 = tl.load(second + at + cols0, mask=mask0, other=0.0)

@@ -74,7 +74,7 @@ def encode_kernel(
         item = work + 4 + (first_item + unit // span) * 4
         within = unit % span
         listed = unit < units
-        listed = listed & (within < tl.load(item + 3, mask=listed, other=0))
+        listed = listed & (within < tl.load(item + 2, mask=listed, other=0))
         row = tl.load(item + 1, mask=listed, other=0).to(tl.int64)
         here = table + row * stride_table + number
         bases = tl.load(here + DENSE_BASE, mask=listed, other=0)

@@ -63,6 +63,7 @@ TILE_ARGUMENTS = (
     "norm_weight",
     "site",
     "work",
+    "positions",
     "counts",
     "eps",
     "weight_offset",
@@ -123,7 +124,7 @@ def items_of(work, n_items, first_token, most_tokens):
         at = start + tl.arange(0, ITEMS)
         inside = at < n_items
         token = tl.load(work + 4 + at * 4, mask=inside, other=0)
-        length = tl.load(work + 4 + at * 4 + 3, mask=inside, other=0)
+        length = tl.load(work + 4 + at * 4 + 2, mask=inside, other=0)
         before += tl.sum((inside & (token + length <= first_token)).to(tl.int32), axis=0)
         until += tl.sum((inside & (token < first_token + most_tokens)).to(tl.int32), axis=0)
     return before, tl.maximum(until - before, 0)

@@ -33,6 +33,7 @@ def edit_triton(
     table: Tensor,
     site: Tensor,
     work: Tensor,
+    positions: Tensor,
     kinds: Tensor,
     w_enc: Tensor,
     w_dec: Tensor,
@@ -72,7 +73,7 @@ def edit_triton(
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not (stream.is_cuda and torch.cuda.is_current_stream_capturing())
     tuned = tuned or configs(width)
-    common: Any = (stream, second, norm_weight, table, site, work, w_enc, w_dec)
+    common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
     rest: Any = (eps, weight_offset, table.stride(0), counts.stride(0))
     cores = _multiprocessors(stream.device.index)
     has_weight = norm_weight is not None

@@ -12,8 +12,8 @@ A group is a run of entries that all read the same x. Gates, if there are any, a
 Words MUL to GAIN of an entry are float32 bit patterns.
 
 work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, whether one of them needs a
-whole dictionary encoded), then the items (first token, row, position of the first token, tokens): at most ``span``
-neighbouring tokens of one request each.
+whole dictionary encoded), then the items (first token, row, tokens, 0): at most ``span`` neighbouring
+tokens of one request each. It depends on the batch alone: positions are read where they are needed.
 
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
 counts [rows, counters] int32: tokens that each edit of the row has changed so far.

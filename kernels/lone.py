@@ -52,6 +52,7 @@ def lone_kernel(
     table,  # [rows, stride_table] int32
     site,  # [1] int32
     work,  # [items + 1, 4] int32
+    positions,  # [tokens] of each token in its request
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     counts,  # [rows, stride_counts] int32
@@ -93,12 +94,12 @@ def lone_kernel(
         first = (it % shares) * turn
         first_token = tl.load(item).to(tl.int64)
         row = tl.load(item + 1).to(tl.int64)
-        first_position = tl.load(item + 2)
-        length = tl.load(item + 3)
+        length = tl.load(item + 2)
         entries = table + row * stride_table
         begin = tl.load(entries + number + BEGIN)
         kind = tl.load(entries + number + KIND)
         if ((kind & LONE) != 0) & (first < length):
+            first_position = tl.load(positions + first_token).to(tl.int32)  # the others follow it
             entry = entries + begin
             slot = tl.load(entry + SLOT).to(tl.int64) * WIDTH
             flags = tl.load(entry + FLAGS)

@@ -113,6 +113,7 @@ def many_kernel(
     table,  # [rows, stride_table] int32
     site,  # [1] int32
     work,  # [items + 1, 4] int32
+    positions,  # [tokens] of each token in its request
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     counts,  # [rows, stride_counts] int32
@@ -149,9 +150,9 @@ def many_kernel(
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
-        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 3)):
-            exists = within < tl.load(item + 3)
-            position = tl.load(item + 2) + within
+        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 2)):
+            exists = within < tl.load(item + 2)
+            position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
             x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
             counted = counts + row * stride_counts
             number_of = (end - begin) // ENTRY

@@ -23,6 +23,7 @@ def edit_(
     table: Tensor,
     site: Tensor,
     work: Tensor,
+    positions: Tensor,
     kinds: Tensor,
     w_enc: Tensor,
     w_dec: Tensor,
@@ -61,6 +62,7 @@ def edit_(
         table: [rows, words] int32, see layout.py.
         site: [1] int32, the site's index in the table.
         work: [max_tokens + 1, 4] int32, see layout.py. Filled by `map_`.
+        positions: [>= tokens] int32 or int64, of each token in its request; neighbours of a request follow one another.
         kinds: [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. Spares
             launches outside of CUDA graphs; not looked at while one is captured.
         w_enc: [slots, d] contiguous, any float dtype.
@@ -82,7 +84,21 @@ def edit_(
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
     check_edit(
-        stream, second, norm_weight, table, site, work, w_enc, w_dec, b_enc, threshold, b_dec, cells, counts, form
+        stream,
+        second,
+        norm_weight,
+        table,
+        site,
+        work,
+        positions,
+        w_enc,
+        w_dec,
+        b_enc,
+        threshold,
+        b_dec,
+        cells,
+        counts,
+        form,
     )
     address = site.data_ptr()
     hits[address] = hits.get(address, 0) + 1
@@ -97,6 +113,7 @@ def edit_(
             table,
             site,
             work,
+            positions,
             kinds,
             *weights,
             cells,
@@ -109,7 +126,9 @@ def edit_(
             has_norms,
         )
     else:
-        edit_ref_(stream, second, norm_weight, table, site, work, *weights, cells, counts, form, eps, weight_offset)
+        edit_ref_(
+            stream, second, norm_weight, table, site, work, positions, *weights, cells, counts, form, eps, weight_offset
+        )
 
 
 def map_(
@@ -117,36 +136,36 @@ def map_(
     slots: Tensor,
     row_offset: int,
     query_start_loc: Tensor,
-    positions: Tensor,
     table: Tensor,
     num_reqs: int,
+    num_tokens: int,
     span: int,
 ) -> None:
-    """work <- items (token, row, position, tokens) of the batch's steered requests, in batch order.
+    """work <- items (token, row, tokens, 0) of the batch's steered requests, in batch order.
 
-    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1], whose positions
-    follow one another; it is steered where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
+    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1]; it is steered
+    where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
 
     Args:
         work: [max_tokens + 1, 4] int32, contiguous; changed in place.
         slots: [>= num_reqs] int32 or int64.
         row_offset: row of slot 0.
         query_start_loc: [>= num_reqs + 1] int32 or int64.
-        positions: [tokens] int32 or int64, position of each token of the batch in its request.
         table: [rows, words] int32, see layout.py.
         num_reqs: requests of the batch, known on the host; 0 empties the list.
+        num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
         span: tokens of an item at most, 1 or layout.TILE.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    check_map(work, slots, query_start_loc, positions, table, num_reqs, span)
+    check_map(work, slots, query_start_loc, table, num_reqs, num_tokens, span)
     if work.is_cuda:
         from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
 
-        map_triton(work, slots, row_offset, query_start_loc, positions, table, num_reqs, span)
+        map_triton(work, slots, row_offset, query_start_loc, table, num_reqs, span)
     else:
-        map_ref_(work, slots, row_offset, query_start_loc, positions, table, num_reqs, span)
+        map_ref_(work, slots, row_offset, query_start_loc, table, num_reqs, span)
 
 
 def _nothing(*_: object) -> None:
@@ -161,15 +180,15 @@ def _register() -> torch.library.Library:
             "edit_",
             edit_,
             "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor table, Tensor site, Tensor work, "
-            "Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, Tensor(c!) cells, "
-            "Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, int dense_size, "
-            "bool has_norms) -> ()",
+            "Tensor positions, Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, "
+            "Tensor(c!) cells, Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, "
+            "int dense_size, bool has_norms) -> ()",
         ),
         (
             "map_",
             map_,
-            "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor positions, Tensor table, "
-            "SymInt num_reqs, int span) -> ()",
+            "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor table, SymInt num_reqs, "
+            "SymInt num_tokens, int span) -> ()",
         ),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]

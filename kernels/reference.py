@@ -19,6 +19,7 @@ def edit_ref_(
     table: Tensor,
     site: Tensor,
     work: Tensor,
+    positions: Tensor,
     w_enc: Tensor,
     w_dec: Tensor,
     b_enc: Tensor,
@@ -36,12 +37,12 @@ def edit_ref_(
         return
     span = layout.HEAD + layout.SPAN * int(site[0])
     weights = (w_enc, w_dec, b_enc, threshold, b_dec)
-    tokens_of, rows, positions_of = _unfold(work[1 : 1 + n].long())
+    tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
         begin, end = table[row, [span + layout.BEGIN, span + layout.END]].tolist()
         if begin == end:
             continue
-        tokens, positions = tokens_of[rows == row], positions_of[rows == row]
+        tokens = tokens_of[rows == row]
         x = stream[tokens]
         if form == layout.PAIR:
             assert second is not None
@@ -51,7 +52,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions, cells, tokens, group, weights)
+            change, touched = _group(x, positions[tokens], cells, tokens, group, weights)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -62,15 +63,11 @@ def edit_ref_(
             second[tokens] = rms_norm_ref(x, norm_weight, eps, weight_offset) if form == layout.NORMED else 0
 
 
-def _unfold(items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, row and position of every token of the items."""
-    first, rows, positions, lengths = items.unbind(1)
+def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
+    """Token and row of every token of the items."""
+    first, rows, lengths, _ = items.unbind(1)
     within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    return (
-        first.repeat_interleave(lengths) + within,
-        rows.repeat_interleave(lengths),
-        positions.repeat_interleave(lengths) + within,
-    )
+    return first.repeat_interleave(lengths) + within, rows.repeat_interleave(lengths)
 
 
 def _group(
@@ -199,7 +196,6 @@ def map_ref_(
     slots: Tensor,
     row_offset: int,
     query_start_loc: Tensor,
-    positions: Tensor,
     table: Tensor,
     num_reqs: int,
     span: int,
@@ -217,7 +213,7 @@ def map_ref_(
     within = span * (torch.arange(n) - (items.cumsum(0) - items).repeat_interleave(items))
     tokens = starts[:-1].repeat_interleave(items) + within
     left = lengths.repeat_interleave(items) - within
-    columns = (tokens, rows.repeat_interleave(items), positions[tokens], left.clamp_max(span))
+    columns = (tokens, rows.repeat_interleave(items), left.clamp_max(span), torch.zeros(n))
     work[1 : 1 + n] = torch.stack([column.to(torch.int32) for column in columns], 1)
     work[0, 0] = n
     if n:

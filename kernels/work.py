@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         "slots",
         "row_offset",
         "query_start_loc",
-        "positions",
         "table",
         "stride_table",
         "num_reqs",
@@ -33,7 +32,6 @@ def _map_kernel(
     slots,  # [>= num_reqs] int32 or int64
     row_offset,
     query_start_loc,  # [>= num_reqs + 1]
-    positions,  # [tokens]
     table,  # [rows, stride_table] int32
     stride_table,
     num_reqs,
@@ -73,11 +71,10 @@ def _map_kernel(
                 real = offset < count
                 token = begin + offset * MOST
                 item = work + (1 + place + offset).to(tl.int64) * 4
-                position = tl.load(positions + token, mask=real, other=0).to(tl.int32)
                 tl.store(item, token, mask=real)
                 tl.store(item + 1, tl.zeros([BLOCK], tl.int32) + row.to(tl.int32), mask=real)
-                tl.store(item + 2, position, mask=real)
-                tl.store(item + 3, tl.minimum(length - offset * MOST, MOST), mask=real)
+                tl.store(item + 2, tl.minimum(length - offset * MOST, MOST), mask=real)
+                tl.store(item + 3, tl.zeros([BLOCK], tl.int32), mask=real)
     if request >= num_reqs - 1:
         tl.store(work, place + count)
         tl.store(work + 1, parts)
@@ -90,7 +87,6 @@ def map_triton(
     slots: Tensor,
     row_offset: int,
     query_start_loc: Tensor,
-    positions: Tensor,
     table: Tensor,
     num_reqs: int,
     span: int,
@@ -101,7 +97,6 @@ def map_triton(
         slots,
         row_offset,
         query_start_loc,
-        positions,
         table,
         table.stride(0),
         num_reqs,

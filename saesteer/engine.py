@@ -1,6 +1,7 @@
 """Dictionaries, tables and work list of one worker, on its device. Knows requests by row, and nothing of vLLM."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import numpy as np
@@ -12,7 +13,7 @@ from saesteer.coder import CoderInfo
 from saesteer.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
-from saesteer.kernels.configs import TILED_ABOVE
+from saesteer.kernels.configs import TILED_ABOVE, launch_sizes
 from saesteer.plan import plan
 from saesteer.planned import Direction
 from saesteer.pool import Pool
@@ -38,6 +39,7 @@ class Engine:
         device: where the model runs.
         max_rows: requests in one batch at most.
         max_tokens: tokens in one step at most.
+        positions: where the model's runner keeps each token's position in its request; default a tensor of our own.
 
     Raises:
         ConfigError: a dictionary does not fit the model.
@@ -54,6 +56,7 @@ class Engine:
         device: torch.device,
         max_rows: int,
         max_tokens: int,
+        positions: Tensor | None = None,
     ) -> None:
         config = config.with_depth(layers)
         infos, vectors = config.describe(), config.read_vectors()
@@ -63,6 +66,7 @@ class Engine:
         self.config = config
         self.catalog = config.catalog(infos, width=width)
         self.device = device
+        self.width = width
         self.sites: dict[str, Site] = {}
         self._pools: dict[str, Pool] = {}
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
@@ -91,6 +95,7 @@ class Engine:
 
         self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
         self.work = zeros(max_tokens + 1, 4)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         self.kinds = torch.zeros(1, dtype=torch.int32)  # on the host, whatever the device
         self.cells = zeros(max_tokens)
         self.counts = zeros(max_rows + 1, config.max_edits)
@@ -177,27 +182,45 @@ class Engine:
         rows: Tensor,
         row_offset: int,
         query_start_loc: Tensor,
-        positions: Tensor,
         num_requests: int,
         num_tokens: int,
         kinds: int,
+        *,
+        changed: bool = True,
     ) -> None:
-        """Write the work list of a step in which somebody is steered.
+        """Write the work list of a step in which somebody is steered; positions are read where the runner keeps them.
 
         Args:
             rows: int32 or int64 [>= num_requests], less ``row_offset``.
             row_offset: added to every element of ``rows``.
             query_start_loc: int32 [>= num_requests + 1], first token of every request, then their number.
-            positions: absolute position of every token.
             num_requests: of this batch.
             num_tokens: of this batch.
             kinds: of all its rows together.
+            changed: False when the last list is this step's, too.
         """
+        if not changed and self._has_work and not self._staged:
+            return
         self.flush()
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
-        ops.map_(self.work, rows, row_offset, query_start_loc, positions, self.table, num_requests, span)
+        ops.map_(self.work, rows, row_offset, query_start_loc, self.table, num_requests, num_tokens, span)
         self._kinds[0] = kinds
         self._has_work = True
+
+    def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
+        """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
+        for span in (1, layout.TILE):
+            ops.map_(self.work, rows, 0, query_start_loc, self.table, 0, 0, span)
+
+    @contextmanager
+    def warming(self) -> Iterator[list[int]]:
+        """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
+        self.work[0].zero_()
+        self._kinds[0] = layout.ANY | layout.LONE | layout.MANY
+        try:
+            yield launch_sizes(self.width, len(self.cells))
+        finally:
+            self._kinds[0] = 0
 
     def rest(self) -> None:
         """Make the work list empty, for a step in which nobody is steered; free when it is already."""
@@ -215,6 +238,7 @@ class Engine:
             self.table,
             site.index,
             self.work,
+            self.positions,
             self.kinds,
             site.w_enc,
             site.w_dec,

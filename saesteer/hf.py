@@ -131,7 +131,8 @@ class Model:
         count = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
         positions = torch.arange(start, start + len(ids), device=device)
         row = torch.tensor([_ROW], dtype=torch.int32, device=device)
-        self.engine.schedule(row, 0, count, positions, 1, len(ids), self._kinds)
+        self.engine.positions[: len(ids)] = positions
+        self.engine.schedule(row, 0, count, 1, len(ids), self._kinds)
         tokens = torch.tensor([list(ids)], device=device)
         with torch.no_grad():
             return self.model(tokens, position_ids=positions[None], past_key_values=cache, use_cache=cache is not None)

@@ -116,12 +116,25 @@ def make_work(
     span: int = 1,
     parts: int = layout.MOST_PARTS,
 ) -> Tensor:
-    """The work list of `items` (token, row, position[, tokens]), int32 [max_tokens + 1, 4]; behind them is garbage."""
+    """The work list of `items` (token, row, position[, tokens]), int32 [max_tokens + 1, 4]; behind them is garbage.
+
+    Their positions are no part of it: `make_positions` puts them where the ops look for them.
+    """
     work = torch.full((max_tokens + 1, 4), -(2**30), dtype=torch.int32)
     work[0] = torch.tensor([len(items), parts, span, 1])
     for at, item in enumerate(items):
-        work[1 + at] = torch.tensor([*item, 1][:4], dtype=torch.int32)
+        token, row, _, length = (*item, 1)[:4]
+        work[1 + at] = torch.tensor([token, row, length, 0], dtype=torch.int32)
     return work.to(device)
+
+
+def make_positions(items: Sequence[tuple[int, ...]], max_tokens: int, device: str | torch.device = "cpu") -> Tensor:
+    """Position of each token of the `items` of `make_work`, int64 [max_tokens]; of others it is garbage."""
+    positions = torch.full((max_tokens,), -(2**30))
+    for item in items:
+        token, _, first, length = (*item, 1)[:4]
+        positions[token : token + length] = torch.arange(first, first + length)
+    return positions.to(device)
 
 
 def relative_error(ours: Tensor, truth: Tensor) -> float:

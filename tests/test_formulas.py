@@ -74,13 +74,14 @@ def world() -> World:
         arrays: dict[str, Any] = {
             key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
         }
+        arrays_of: Any = {key: None if value is None else value.double().numpy() for key, value in arrays.items()}
         return Dict(
             site=KINDS[name][3],
             activation=one.info.activation,
             k=one.info.k or 0,
             in_norm=one.info.in_norm,
             skip_first=one.info.skip_first,
-            **{key: None if value is None else value.double().numpy() for key, value in arrays.items()},
+            **arrays_of,
         )
 
     wide = {name: {layer: row.astype(np.float64) for layer, row in rows.items()} for name, rows in VECTORS.items()}
@@ -129,7 +130,8 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
         engine.fill(row, content)
     starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
     positions = torch.arange(TOKENS).repeat(len(specs))
-    engine.schedule(torch.arange(len(specs)), 1, starts, positions, len(specs), len(positions), kinds)
+    engine.positions[: len(positions)] = positions
+    engine.schedule(torch.arange(len(specs)), 1, starts, len(specs), len(positions), kinds)
     for site in SITES:
         x = x + torch.tanh(x @ STEP)
         engine.edit(engine.sites[site], x)

@@ -87,7 +87,8 @@ def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> 
     rows = torch.arange(len(specs), dtype=torch.int64)
     starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
     positions = torch.arange(TOKENS).repeat(len(specs))
-    engine.schedule(rows, 1, starts, positions, len(specs), len(positions), kinds)
+    engine.positions[: len(positions)] = positions
+    engine.schedule(rows, 1, starts, len(specs), len(positions), kinds)
     (site,) = engine.sites.values()
     out = x.clone()
     engine.edit(site, out)

@@ -36,6 +36,7 @@ class _Edited(nn.Module):
 
     saesteer_table: Tensor
     saesteer_work: Tensor
+    saesteer_positions: Tensor
     saesteer_kinds: Tensor
     saesteer_site: Tensor
     saesteer_w_enc: Tensor
@@ -61,6 +62,7 @@ class _Edited(nn.Module):
             self.saesteer_table,
             self.saesteer_site,
             self.saesteer_work,
+            self.saesteer_positions,
             self.saesteer_kinds,
             self.saesteer_w_enc,
             self.saesteer_w_dec,
@@ -106,6 +108,21 @@ def attach(model: nn.Module, engine: Engine) -> None:
         _swap(norm, mixin, site, engine)
 
 
+def warm_up(model: nn.Module, engine: Engine) -> None:
+    """Have every kernel compiled that a step can launch, before one does; nothing to do on a CPU."""
+    if engine.device.type != "cuda":
+        return
+    trunk = find_trunk(model)
+    with engine.warming() as sizes:
+        for site in engine.sites.values():
+            norm: Any = _place(trunk, site)[0]
+            for tokens in sizes:
+                stream = torch.zeros(tokens, engine.width, dtype=site.w_enc.dtype, device=engine.device)
+                forms = (layout.NORMED,) if isinstance(norm, _AfterNorm) else (layout.PAIR, layout.BARE)
+                for form in forms:
+                    norm.edit(stream, None if form == layout.BARE else stream.clone(), form)
+
+
 def find_trunk(model: nn.Module) -> Any:
     """The module that holds ``layers`` and the final ``norm`` of the text model.
 
@@ -144,6 +161,7 @@ def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> 
     buffers = {
         "table": engine.table,
         "work": engine.work,
+        "positions": engine.positions,
         "kinds": engine.kinds,
         "site": site.index,
         "w_enc": site.w_enc,

@@ -107,8 +107,10 @@ def _build(runner: Any, config: SaesteerConfig) -> "Steering":
         device=torch.device(runner.device),
         max_rows=scheduler.max_num_seqs,
         max_tokens=scheduler.max_num_batched_tokens,
+        positions=runner.input_buffers.positions if hasattr(runner, "model_state") else runner.positions,
     )
     layers.attach(runner.get_model(), engine)
+    layers.warm_up(runner.get_model(), engine)
     logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
     return Steering(engine)
 
@@ -139,6 +141,7 @@ class Steering:
         self._counts: dict[str, Tensor] = {}  # from rows that were given up
         self._done: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # counts of ended requests, by tag
         self._batch: list[str] | None = None  # None: something has changed since
+        self._tokens = 0  # of that batch
         self._kinds: int | None = None
 
     def add(self, request: Any) -> Row | None:
@@ -185,10 +188,16 @@ class Steering:
             self.forget(request)
         return {request: found.tolist() for request, found in self._done.pop(tag, {}).items()}
 
-    def look(self, batch: list[str]) -> bool:
-        """Whether these are other requests than at the last look, or steered otherwise; `kinds` then holds theirs."""
+    def look(self, batch: list[str], tokens: int) -> bool:
+        """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.
+
+        It is the same when the same requests, steered as they were, have one token each again.
+        """
         if batch == self._batch:
-            return False
+            same = tokens == self._tokens == len(batch)
+            self._tokens = tokens
+            return not same
+        self._tokens = tokens
         self._batch = list(batch)
         found = [self.rows[request].kinds for request in batch if request in self.rows]
         self._kinds = reduce(or_, found) if found else None
@@ -204,6 +213,7 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
     """The V2 runner: a request's state slot, plus one, is its row; slots and positions are on the device already."""
     engine = steering.engine
     add, remove, prepare = state.add_request, state.remove_request, state.prepare_inputs
+    warm: list[bool] = []  # the first batch is a dummy one, before any request
 
     @wraps(add)
     def add_request(req_index: int, new_req_data: Any) -> None:
@@ -222,13 +232,16 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
     def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
         # A dummy batch has made-up ids but slots of living requests, so the ids decide.
         batch = input_batch
-        steering.look(batch.req_ids)
+        if not warm:
+            engine.warm_map(batch.idx_mapping, batch.query_start_loc)
+            warm.append(True)
+        changed = steering.look(batch.req_ids, batch.num_tokens)
         if steering.kinds is None:
             engine.rest()
         else:
             requests, tokens = batch.num_reqs, batch.num_tokens
             engine.schedule(
-                batch.idx_mapping, 1, batch.query_start_loc, batch.positions, requests, tokens, steering.kinds
+                batch.idx_mapping, 1, batch.query_start_loc, requests, tokens, steering.kinds, changed=changed
             )
         return prepare(input_batch, req_states)
 
@@ -241,6 +254,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     rows = Rows(engine.table.shape[0] - 1)
     numbers = torch.zeros(engine.table.shape[0], dtype=torch.int32, device=engine.device)
     update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
+    warm: list[bool] = []
 
     @wraps(update)
     def update_states(scheduler_output: Any) -> Any:
@@ -269,19 +283,22 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
-        changed = steering.look(batch)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        changed = steering.look(batch, tokens)
         if steering.kinds is None:
             engine.rest()
             return prepared
         if changed:
             number(batch)
         starts: Tensor = runner.query_start_loc.gpu
-        tokens = scheduler_output.total_num_scheduled_tokens
-        engine.schedule(numbers, 0, starts, runner.positions, len(batch), tokens, steering.kinds)
+        engine.schedule(numbers, 0, starts, len(batch), tokens, steering.kinds, changed=changed)
         return prepared
 
     @wraps(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
+        if not warm:
+            engine.warm_map(numbers, runner.query_start_loc.gpu)
+            warm.append(True)
         engine.rest()
         return dummy(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from saesteer.kernels.configs import Configs
 from saesteer.kernels.launch import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import edit_ref_, rms_norm_ref
-from saesteer.testing import assert_as_accurate, make_work, relative_error, write_row
+from saesteer.testing import assert_as_accurate, make_positions, make_work, relative_error, write_row
 from tests.kernels.requests import DENSE, Drawer, Request, Wish, World
 from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, outcome
 
@@ -63,6 +63,7 @@ class Call:
     table: Tensor
     site: Tensor
     work: Tensor
+    positions: Tensor
     kinds: Tensor
     weights: tuple[Tensor, ...]
     form: int
@@ -77,6 +78,7 @@ class Call:
             self.table,
             self.site,
             self.work,
+            self.positions,
             *self.weights,
             state.cells,
             state.counts,
@@ -93,7 +95,7 @@ class Call:
         scratch[: layout.PARTIALS] = 0
         moved: list[Any] = [
             a.to(place) if isinstance(a, Tensor) else a
-            for a in (state.stream, state.second, self.norm_weight, self.table, self.site, self.work)
+            for a in (state.stream, state.second, self.norm_weight, self.table, self.site, self.work, self.positions)
         ]
         changed = [state.cells.to(place), state.counts.to(place), scratch.to(place)]
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
@@ -231,6 +233,7 @@ class Case:
             self.table,
             torch.tensor([site], dtype=torch.int32),
             work_of(tokens, self.table, path, self.room),
+            make_positions(tokens, self.room),
             kinds_of(tokens, self.table),
             self.weights,
             self.form,

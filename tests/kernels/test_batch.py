@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.kernels.layout import BARE
-from saesteer.testing import Entry, make_table
+from saesteer.testing import Entry, make_positions, make_table
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
 from tests.kernels.test_edit import DRAWN, SHAPES, Shape
@@ -91,7 +91,9 @@ def test_counts_are_exact_over_many_tokens(path: Path | None, entries: int) -> N
     weights = (eye, eye, zeros, zeros, torch.zeros(1, 8))
     site, room = torch.zeros(1, dtype=torch.int32), len(listed)
     work = work_of(listed, table, path or TOKEN, room)
-    call = Call(None, table, site, work, kinds_of(listed, table, 1), weights, BARE, 0, False)
+    call = Call(
+        None, table, site, work, make_positions(listed, room), kinds_of(listed, table, 1), weights, BARE, 0, False
+    )
     state = State(torch.zeros(room, 8), None, torch.zeros(room, dtype=torch.int32), counts)
     if path is None:
         call.reference(state)

@@ -13,7 +13,7 @@ from torch import Tensor
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from saesteer.testing import Entry, Groups, make_table, make_work
+from saesteer.testing import Entry, Groups, make_positions, make_table, make_work
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Call, Path, State, bits, kinds_of, work_of
 
 WIDTH = 8
@@ -54,7 +54,8 @@ def edit(
     )
     site = torch.zeros(1, dtype=torch.int32)
     work = work_of(listed, table, path or TOKEN, tokens)
-    call = Call(None, table, site, work, kinds_of(listed, table, 1), weights, form, dense[1], norms)
+    where = make_positions(listed, tokens)
+    call = Call(None, table, site, work, where, kinds_of(listed, table, 1), weights, form, dense[1], norms)
     before = torch.tensor(cells or [0] * tokens, dtype=torch.int64).int()
     state = State(stream, None if second is None else second.clone(), before, torch.zeros(2, 4, dtype=torch.int32))
     if path is None:
@@ -283,7 +284,8 @@ def test_the_norm_is_of_the_stream_as_it_was_rounded(path: Path | None, entries:
     work, none = work_of(listed, table, path or TOKEN, 4), torch.zeros(1)
     site = torch.zeros(1, dtype=torch.int32)
     weights = (w, w, none, none, torch.zeros(1, 1000))
-    call = Call(weight, table, site, work, kinds_of(listed, table, 1), weights, NORMED, 0, False)
+    where = make_positions(listed, 4)
+    call = Call(weight, table, site, work, where, kinds_of(listed, table, 1), weights, NORMED, 0, False)
     state = State(stream, torch.zeros_like(stream), torch.zeros(4).int(), torch.zeros(2, 1).int())
     if path is None:
         call.reference(state)
@@ -297,12 +299,13 @@ def test_the_norm_is_of_the_stream_as_it_was_rounded(path: Path | None, entries:
 SITES = [[[Entry(0, shift=1.0)]], [], [[Entry(1, shift=10.0)], [Entry(1, shift=20.0)]]]
 
 
-def plain(table: Tensor, site: int, work: Tensor, path: Path, tokens: int) -> State:
+def plain(table: Tensor, site: int, items: list[tuple[int, int, int]], path: Path, tokens: int) -> State:
     """Zeros through every kernel of a path, with unit vectors."""
     eye, zeros = torch.eye(WIDTH), torch.zeros(WIDTH)
     weights = (eye, eye, zeros, zeros, torch.zeros(1, WIDTH))
     kinds = torch.tensor([7], dtype=torch.int32)
-    call = Call(None, table, torch.tensor([site], dtype=torch.int32), work, kinds, weights, BARE, 0, False)
+    work, where = make_work(items, tokens, span=path.span), make_positions(items, tokens)
+    call = Call(None, table, torch.tensor([site], dtype=torch.int32), work, where, kinds, weights, BARE, 0, False)
     state = State(torch.zeros(tokens, WIDTH), None, torch.zeros(tokens).int(), torch.zeros(len(table), 1).int())
     call.kernel(state, path)
     return state
@@ -312,7 +315,7 @@ def plain(table: Tensor, site: int, work: Tensor, path: Path, tokens: int) -> St
 def test_only_the_listed_site_counts(path: Path) -> None:
     table = make_table([SITES], 3)
     for site, want in ((0, [1.0, 0.0]), (1, [0.0, 0.0]), (2, [0.0, 30.0])):
-        out = plain(table, site, make_work([(0, 1, 0)], 1, span=path.span), path, 1)
+        out = plain(table, site, [(0, 1, 0)], path, 1)
         assert out.stream[0, :2].tolist() == want
 
 
@@ -320,6 +323,6 @@ def test_only_the_listed_site_counts(path: Path) -> None:
 def test_row_0_and_an_empty_list_do_nothing(path: Path) -> None:
     table = make_table([SITES], 3)
     for items in ([], [(0, 0, 5), (1, 0, 6)]):
-        out = plain(table, 0, make_work(items, 2, span=path.span), path, 2)
+        out = plain(table, 0, items, path, 2)
         assert not out.stream.any()
         assert not out.counts.any()

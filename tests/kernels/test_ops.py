@@ -21,10 +21,25 @@ WIDTH, TOKENS, SLOTS = 64, 5, 7
 EDIT = torch.ops.saesteer.edit_.default
 MAP = torch.ops.saesteer.map_.default
 # Places in the schema.
-STREAM, SECOND, NORM_WEIGHT, TABLE, SITE, WORK, KINDS, W_ENC, W_DEC, B_ENC, THRESHOLD, B_DEC, CELLS, COUNTS, SCRATCH = (
-    range(15)
-)
-FORM = 15
+(
+    STREAM,
+    SECOND,
+    NORM_WEIGHT,
+    TABLE,
+    SITE,
+    WORK,
+    POSITIONS,
+    KINDS,
+    W_ENC,
+    W_DEC,
+    B_ENC,
+    THRESHOLD,
+    B_DEC,
+    CELLS,
+    COUNTS,
+    SCRATCH,
+) = range(15)
+FORM = 16
 MUTATED = (STREAM, SECOND, CELLS, COUNTS)  # and scratch, which is the kernels' own
 
 KEY = Entry(1, low=-1e9, gates=2, flags=layout.GATE)
@@ -57,6 +72,7 @@ def edit_args(
         make_table([[groups]], 1, device, dense=(0, dense)),
         zeros(1, of=torch.int32),
         make_work([(t, 1, t) for t in (1, 3) if t < tokens], room, device),
+        torch.arange(room, device=device),
         torch.tensor([7], dtype=torch.int32),
         normal(SLOTS, WIDTH),
         normal(SLOTS, WIDTH),
@@ -79,8 +95,7 @@ def map_args(device: torch.device, span: int = 1) -> Any:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     table = make_table([[[[Entry(0)]]], [[]]], 1, device)
-    positions = torch.arange(5, device=device)
-    return [make_work([], 8, device), ints(1, 0, 7), 1, ints(0, 2, 5, 9), positions, table, 2, span]
+    return [make_work([], 8, device), ints(1, 0, 7), 1, ints(0, 2, 5, 9), table, 2, 5, span]
 
 
 def clone(args: Any) -> Any:
@@ -229,9 +244,7 @@ def test_what_does_not_fit_is_refused(case: str, device: torch.device) -> None:
         (1, torch.zeros(3), "slots"),
         (1, torch.zeros(1, dtype=torch.int32), "slots"),
         (3, torch.zeros(2, dtype=torch.int32), "query_start_loc"),
-        (4, torch.zeros(9, dtype=torch.int32), "positions"),
-        (4, torch.zeros(8, dtype=torch.int32)[::2], "positions"),
-        (5, torch.zeros(2, 32, dtype=torch.int64), "table"),
+        (4, torch.zeros(2, 32, dtype=torch.int64), "table"),
     ],
 )
 def test_what_does_not_fit_the_map_is_refused(at: int, value: Tensor, name: str, device: torch.device) -> None:
@@ -251,7 +264,7 @@ def test_the_module_may_be_imported_twice() -> None:
         "import importlib, sys, torch; from saesteer.kernels import ops; importlib.reload(ops);"
         "assert 'triton' not in sys.modules;"  # a CPU without Triton runs the reference
         "w = torch.zeros(3, 4, dtype=torch.int32); i = torch.zeros(1, dtype=torch.int32);"
-        "torch.ops.saesteer.map_(w, i, 1, i, i, torch.zeros(2, 16, dtype=torch.int32), 0, 1)"
+        "torch.ops.saesteer.map_(w, i, 1, i, torch.zeros(2, 16, dtype=torch.int32), 0, 0, 1)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
 
@@ -278,9 +291,8 @@ def test_no_variant_more_for_any_number_of_tokens() -> None:
         EDIT(*replaced(args, SITE, moved[shift : shift + 1]))  # each at another alignment
         slots = torch.zeros(tokens + 4, dtype=torch.int32, device=device)
         starts = torch.arange(tokens + 5, dtype=torch.int32, device=device)
-        positions = torch.arange(tokens, device=device)
         for span in (1, layout.TILE):
-            MAP(args[WORK], slots[shift:], 1, starts[shift:], positions, args[TABLE], tokens * (shift % 2), span)
+            MAP(args[WORK], slots[shift:], 1, starts[shift:], args[TABLE], tokens * (shift % 2), tokens, span)
 
     def variants() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)

@@ -30,8 +30,8 @@ def steering(tmp_path: Path) -> worker.Steering:
 def run(steering: worker.Steering, row: int) -> None:
     """One step of TOKENS tokens for the request in a row."""
     engine = steering.engine
-    starts, positions = torch.tensor([0, TOKENS], dtype=torch.int32), torch.arange(TOKENS)
-    engine.schedule(torch.tensor([row]), 0, starts, positions, 1, TOKENS, 7)
+    engine.positions[:TOKENS] = torch.arange(TOKENS)
+    engine.schedule(torch.tensor([row]), 0, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, 7)
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
 
