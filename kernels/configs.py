@@ -19,6 +19,7 @@ class EditConfig:
     programs: int  # programs per multiprocessor at most
     split: bool  # hold a row as two blocks (2304 in 2048 + 1024) instead of one padded to a power of two
     gather: int = 4  # partial sums in flight at once; a power of two
+    decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ from saesteer.kernels.entries import (
 )
 
 BLOCK = tl.constexpr(1024)  # activations looked at at once
-DECODED = tl.constexpr(4)  # decoder rows in flight
 SCAN = tl.constexpr(16)  # entries looked through at once
 
 
@@ -173,6 +172,7 @@ def reconstruct(
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
+    DECODED: tl.constexpr,  # decoder rows in flight
 ):
     """This part of decode(f) - x: [HEAD], [TAIL], and 1 where there is a reconstruction. Features in order."""
     cols0 = tl.arange(0, HEAD)

@@ -154,6 +154,7 @@ def edit_kernel(
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
+    DECODED: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
@@ -328,6 +329,7 @@ def edit_kernel(
                                 WIDTH,
                                 HEAD,
                                 TAIL,
+                                DECODED,
                             )
                             sum0 += one0
                             if TAIL > 0:

@@ -174,6 +174,7 @@ def edit_triton(
             TAIL=tail,
             CHUNK=edit.chunk,
             GATHER=edit.gather,
+            DECODED=edit.decoded,
             FORM=form,
             HAS_WEIGHT=has_weight,
             HAS_DENSE=dense_size > 0,

@@ -99,7 +99,7 @@ def test_what_is_timed_edits_in_full_and_leaves_the_stream(kind: str) -> None:
     case = Case("some", (2, 2), edits=1 if kind == "reconstruct" else 3, kind=kind)
     assert 0 < TINY < 1e-9
     [call, *_] = batches.calls(case, "bare", "warm")
-    before, counts = call[0].clone(), call[13]
+    before, counts = call[0].clone(), call[14]
     EDIT(*call)
     assert torch.equal(call[0], before)
     # Nearly no projection is within a cap, but one may be.

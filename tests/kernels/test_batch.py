@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE
 from saesteer.testing import Entry, make_positions, make_table
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
@@ -100,3 +101,31 @@ def test_counts_are_exact_over_many_tokens(path: Path | None, entries: int) -> N
     else:
         call.kernel(state, path)
     assert torch.equal(state.counts, want)
+
+
+@pytest.mark.parametrize("path", [None, *PATHS], ids=str)
+def test_a_feature_is_as_active_for_its_clamp_as_in_the_reconstruction(path: Path | None) -> None:
+    """Thresholds are where fp32 may fall on either side: all clamped to 0, nothing but b_dec is left of the token."""
+    width, features, tokens = 61, 40, 6
+    draw = torch.Generator().manual_seed(0)
+    w_enc, w_dec = (torch.randn(features * tokens, width, generator=draw) for _ in range(2))
+    x, b_dec = torch.randn(tokens, width, generator=draw), torch.randn(1, width, generator=draw)
+    threshold = torch.cat([(x[t] @ w_enc[t * features : (t + 1) * features].T) for t in range(tokens)])
+    groups = []
+    for base in range(0, features * tokens, features):
+        group = [Entry(base + i, scale=0.0, threshold=float(threshold[base + i])) for i in range(features)]
+        groups.append([[[*group, Entry(0, flags=layout.RECONSTRUCT, base=base, size=features)]]])
+    table = make_table(groups, 1)
+    for row in range(tokens):  # each token has a dictionary of its own
+        write_row(table, row + 1, groups[row], (row * features, features))
+    listed = [(t, t + 1, t) for t in range(tokens)]
+    weights = (w_enc, w_dec, torch.zeros(len(w_enc)), threshold, b_dec)
+    work = work_of(listed, table, path or TOKEN, tokens)
+    site = torch.zeros(1, dtype=torch.int32)
+    call = Call(None, table, site, work, kinds_of(listed, table, 1), weights, BARE, features, False)
+    state = State(x, None, torch.zeros(tokens).int(), torch.zeros(tokens + 1, 1).int())
+    if path is None:
+        call.reference(state)
+    else:
+        call.kernel(state, path)
+    torch.testing.assert_close(state.stream, b_dec.expand(tokens, width), atol=1e-3, rtol=0)

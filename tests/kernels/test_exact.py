@@ -144,6 +144,13 @@ def test_gain_multiplies_the_delta(run: Run, filler: list[Entry]) -> None:
     assert run(ramp(2.0), [[Entry(0, scale=0.0, shift=6.0, gain=0.0), *filler]]).stream[0, 0] == 2.0
 
 
+def test_deltas_are_not_rounded_before_they_are_summed(run: Run, filler: list[Entry]) -> None:
+    """Neither 1000.3 nor 1000.05 is a number of 16 bits; their difference is."""
+    x = torch.tensor(ramp(1.0, 2.0), dtype=torch.float16)
+    out = run(x, [[Entry(0, shift=1000.3), Entry(0, shift=-1000.05), *filler]])
+    torch.testing.assert_close(out.stream[:, 0].float(), torch.tensor([1.25, 2.25]), atol=2e-3, rtol=0)
+
+
 def test_a_matched_delta_is_in_lengths_of_x(run: Run) -> None:
     x = [[3.0, 4.0, *[0.0] * 6]]
     along_0 = Entry(0, shift=1.0, flags=layout.MATCH)

@@ -38,7 +38,7 @@ MAP = torch.ops.saesteer.map_.default
     CELLS,
     COUNTS,
     SCRATCH,
-) = range(15)
+) = range(16)
 FORM = 16
 MUTATED = (STREAM, SECOND, CELLS, COUNTS)  # and scratch, which is the kernels' own
 
@@ -205,6 +205,9 @@ WRONG: dict[str, tuple[int, Callable[[Any], object], str]] = {
     "work-columns": (WORK, lambda a: a[:, :3].contiguous(), "work"),
     "work-strided": (WORK, lambda a: a.T.contiguous().T, "work"),
     "work-empty": (WORK, lambda a: a[:0], "work"),
+    "positions-short": (POSITIONS, lambda a: a[:1], "positions"),
+    "positions-strided": (POSITIONS, lambda a: a.repeat(2)[::2], "positions"),
+    "positions-float": (POSITIONS, lambda a: a.float(), "positions"),
     "encoder-width": (W_ENC, lambda a: a[:, :-1].contiguous(), "w_enc"),
     "encoder-strided": (W_ENC, lambda a: a.T.contiguous().T, "w_enc"),
     "encoder-float64": (W_ENC, lambda a: a.double(), "w_enc"),
