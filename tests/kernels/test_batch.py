@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE
-from saesteer.testing import Entry, make_positions, make_table
+from saesteer.testing import Entry, make_positions, make_table, write_row
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
 from tests.kernels.test_edit import DRAWN, SHAPES, Shape
@@ -122,7 +122,8 @@ def test_a_feature_is_as_active_for_its_clamp_as_in_the_reconstruction(path: Pat
     weights = (w_enc, w_dec, torch.zeros(len(w_enc)), threshold, b_dec)
     work = work_of(listed, table, path or TOKEN, tokens)
     site = torch.zeros(1, dtype=torch.int32)
-    call = Call(None, table, site, work, kinds_of(listed, table, 1), weights, BARE, features, False)
+    where, kinds = make_positions(listed, tokens), kinds_of(listed, table, 1)
+    call = Call(None, table, site, work, where, kinds, weights, BARE, features, False)
     state = State(x, None, torch.zeros(tokens).int(), torch.zeros(tokens + 1, 1).int())
     if path is None:
         call.reference(state)
