@@ -4,6 +4,7 @@ Each record is checked when it is made (saesteer/checks.py); what needs the serv
 """
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar, Literal
 
 from saesteer.checks import (
@@ -56,6 +57,30 @@ def interval(value: Any, at: str) -> Interval:
     return start, end
 
 
+Message = int | str  # the place of a chat message, or the role of all that have it
+
+_place = integer(1 - INT32_MAX, INT32_MAX - 1)
+
+
+def _message(value: Any, at: str) -> Message:
+    if isinstance(value, str):
+        return text(value, at)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail(at, "wrong_type", f"got {show(value)}, expected a role such as user, or the index of a message")
+    place: int = _place(value, at)
+    return place
+
+
+def messages(value: Any, at: str) -> tuple[Message, ...]:
+    """A role, the index of a message, or a list of them; negative indices count from the last message."""
+    if not isinstance(value, list | tuple):
+        return (_message(value, at),)
+    found: tuple[Message, ...] = list_of(_message, MAX_POSITIONS)(value, at)
+    if not found:
+        fail(at, "empty_scope", "got an empty list, expected at least one role or index of a message")
+    return found
+
+
 def intervals(value: Any, at: str) -> tuple[Interval, ...]:
     """At least one interval."""
     found: tuple[Interval, ...] = list_of(interval, MAX_POSITIONS)(value, at)
@@ -66,7 +91,10 @@ def intervals(value: Any, at: str) -> tuple[Interval, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Scope(Record):
-    """The tokens that an edit touches, by absolute position; the meaning is in ``saesteer.plan.windows``."""
+    """The tokens that an edit touches, by absolute position; the meaning is in ``saesteer.plan.windows``.
+
+    Chat messages become positions where the conversation is at hand: ``saesteer.messages``.
+    """
 
     label: ClassVar[str] = "scope"
 
@@ -74,10 +102,17 @@ class Scope(Record):
     generated: bool | None = field(default=None, metadata=by(optional(flag)))
     positions: tuple[Interval, ...] | None = field(default=None, metadata=by(optional(intervals)))
     skip_first: int | None = field(default=None, metadata=by(optional(integer(0, INT32_MAX - 1))))
+    messages: tuple[Message, ...] | None = field(default=None, metadata=by(optional(messages)))
 
     def _whole(self, at: str) -> None:
         if self.prompt is False and self.generated is False:
             fail(at, "empty_scope", "prompt and generated are both false, expected one of them to be true")
+        if self.messages is not None and not (not self.generated if self.prompt is None else self.prompt):
+            fail(
+                at,
+                "empty_scope",
+                "has messages, whose tokens are all of the prompt, expected prompt not to be left out",
+            )
 
     @classmethod
     def check(cls, value: Any, at: str) -> "Scope":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saesteer.checks import closest, listing
+from saesteer.edits import Scope
 from saesteer.errors import ConfigError, SpecError
 from saesteer.spec import MAX_CHARACTERS, Return, Spec, from_json
 from saesteer.uses import steps
@@ -34,6 +35,9 @@ def read_modules(
             gates = [(f"when[{n}].", gate) for n, gate in enumerate(getattr(edit, "when", ()))]
             for path, one in [("", edit), *gates]:
                 _check_names(f"module {name!r}: saesteer.edits[{i}].{path}", one, known)
+            if getattr(edit, "scope", Scope()).messages is not None:
+                at = f"module {name!r}: saesteer.edits[{i}].scope.messages"
+                raise ConfigError(f"{at}: is not served in modules by this version, expected positions or flags")
         try:
             steps(spec.edits, modules)
         except SpecError as exc:

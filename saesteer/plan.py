@@ -171,6 +171,11 @@ class _Planner:
         return found
 
     def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
+        if scope.messages is not None:
+            message = "names chat messages, which only the prompt of a chat request has, if it is text alone"
+            if ".module." in at:
+                message = "names chat messages, which this version does not serve in modules"
+            fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
         found = windows(scope, self.prompt_len, skip_first)
         if not found:
             left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""

@@ -27,6 +27,7 @@ ROOMS = (
     "spec",
     "planned",
     "scopes",
+    "messages",
     "names",
     "conditions",
     "uses",
@@ -59,7 +60,7 @@ ROOMS = (
     "cli",
     "__main__",
 )
-PLANNING = ("planned", "scopes", "names", "conditions", "uses", "plan")
+PLANNING = ("planned", "scopes", "messages", "names", "conditions", "uses", "plan")
 # Stricter than the order.
 ONLY = {
     "answers": {"answers", "errors"},

@@ -3,16 +3,18 @@
 Wraps, each in the process that talks to clients:
     InputProcessor.__init__          reads the catalog of this server
     InputProcessor.process_inputs    checks the spec against it; cache_salt := hash(tenant's salt, edits)
+    AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
     *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
     *Request.to_beam_search_params   beam search drops extra_args: refused
     *.get_supported_tasks            handshake with the workers, before the first request
 """
 
+import asyncio
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -21,8 +23,11 @@ from saesteer import __version__
 from saesteer import spec as language
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
+from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, plan
+from saesteer.plugin import conversation as conversations
 from saesteer.plugin import hooks
+from saesteer.plugin.conversation import Conversation, conversation_of
 
 TAG = f"{KEY}_tag"  # beside the spec in extra_args, from the front end to the worker
 
@@ -43,6 +48,8 @@ def install() -> None:
     """Put the wraps in place."""
     hooks.wrap("InputProcessor.__init__", _reading_catalog)
     hooks.wrap("InputProcessor.process_inputs", _checking)
+    hooks.wrap("AsyncLLM.add_request", _asking_ahead)
+    conversations.install()
     for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
         hooks.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
     for request in ("ChatCompletionRequest", "CompletionRequest"):
@@ -90,6 +97,7 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         if config is not None:
             refuse_unservable(vllm_config)
         self.saesteer_catalog = None if config is None else _catalog(config, vllm_config.model_config)
+        self.saesteer_resolved: dict[str, language.Spec] | None = None  # by request, where somebody takes them out
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
 
@@ -139,7 +147,10 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             spec = spec_of(params)
             request = original(self, request_id, prompt, params, *args, **kwargs)
             if spec is not None:
-                admit(spec, self.saesteer_catalog, self.saesteer_fingerprint, request)
+                conversation = conversation_of(prompt)
+                found = admit(spec, self.saesteer_catalog, self.saesteer_fingerprint, request, conversation)
+                if self.saesteer_resolved is not None:
+                    self.saesteer_resolved[request_id] = found
         except SpecError as error:
             raise SpecRefused(error) from None
         return request
@@ -147,8 +158,45 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_inputs
 
 
-def admit(spec: language.Spec, catalog: Catalog | None, server: str, request: Any) -> None:
+def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Messages are found in a thread: a long conversation is rendered many times, and others wait for tokens."""
+
+    @wraps(original)
+    async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        conversation, catalog = conversation_of(prompt), self.input_processor.saesteer_catalog
+        if conversation is not None and catalog is not None and _mentions_messages(params):
+            try:
+                spec = spec_of(params)
+                if spec is not None and named(spec):
+                    await asyncio.to_thread(_resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
+            except SpecError as error:
+                raise SpecRefused(error) from None
+        return await original(self, request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+def _mentions_messages(params: Any) -> bool:
+    """Whether it is worth to parse a spec before vLLM is ready for it: those with large vectors rarely are."""
+    wire = (getattr(params, "extra_args", None) or {}).get(KEY)
+    edits = wire.get("edits") if isinstance(wire, Mapping) else None
+    scopes = [one.get("scope") for one in edits if isinstance(one, Mapping)] if isinstance(edits, list) else []
+    return any(isinstance(one, Mapping) and "messages" in one for one in scopes) or (
+        isinstance(wire, str) and '"messages"' in wire
+    )
+
+
+def _resolved(spec: language.Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> language.Spec:
+    return resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
+
+
+def admit(
+    spec: language.Spec, catalog: Catalog | None, server: str, request: Any, conversation: Conversation | None = None
+) -> language.Spec:
     """Check a spec against the server and its request, and keep the request's KV cache apart.
+
+    Returns:
+        What the engine gets: the spec with positions in the place of the chat messages that it names.
 
     Raises:
         SpecError: the spec asks for what this server does not have.
@@ -162,11 +210,15 @@ def admit(spec: language.Spec, catalog: Catalog | None, server: str, request: An
     if ids is None or getattr(request, "resumable", False):
         message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
         raise SpecError(message, field="saesteer", code="not_served")
+    params = request.sampling_params
+    if conversation is not None and named(spec):
+        spec = _resolved(spec, catalog, ids, conversation)
+        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
     if plan(spec, catalog, len(ids)):
         request.cache_salt = cache_salt(request.cache_salt, server, spec)
         # The engine gives requests ids of its own; by this one the worker's counts are found again.
-        params = request.sampling_params
         params.extra_args = {**params.extra_args, TAG: request.request_id}
+    return spec
 
 
 def cache_salt(tenant: str | None, server: str, spec: language.Spec) -> str:

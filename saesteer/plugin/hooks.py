@@ -73,8 +73,23 @@ HOOKS: dict[str, Hook] = {
             ("request_id", "prompt", "params"),
             "checks every spec and keeps its KV apart",
         ),
+        *(
+            Hook(
+                "vllm.renderers.base",
+                f"BaseRenderer.{name}",
+                ("conversations", "chat_params", "tok_params"),
+                "messages",
+            )
+            for name in ("render_chat", "render_chat_async")
+        ),
         Hook("vllm.v1.engine.llm_engine", "LLMEngine.get_supported_tasks", (), "handshake, offline"),
         Hook("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", ("method", "timeout", "args"), "handshake"),
+        Hook(
+            "vllm.v1.engine.async_llm",
+            "AsyncLLM.add_request",
+            ("request_id", "prompt", "params"),
+            "finds chat messages",
+        ),
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks", (), "handshake, serving"),
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
         Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),

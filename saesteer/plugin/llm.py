@@ -58,6 +58,8 @@ class LLM(vllm.LLM):
         config.with_depth(1).catalog(config.describe())
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
+        self._resolved: dict[str, Spec] = {}
+        self.llm_engine.input_processor.saesteer_resolved = self._resolved
 
     def generate(
         self, prompts: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
@@ -88,6 +90,7 @@ class LLM(vllm.LLM):
         """Each steered output, and each of its completions, with ``saesteer = {"applied": [...]}``."""
         each = params if isinstance(params, list | tuple) else [params] * len(outputs)
         specs = {output.request_id: spec_of(one) for output, one in zip(outputs, each, strict=True)}
+        specs |= {name: self._resolved.pop(name) for name in specs if name in self._resolved}
         steered = [name for name, spec in specs.items() if spec is not None]
         if not steered:
             return outputs

@@ -73,7 +73,11 @@ SPECS: dict[str, Any] = {
 
 def compare(oracle: hf.Model, prompt: str, made: Answer, spec: Any) -> tuple[float, int]:
     """Largest difference of the chosen tokens' logprobs, and how many tokens were left out as near a bound."""
-    ids = oracle.encode(prompt)
+    return compare_ids(oracle, oracle.encode(prompt), made, spec)
+
+
+def compare_ids(oracle: hf.Model, ids: list[int], made: Answer, spec: Any) -> tuple[float, int]:
+    """The same for a prompt of tokens."""
     tokens = [token for token, _ in made]
     whole = ids + tokens[:-1]
     logprobs = oracle.logits(whole, steer=spec, prompt_len=len(ids)).log_softmax(-1)

@@ -40,6 +40,7 @@ def _holds_something(span: tuple[int, int | None]) -> bool:
 
 
 intervals = st.tuples(positions, st.none() | positions).filter(_holds_something)
+named_messages = st.lists(st.sampled_from(["user", "system", "tool"]) | st.integers(-5, 9), min_size=1, max_size=4)
 scopes = st.builds(
     Scope,
     prompt=st.none() | st.booleans(),
@@ -47,6 +48,14 @@ scopes = st.builds(
     positions=st.none() | st.lists(intervals, min_size=1, max_size=4).map(tuple),
     skip_first=st.none() | st.integers(0, 20) | st.integers(0, FAR),
 )
+chat_scopes = st.builds(
+    Scope,
+    prompt=st.none() | st.just(True),
+    positions=st.none() | st.lists(intervals, min_size=1, max_size=4).map(tuple),
+    skip_first=st.none() | st.integers(0, 20),
+    messages=named_messages.map(tuple),
+)
+all_scopes = scopes | chat_scopes
 
 
 @st.composite
@@ -95,7 +104,9 @@ def clamps(draw: st.DrawFn) -> Clamp:
     """A clamp of any mode, unit, gate and scope."""
     mode = draw(modes)
     unit: Unit = "raw" if mode == "scale" else draw(units)
-    return Clamp(draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), draw(whens), draw(scopes))
+    return Clamp(
+        draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), draw(whens), draw(all_scopes)
+    )
 
 
 @st.composite
@@ -104,12 +115,12 @@ def caps(draw: st.DrawFn) -> Cap:
     low, high = sorted((draw(numbers), draw(numbers)))
     which = draw(st.sampled_from(["min", "max", "both"]))
     low_bound, high_bound = (None if which == "max" else low), (None if which == "min" else high)
-    return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), draw(whens), draw(scopes))
+    return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), draw(whens), draw(all_scopes))
 
 
-adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), whens, scopes)
-ablates = st.builds(Ablate, vectors, placed, numbers, whens, scopes)
-reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), whens, scopes)
+adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), whens, all_scopes)
+ablates = st.builds(Ablate, vectors, placed, numbers, whens, all_scopes)
+reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), whens, all_scopes)
 uses = st.builds(Use, names, numbers)
 edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
 
