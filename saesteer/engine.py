@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -15,11 +16,11 @@ from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
 from saesteer.kernels.configs import TILED_ABOVE, launch_sizes
 from saesteer.plan import plan
-from saesteer.planned import Direction
 from saesteer.pool import Pool
+from saesteer.registry import Registry, changed, rooms
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec
-from saesteer.tables import Arrow, Placement, Places, Row, make_row, unit_of
+from saesteer.tables import Placement, Places, Row, make_row
 from saesteer.vectors import VectorSet, check_vectors
 from saesteer.weights import Site, load_site, scratch_for
 
@@ -64,31 +65,31 @@ class Engine:
         names = config.all_sites(infos)
         check_fit(infos, names, width=width, layers=layers)
         self.config = config
-        self.catalog = config.catalog(infos, width=width)
         self.device = device
         self.width = width
         self.sites: dict[str, Site] = {}
         self._pools: dict[str, Pool] = {}
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
         placements: dict[str, Placement] = {}
-        arrows: dict[tuple[str, Direction], Arrow] = {}
+        catalog = config.catalog(infos, width=width)
+        reserved, named = rooms(catalog, config.pool_rows), {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
         for number, name in enumerate(names):
             here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
-            named = directions_at(name, vectors)
-            reserved, brought = max(config.pool_rows, len(named)), max_rows * config.inline_rows
+            brought = max_rows * config.inline_rows
             site, found = load_site(
-                number, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved + brought
+                number, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved[name] + brought
             )
             self.sites[name] = site
             placements |= found
-            for slot, (direction, row) in enumerate(named.items(), site.pool):
-                self._written[name, slot], length = unit_of(row)
-                arrows[name, direction] = Arrow(slot, length, vectors[str(direction.vector)].bias)
-            self._pools[name] = Pool(site.pool + reserved, brought)
+            named[name] = Pool(site.pool, reserved[name])
+            self._pools[name] = Pool(site.pool + reserved[name], brought)
+        self.registry = Registry(catalog, named)
+        self.catalog = self.registry.versions[0].catalog
+        self._stage(self.registry.written)
         self._write_vectors()
         numbers = {name: number for number, name in enumerate(names)}
-        self.places = Places(numbers, placements, arrows, config.max_edits)
+        self.places = Places(numbers, placements, self.registry.versions[0].arrows, config.max_edits)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -106,14 +107,39 @@ class Engine:
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._has_work = False
 
-    def make_row(self, spec: Spec, prompt_len: int) -> Row | None:
+    def make_row(self, spec: Spec, prompt_len: int, version: int = 0) -> Row | None:
         """What a request's row will hold; None when the spec edits nothing.
+
+        Args:
+            spec: of the request.
+            prompt_len: in tokens.
+            version: of the names, as the front end has admitted the request with it.
 
         Raises:
             SpecError: the spec is wrong; the front end has refused such a request already.
         """
-        found = plan(spec, self.catalog, prompt_len)
-        return make_row(found, self.places) if found else None
+        known = self.registry.versions[version]
+        found = plan(spec, known.catalog, prompt_len)
+        return make_row(found, replace(self.places, vectors=known.arrows)) if found else None
+
+    def add_version(
+        self,
+        number: int,
+        base: int,
+        vectors: Mapping[str, VectorSet | None],
+        modules: Mapping[str, Spec | None],
+    ) -> None:
+        """Make a version of the names from another one, with its vectors on the device.
+
+        Raises:
+            RegistryError: too little room; then nothing has changed.
+        """
+        catalog = changed(self.registry.versions[base].catalog, vectors, modules)
+        self._stage(self.registry.add(number, catalog))
+        self._write_vectors()
+
+    def _stage(self, written: Sequence[tuple[str, int, NDArray[np.float32]]]) -> None:
+        self._written |= {(site, slot): unit for site, slot, unit in written}
 
     def fill(self, row: int, content: Row | None) -> None:
         """Put a request into its row, or empty the row; the device sees it with the next work list."""
@@ -149,7 +175,7 @@ class Engine:
         for line, found in zip(staged, words, strict=True):
             line[1 : 1 + len(found)] = found
         self._staged.clear()
-        tensor = self._to_device(torch.from_numpy(staged))
+        tensor = self.to_device(torch.from_numpy(staged))
         rows = tensor[:, 0].long()
         self.table[:, :longest].index_copy_(0, rows, tensor[:, 1:])
         self.counts.index_fill_(0, rows, 0)
@@ -160,8 +186,8 @@ class Engine:
         if not self._written:
             return
         keys = sorted(self._written, key=lambda key: key[0])
-        units = self._to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
-        slots = self._to_device(torch.tensor([slot for _, slot in keys]))
+        units = self.to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
+        slots = self.to_device(torch.tensor([slot for _, slot in keys]))
         self._written.clear()
         at = 0
         for name, group in groupby(keys, key=lambda key: key[0]):
@@ -171,7 +197,8 @@ class Engine:
             site.w_dec.index_copy_(0, slots[at:end], rows)
             at = end
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy there, in the order of the device's work; the host does not wait."""
         if self.device.type != "cuda":
             return tensor
         # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
@@ -254,21 +281,6 @@ class Engine:
             site.dense_size,
             site.has_norms,
         )
-
-
-def directions_at(site: str, vectors: Mapping[str, VectorSet]) -> dict[Direction, NDArray[np.float32]]:
-    """The rows of named vectors that a request may mean at a site, as they were given.
-
-    Those of its layer, and at resid_post those that it may mean by resid_pre of the layer behind.
-    """
-    kind, layer = parse(site)
-    layers = (layer, layer + 1) if kind == "resid_post" else (layer,)
-    return {
-        Direction(name, row): found.rows[row]
-        for name, found in vectors.items()
-        for row in (None, *layers)
-        if row in found.rows
-    }
 
 
 def check_fit(infos: Mapping[str, CoderInfo], sites: Sequence[str], *, width: int, layers: int) -> None:

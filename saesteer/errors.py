@@ -5,6 +5,7 @@ SaesteerError
 ├── LoadError          a weight file is not what it should be
 ├── ConfigError        a start-up or command line mistake         (exit code 2)
 │   └── UnsupportedError   this vLLM, model or option cannot be served
+├── RegistryError      a name cannot be registered or deleted now (HTTP 409)
 └── ServerError        a client's server failed or did not answer
     └── RequestRefused     it refused the request                 (HTTP 4xx)
 """
@@ -46,6 +47,19 @@ class ConfigError(SaesteerError, ValueError):
 
 class UnsupportedError(ConfigError):
     """This vLLM, model or option cannot be served, and why."""
+
+
+class RegistryError(SaesteerError):
+    """A vector or module cannot be registered, replaced or deleted as things are on this server.
+
+    Args:
+        message: one sentence with what would help.
+        code: stable machine-readable reason: ``no_room``, ``no_site`` or ``in_use``.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ServerError(SaesteerError):

@@ -302,6 +302,8 @@ def _count(found: Plan, catalog: Catalog) -> None:
     brought: defaultdict[str, set[Direction]] = defaultdict(set)
     for site, change in changes:
         if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
+            if catalog.pinned and (site, change.target) in catalog.pinned:
+                continue
             brought[site].add(change.target)
             if len(brought[site]) > catalog.inline_rows:
                 message = f"is vector {len(brought[site])} that the request brings for {site}"

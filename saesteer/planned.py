@@ -77,6 +77,7 @@ class Catalog:
     modules: Mapping[str, Spec] = option(default_factory=dict)
     width: int | None = None  # of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
+    pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Slots of one site for vectors that requests bring, given by content and shared. Knows their numbers, no tensor."""
+"""Slots of one site for vectors, given by content and shared. Knows their numbers, no tensor."""
 
 
 class Pool:
@@ -8,10 +8,11 @@ class Pool:
 
     Args:
         first: the lowest slot.
-        size: number of slots; as many as can be held at a time, so that a request never waits for one.
+        size: number of slots; nobody takes one more than this at a time.
     """
 
     def __init__(self, first: int, size: int) -> None:
+        self.size = size
         self._free = list(range(first + size - 1, first - 1, -1))  # never used so far
         self._slots: dict[bytes, int] = {}  # of what is held, and of what was
         self._holders: dict[bytes, int] = {}  # of what is held
@@ -19,6 +20,15 @@ class Pool:
 
     def __len__(self) -> int:
         return len(self._holders)
+
+    @property
+    def room(self) -> int:
+        """Slots that nobody holds."""
+        return self.size - len(self._holders)
+
+    def holds(self, content: bytes) -> bool:
+        """Whether somebody holds this content."""
+        return content in self._holders
 
     def take(self, content: bytes) -> tuple[int, bool]:
         """Hold a content once more: its slot, and whether it must be written there.

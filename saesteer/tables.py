@@ -57,7 +57,7 @@ class Places:
 
     sites: Mapping[str, int]  # name → index in the tables
     dictionaries: Mapping[str, Placement]
-    vectors: Mapping[tuple[str, Direction], Arrow]  # the named ones, by site
+    vectors: Mapping[tuple[str, Direction], Arrow]  # those that lie there already, by site
     max_entries: int
 
 
@@ -231,8 +231,8 @@ class _Writer:
     def _direction(self, words: NDArray[np.int32], target: Direction, site: str) -> Arrow:
         """What an entry holds to read a projection: all of it, whatever its sign."""
         words.view(np.float32)[layout.THRESHOLD] = -inf
-        if isinstance(target.vector, str):
-            arrow = self.places.vectors[site, target]
+        arrow = self.places.vectors.get((site, target))
+        if arrow is not None:
             words[layout.SLOT] = arrow.slot
             return arrow
         unit, length, content = self._brought(target)

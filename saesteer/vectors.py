@@ -64,17 +64,17 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
     return _vector_set(rows, own if bias is None else bias)
 
 
-def from_inline(value: tuple[float, ...] | InlineVector) -> VectorSet:
-    """A vector that stands in a request; float32 bytes are viewed, not copied.
+def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -> VectorSet:
+    """A vector that stands in a request; float32 bytes are viewed, not copied. A bias makes it a probe.
 
     Both forms were checked when the request was read: they are finite, and no row is zero.
     """
     if not isinstance(value, InlineVector):
-        return _vector_set({None: np.array(value, np.float32)}, 0.0)
+        return _vector_set({None: np.array(value, np.float32)}, bias)
     array = _VIEWS[value.dtype](value.data).reshape(value.shape)
     if value.layers is None:
-        return _vector_set({None: array}, 0.0)
-    return _vector_set(dict(zip(value.layers, array, strict=True)), 0.0)
+        return _vector_set({None: array}, bias)
+    return _vector_set(dict(zip(value.layers, array, strict=True)), bias)
 
 
 def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:

@@ -1,0 +1,105 @@
+"""What edits do, by content and not by names: the ground of cache salts, version hashes and use counts.
+
+Knows catalogs and fingerprints, no server and no token. Two specs with equal content change every prompt alike.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from saesteer.edits import Edit, Use
+from saesteer.planned import Catalog
+from saesteer.spec import Spec
+from saesteer.vectors import from_inline
+
+Kind = Literal["vector", "module"]
+Name = tuple[Kind, str]
+
+
+def digest(content: object) -> str:
+    """Hex digest of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str]) -> list[Any]:
+    """The edits with fingerprints in the place of vectors and modules, as JSON.
+
+    Dictionaries stay names, as nobody can change what they stand for while a server runs. Bytes of vectors are hashed
+    once, and neither written out nor encoded.
+
+    Args:
+        edits: that have passed the plan, so every name is known.
+        catalog: that they were planned with.
+        modules: digests of its modules.
+    """
+    return [_content(edit, catalog, modules) for edit in edits]
+
+
+def module_digests(catalog: Catalog) -> dict[str, str]:
+    """The version hash of every module: what it does, with the vectors and modules behind its names."""
+    found: dict[str, str] = {}
+    while missing := [name for name in catalog.modules if name not in found]:
+        # A pass for each level of modules in modules; a circle, which the plan refuses, would end it.
+        ready = [n for n in missing if all(used in found for _, used in _direct(catalog.modules[n].edits, "module"))]
+        if not ready:
+            break
+        for name in ready:
+            found[name] = digest(content_of(catalog.modules[name].edits, catalog, found))
+    return found
+
+
+def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
+    """The vectors and modules that edits name, in their own words or through modules."""
+    found: set[Name] = set()
+    ahead = set(_direct(edits))
+    while ahead:
+        one = ahead.pop()
+        found.add(one)
+        kind, name = one
+        if kind == "module" and name in modules:
+            ahead |= set(_direct(modules[name].edits)) - found
+    return found
+
+
+def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool = False) -> list[str]:
+    """The modules that name one of these; with ``direct`` only in their own words."""
+    wanted = set(names)
+
+    def mentioned(spec: Spec) -> set[Name]:
+        return set(_direct(spec.edits)) if direct else names_in(spec.edits, modules)
+
+    return [name for name, spec in modules.items() if mentioned(spec) & wanted]
+
+
+def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
+    found: list[Name] = []
+    for edit in edits:
+        if isinstance(edit, Use):
+            found.append(("module", edit.module))
+        vector = getattr(edit, "vector", None)
+        probes = [gate.probe for gate in getattr(edit, "when", ())]
+        found += [("vector", name) for name in (vector, *probes) if isinstance(name, str)]
+    return [one for one in found if kind in (None, one[0])]
+
+
+def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
+    if isinstance(edit, Use):
+        return {**edit.to_json(), "module": modules[edit.module]}
+    told = edit
+    vector = getattr(edit, "vector", None)
+    if vector is not None:
+        told = replace(edit, vector="its fingerprint stands beside it")  # type: ignore[call-arg]
+    found = told.to_json()
+    if vector is not None:
+        found["vector"] = _fingerprint(vector, catalog)
+    probes = [gate.probe for gate in getattr(edit, "when", ()) if gate.probe is not None]
+    if probes:
+        found["probes"] = [_fingerprint(name, catalog) for name in probes]
+    return found
+
+
+def _fingerprint(vector: Any, catalog: Catalog) -> str:
+    found: Any = catalog.vectors[vector] if isinstance(vector, str) else from_inline(vector)
+    return str(found.fingerprint)
