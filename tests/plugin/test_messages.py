@@ -81,15 +81,15 @@ def test_the_last_message_that_is_to_be_continued_ends_with_the_prompt(renderer:
 
 def test_the_request_s_own_template_and_tools_are_those_that_count(renderer: Any) -> None:
     template = (
-        "{{ tools[0].function.name }}{{ tone }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+        "{{ tools[0].function.name }}{{ tone }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[answer]{% endif %}"
     )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     ids, conversation = render(renderer, TURNS, params={"chat_template": template}, tools=tools, tone="!")
     (first, last) = conversation.spans(ids, [(0, 1), (3, 4)], "x")
     decode = renderer.tokenizer.decode
-    assert decode(ids[slice(*first)]) == "look![system]Be brief.[end]"
-    assert decode(ids[slice(*last)]) == "[user]Who are you?[end]"
+    assert decode(ids[slice(*first)]) == "look![system]Be brief.<|im_end|>"
+    assert decode(ids[slice(*last)]) == "[user]Who are you?<|im_end|>"
 
 
 REFUSING = {
@@ -102,6 +102,7 @@ REFUSING = {
         "{% if messages|length < 3 %}{{ raise_exception('too few') }}{% endif %}{{ messages[2].content }}",
         r"it refuses the messages up to there \(.*too few.*\)",
     ),
+    "a token over the border": ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "at token"),
     "says how many": ("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}", "at token 0"),
 }
 
