@@ -163,6 +163,14 @@ def test_every_way_to_launch(chunk: int, split: bool) -> None:
     check(wished, path, width=576, dtype=torch.float32, form=NORMED, seed=chunk)
 
 
+@pytest.mark.parametrize(("at_once", "form"), [(1, BARE), (2, NORMED), (4, PAIR)])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_every_way_to_launch_lone_entries(split: bool, at_once: int, form: int) -> None:
+    lone = replace(configs(576).lone, num_warps=1, at_once=at_once, split=split)
+    path = replace(TILED, tuned=replace(configs(576), lone=lone))
+    check([Wish("clamps", 1, 11), Wish("clamps", 1, 3)], path, width=576, dtype=torch.float32, form=form, seed=at_once)
+
+
 @TYPED
 @PATHS
 def test_many_edits(dtype: torch.dtype, path: Path, form: int) -> None:
