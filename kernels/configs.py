@@ -19,6 +19,7 @@ class EditConfig:
     programs: int  # programs per multiprocessor at most
     split: bool  # hold a row as two blocks (2304 in 2048 + 1024) instead of one padded to a power of two
     gather: int = 4  # partial sums in flight at once; a power of two
+    listed: int = 1024  # activations that a reconstruction looks through at once; a power of two
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
 
 
@@ -78,7 +79,7 @@ _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128,
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
-    (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=128, block_k=64, stages=4, programs=1)),
+    (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
 )
 
 # Widest row that the configs are for, ascending. Times are in bench/LOG.md.
@@ -105,8 +106,9 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         3072,
         Configs(
             edit=(
-                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
-                (_ANY, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
+                (64, EditConfig(num_warps=4, chunk=4, programs=2, split=True, gather=8)),
+                (512, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
+                (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
             ),
             lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
             many=_MANY,
@@ -118,7 +120,8 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         Configs(
             edit=(
                 (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
-                (_ANY, EditConfig(num_warps=8, chunk=4, programs=2, split=True)),
+                (512, EditConfig(num_warps=8, chunk=4, programs=2, split=True)),
+                (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
             ),
             lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
             many=_MANY,

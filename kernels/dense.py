@@ -30,7 +30,7 @@ from saesteer.kernels.entries import (
     word,
 )
 
-BLOCK = tl.constexpr(1024)  # activations looked at at once
+BLOCK = tl.constexpr(1024)  # activations compared at once
 SCAN = tl.constexpr(16)  # entries looked through at once
 
 
@@ -172,6 +172,7 @@ def reconstruct(
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
+    LISTED: tl.constexpr,  # activations looked through at once
     DECODED: tl.constexpr,  # decoder rows in flight
 ):
     """This part of decode(f) - x: [HEAD], [TAIL], and 1 where there is a reconstruction. Features in order."""
@@ -189,13 +190,13 @@ def reconstruct(
         below = size
         if (flags & RANKED) != 0:
             key, below = _kth(row, size, k, magnitude)
-        blocks = (size + BLOCK - 1) // BLOCK
-        each = (blocks + parts - 1) // parts * BLOCK
+        blocks = (size + LISTED - 1) // LISTED
+        each = (blocks + parts - 1) // parts * LISTED
         # First a list of the active ones, then their rows: both in order.
         listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
         many = 0
-        for start in range(share * each, tl.minimum(share * each + each, size), BLOCK):
-            at = start + tl.arange(0, BLOCK)
+        for start in range(share * each, tl.minimum(share * each + each, size), LISTED):
+            at = start + tl.arange(0, LISTED)
             inside = at < size
             pre = tl.load(row + at, mask=inside, other=0.0)
             active = inside & (pre > tl.load(threshold + base + at, mask=inside, other=0.0))

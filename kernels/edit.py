@@ -154,6 +154,7 @@ def edit_kernel(
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
+    LISTED: tl.constexpr,
     DECODED: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -212,8 +213,8 @@ def edit_kernel(
         cell = cells + token
         count = counts + row * stride_counts
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
-        arrival = arrivals + token
-        first_part = token * most_parts
+        arrival = arrivals + place
+        first_part = place * most_parts
         share = part
         if it + step < total:  # the next item, while this one is worked on
             part, token, row, exists = _item(work, it + step, first_item, units, span)
@@ -329,6 +330,7 @@ def edit_kernel(
                                 WIDTH,
                                 HEAD,
                                 TAIL,
+                                LISTED,
                                 DECODED,
                             )
                             sum0 += one0

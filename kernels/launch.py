@@ -124,9 +124,9 @@ def edit_triton(
         return
     edit = for_tokens(tuned.edit, tokens)
     head, tail = blocks(width, edit.num_warps, edit.split)
-    share = 1 if tiled else parts(tokens)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
+    share = parts(at_once)
     for first in range(0, places, at_once):
         if dense_size:
             encode = for_tokens(tuned.encode, at_once)
@@ -174,6 +174,7 @@ def edit_triton(
             TAIL=tail,
             CHUNK=edit.chunk,
             GATHER=edit.gather,
+            LISTED=edit.listed,
             DECODED=edit.decoded,
             FORM=form,
             HAS_WEIGHT=has_weight,
