@@ -1,6 +1,6 @@
 """What an answer says of the edits behind it: each with its place, its version and how many tokens it changed.
 
-Knows plans and fingerprints; the counts come from the device (``counts`` in kernels/layout.py).
+Knows plans and fingerprints; the counts come from the device (``counts`` in kernels/layout.py) and are put in later.
 """
 
 from collections.abc import Sequence
@@ -10,32 +10,49 @@ from saesteer.planned import END, Catalog, Change, Direction, Feature, Plan
 from saesteer.vectors import from_inline
 
 
-def applied(plan: Plan, catalog: Catalog, counts: Sequence[int] | None) -> list[dict[str, Any]]:
-    """One JSON object for each change at each site, in the order of the request.
+def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
+    """One JSON object for each change at each site, in the order of the request; without counts so far.
 
     Args:
         plan: of the request.
         catalog: that it was planned with.
-        counts: tokens that each change has changed, in the order of the plan; None: not known.
     """
-    changes = [(group.site, change) for group in plan.groups for change in group.changes]
     found = []
-    for number, (site, change) in enumerate(changes):
-        entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
+    inline: dict[int, str] = {}
+    for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
+        entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog, inline)}
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
-        if counts is not None:
-            entry["tokens_edited"] = counts[number]
         found.append(entry)
     return found
 
 
-def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
+def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int) -> None:
+    """Put in what was counted.
+
+    Args:
+        applied: of one answer.
+        counts: tokens that each change has changed in forward passes of this request, in the same order.
+        cached: tokens at the beginning that the prefix cache had. They were edited in the same way by the request that
+            computed them; of those in an edit's windows none is counted again.
+    """
+    for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch are as long as its longest
+        entry["tokens_edited"] = changed
+        entry["tokens_cached"] = sum(
+            max(0, min(cached, cached if end is None else end) - start) for start, end in entry["positions"]
+        )
+
+
+def _target(change: Change, catalog: Catalog, inline: dict[int, str]) -> dict[str, Any]:
     target = change.target
     if isinstance(target, Direction):
-        named = isinstance(target.vector, str)
-        of: Any = catalog.vectors[target.vector] if isinstance(target.vector, str) else from_inline(target.vector)
-        about = {"vector": target.vector if named else None, "layer": target.layer}
-        return {key: value for key, value in about.items() if value is not None} | {"version": _short(of)}
+        if isinstance(target.vector, str):
+            about: dict[str, Any] = {"vector": target.vector}
+            version = _short(catalog.vectors[target.vector])
+        else:
+            about = {}
+            key = id(target.vector)  # an all-layer set is hashed once, not for each of its layers
+            version = inline[key] = inline.get(key) or _short(from_inline(target.vector))
+        return about | ({} if target.layer is None else {"layer": target.layer}) | {"version": version}
     about = {"dictionary": target.dictionary}
     if isinstance(target, Feature):
         about["feature"] = target.feature

@@ -21,15 +21,14 @@ from vllm.exceptions import VLLMValidationError
 
 from saesteer import __version__
 from saesteer import spec as language
+from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, plan
+from saesteer.plugin import bodies, counts, hooks, metrics
 from saesteer.plugin import conversation as conversations
-from saesteer.plugin import hooks
 from saesteer.plugin.conversation import Conversation, conversation_of
-
-TAG = f"{KEY}_tag"  # beside the spec in extra_args, from the front end to the worker
 
 
 class SpecRefused(SpecError, VLLMValidationError):
@@ -39,6 +38,7 @@ class SpecRefused(SpecError, VLLMValidationError):
         VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
         self.field = error.field
         self.code = error.code
+        metrics.refused(error.code)  # here, as every refusal at the door becomes one of these
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -50,6 +50,7 @@ def install() -> None:
     hooks.wrap("InputProcessor.process_inputs", _checking)
     hooks.wrap("AsyncLLM.add_request", _asking_ahead)
     conversations.install()
+    counts.install()
     for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
         hooks.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
     for request in ("ChatCompletionRequest", "CompletionRequest"):
@@ -214,10 +215,10 @@ def admit(
     if conversation is not None and named(spec):
         spec = _resolved(spec, catalog, ids, conversation)
         params.extra_args = {**params.extra_args, KEY: spec.to_json()}
-    if plan(spec, catalog, len(ids)):
+    found = plan(spec, catalog, len(ids))
+    counts.expect(params, applied(found, catalog))
+    if found:
         request.cache_salt = cache_salt(request.cache_salt, server, spec)
-        # The engine gives requests ids of its own; by this one the worker's counts are found again.
-        params.extra_args = {**params.extra_args, TAG: request.request_id}
     return spec
 
 
@@ -293,6 +294,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         tasks = await original(self)
         config = config_of(self.vllm_config)
         if config is not None and not getattr(self, "saesteer_agreed", False):
+            bodies.install()  # whoever asks this awaits answers over HTTP
             try:
                 statuses = await self.collective_rpc("saesteer_status")
             except Exception as exc:

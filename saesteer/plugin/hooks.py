@@ -27,6 +27,7 @@ class Hook:
         parameters: leading parameter names that saesteer passes or reads, ``self`` left out.
         why: what saesteer does there.
         worker: it is needed where the model runs, and its module is imported only there.
+        server: the same, where HTTP is answered.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Hook:
     parameters: tuple[str, ...]
     why: str
     worker: bool = False
+    server: bool = False
 
     def find(self) -> Callable[..., Any]:
         """The function, checked.
@@ -60,6 +62,7 @@ class Hook:
 _OPENAI = "vllm.entrypoints.openai"
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu.model_states"
+_OUTPUTS = "vllm.v1.engine.output_processor"
 _NORMS = "vllm.model_executor.layers.layernorm"
 
 HOOKS: dict[str, Hook] = {
@@ -94,6 +97,26 @@ HOOKS: dict[str, Hook] = {
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
         Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
         Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),
+        Hook("vllm.v1.worker.worker_base", "WorkerBase.sample_tokens", ("grammar_output",), "counts leave"),
+        Hook(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler.update_from_output",
+            ("scheduler_output", "model_runner_output"),
+            "counts go with a request's last output",
+        ),
+        Hook(
+            _OUTPUTS,
+            "OutputProcessor.add_request",
+            ("request", "prompt", "parent_req", "request_index", "queue"),
+            "who waits for counts",
+        ),
+        Hook(_OUTPUTS, "OutputProcessor.process_outputs", ("engine_core_outputs",), "counts arrive"),
+        Hook(
+            _OUTPUTS,
+            "RequestState._new_completion_output",
+            ("token_ids", "finish_reason", "stop_reason"),
+            "what was applied",
+        ),
         Hook(f"{_V2}.interface", "ModelState.add_request", ("req_index", "new_req_data"), "V2", worker=True),
         Hook(f"{_V2}.interface", "ModelState.remove_request", ("req_id",), "V2", worker=True),
         Hook(f"{_V2}.interface", "ModelState.prepare_inputs", ("input_batch",), "V2", worker=True),
@@ -116,6 +139,34 @@ HOOKS: dict[str, Hook] = {
             Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_beam_search_params", (), "refused there")
             for module, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
         ),
+        *(
+            Hook(f"{_OPENAI}.{module}.serving", f"{path}_generator", parameters, "what was applied", server=True)
+            for module, path, parameters in (
+                ("chat_completion", "OpenAIServingChat.chat_completion_full", ("request", "result_generator")),
+                ("chat_completion", "OpenAIServingChat.chat_completion_stream", ("request", "result_generator")),
+                (
+                    "completion",
+                    "OpenAIServingCompletion.completion_stream",
+                    ("request", "engine_inputs", "result_generator"),
+                ),
+                (
+                    "responses",
+                    "OpenAIServingResponses.responses_full",
+                    ("request", "sampling_params", "result_generator", "context"),
+                ),
+            )
+        ),
+        Hook(
+            f"{_OPENAI}.completion.serving",
+            "OpenAIServingCompletion.request_output_to_completion_response",
+            ("final_res_batch", "request"),
+            "what was applied",
+            server=True,
+        ),
+        *(
+            Hook(f"{_OPENAI}.responses.context", f"{name}.append_output", ("output",), "what was applied", server=True)
+            for name in ("SimpleContext", "ParsableContext", "HarmonyContext")
+        ),
     )
 }
 
@@ -130,8 +181,8 @@ def vllm_version() -> str:
     raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
 
 
-def check_contract(*, worker: bool) -> None:
-    """Look the hooks up: those that every process needs, or those of a worker.
+def check_contract(*, worker: bool = False, server: bool = False) -> None:
+    """Look the hooks up: those that every process needs, or those of a worker or an HTTP server alone.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a hook that is missing or changed.
@@ -142,7 +193,7 @@ def check_contract(*, worker: bool) -> None:
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
     for hook in HOOKS.values():
-        if hook.worker == worker:
+        if (hook.worker, hook.server) == (worker, server):
             hook.find()
 
 

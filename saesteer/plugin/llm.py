@@ -6,10 +6,7 @@ from typing import Any
 import vllm
 from vllm import SamplingParams
 
-from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
-from saesteer.plan import plan
-from saesteer.plugin.frontend import spec_of
 from saesteer.spec import Spec, as_spec
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
@@ -72,7 +69,7 @@ class LLM(vllm.LLM):
             SpecError: a spec is wrong; nothing has been generated.
         """
         params = self._steered(sampling_params, steer, len(prompts) if isinstance(prompts, list | tuple) else 1)
-        return self._reported(super().generate(prompts, params, **kwargs), params)
+        return _reported(super().generate(prompts, params, **kwargs))
 
     def chat(
         self, messages: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
@@ -84,30 +81,7 @@ class LLM(vllm.LLM):
         """
         several = bool(messages) and isinstance(messages[0], list | tuple)
         params = self._steered(sampling_params, steer, len(messages) if several else 1)
-        return self._reported(super().chat(messages, params, **kwargs), params)
-
-    def _reported(self, outputs: list[Any], params: Any) -> list[Any]:
-        """Each steered output, and each of its completions, with ``saesteer = {"applied": [...]}``."""
-        each = params if isinstance(params, list | tuple) else [params] * len(outputs)
-        specs = {output.request_id: spec_of(one) for output, one in zip(outputs, each, strict=True)}
-        specs |= {name: self._resolved.pop(name) for name in specs if name in self._resolved}
-        steered = [name for name, spec in specs.items() if spec is not None]
-        if not steered:
-            return outputs
-        catalog = self.llm_engine.input_processor.saesteer_catalog
-        [counts, *_] = self.collective_rpc("saesteer_counts", args=(steered,))  # equal on every worker
-        for output in outputs:
-            spec = specs[output.request_id]
-            if spec is None:
-                continue
-            found, by_request = plan(spec, catalog, len(output.prompt_token_ids)), counts[output.request_id]
-            for made in output.outputs:
-                own = [
-                    one for name, one in by_request.items() if len(by_request) == 1 or name.startswith(f"{made.index}_")
-                ]
-                made.saesteer = {"applied": applied(found, catalog, own[0] if own else None)}
-            output.saesteer = output.outputs[0].saesteer
-        return outputs
+        return _reported(super().chat(messages, params, **kwargs))
 
     def _steered(self, params: Any, steer: Any, prompts: int) -> Any:
         if steer is None:
@@ -123,6 +97,15 @@ class LLM(vllm.LLM):
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
         steered = [_with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
         return steered if prompts > 1 or isinstance(params, list | tuple) else steered[0]
+
+
+def _reported(outputs: list[Any]) -> list[Any]:
+    """Each steered output with what its completions have, ``saesteer = {"applied": [...]}``: that of the first."""
+    for output in outputs:
+        said = getattr(output.outputs[0], KEY, None)
+        if said is not None:
+            output.saesteer = said
+    return outputs
 
 
 def _is_list_of_specs(steer: Any) -> bool:

@@ -3,12 +3,12 @@
 Wraps, on instances after the worker has built its runner:
     runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
     worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
+    worker.sample_tokens             what was counted leaves with the step's output (counts.py)
     V2 runner: model_state.add_request, remove_request, prepare_inputs
     V1 runner: _update_states, _prepare_inputs, _dummy_run
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import reduce, wraps
 from operator import or_
@@ -22,10 +22,8 @@ from saesteer.config import SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
-from saesteer.plugin import frontend, hooks, layers
+from saesteer.plugin import counts, frontend, hooks, layers
 from saesteer.rows import Rows
-
-MOST_DONE = 4096  # ended requests whose counts are kept for whoever asks
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -36,7 +34,6 @@ def install() -> None:
 
     hooks.wrap("WorkerWrapperBase.init_device", _attaching)
     WorkerBase.saesteer_status = status
-    WorkerBase.saesteer_counts = counts
 
 
 def status(self: Any) -> dict[str, str]:
@@ -44,15 +41,6 @@ def status(self: Any) -> dict[str, str]:
     config = frontend.config_of(self.vllm_config)
     served = config is not None and hasattr(self, "saesteer")
     return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
-
-
-def counts(self: Any, tags: list[str]) -> dict[str, dict[str, list[int]]]:
-    """Tokens that each change of a request has changed: tag → request → counts; called over collective_rpc.
-
-    A request that has ended is forgotten with this.
-    """
-    steering: Steering = self.saesteer
-    return {tag: steering.counted(tag) for tag in tags}
 
 
 def _attaching(original: Callable[..., None]) -> Callable[..., None]:
@@ -85,6 +73,7 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
             _wrap_v2(runner.model_state, steering)
         else:
             _wrap_v1(runner, steering)
+        counts.attach(worker, steering)
         return loaded
 
     @wraps(warm_up)
@@ -135,11 +124,11 @@ class Steering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
-        self._tags: dict[str, str] = {}  # of the same
         self._places: dict[str, int] = {}  # of those that hold a table row
         self._holders: dict[int, str] = {}  # the same by row
-        self._counts: dict[str, Tensor] = {}  # from rows that were given up
-        self._done: OrderedDict[str, dict[str, Tensor]] = OrderedDict()  # counts of ended requests, by tag
+        self._kept: dict[str, Tensor] = {}  # counts from rows that were given up
+        self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
+        self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # of that batch
         self._kinds: int | None = None
@@ -152,41 +141,56 @@ class Steering:
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
-            self._tags[request.req_id] = (request.sampling_params.extra_args or {}).get(frontend.TAG, "")
+            self._cached[request.req_id] = request.num_computed_tokens
         return row
+
+    def restart(self, request: str, computed: int) -> None:
+        """A request was preempted and goes on from `computed` tokens of the cache: it holds no row, and counts anew."""
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            self._cached[request] = computed
 
     def place(self, request: str, row: int) -> None:
         """A steered request holds a table row from now on; whoever held it before keeps what was counted."""
         if row in self._holders:
             self._keep(self._holders[row])
+        if request in self._places:
+            self._keep(request)  # it comes back to another row than it had
         self._places[request], self._holders[row] = row, request
 
     def _keep(self, request: str) -> None:
-        row = self._places.pop(request, None)
-        if row is None:
-            return
+        row = self._places.pop(request)
         del self._holders[row]
         fresh = self.engine.counted(row, self.rows[request].counters)
-        self._counts[request] = self._counts[request] + fresh if request in self._counts else fresh
+        self._kept[request] = self._kept[request] + fresh if request in self._kept else fresh
+
+    def _drop(self, request: str) -> None:
+        self._kept.pop(request, None)
+        row = self._places.pop(request, None)
+        if row is not None:
+            del self._holders[row]
 
     def forget(self, request: str) -> None:
         """A request has ended, or will begin anew."""
-        if request not in self.rows:
-            return
-        self._batch = None
-        self._keep(request)
-        del self.rows[request]
-        tag, found = self._tags.pop(request), self._counts.pop(request, None)
-        if found is not None:
-            self._done.setdefault(tag, {})[request] = found
-            if len(self._done) > MOST_DONE:
-                self._done.popitem(last=False)
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            del self.rows[request], self._cached[request]
 
-    def counted(self, tag: str) -> dict[str, list[int]]:
-        """Counts of the requests with this tag."""
-        for request in [one for one, of in self._tags.items() if of == tag]:
-            self.forget(request)
-        return {request: found.tolist() for request, found in self._done.pop(tag, {}).items()}
+    def snapshot(self) -> counts.Snapshot:
+        """What was counted so far for the steered requests of the last batch."""
+        if self._listed is None:
+            names = [request for request in self._batch or () if request in self._places]
+            held = torch.tensor([self._places[name] for name in names])
+            self._listed = counts.Listed(
+                names,
+                [self._cached[name] for name in names],
+                self.engine.to_device(held),
+                max((self.rows[name].counters for name in names), default=0),
+            )
+        kept = {name: self._kept[name] for name in self._listed.names if name in self._kept} if self._kept else {}
+        return counts.Snapshot(self._listed, self.engine.counts, kept)
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.
@@ -198,7 +202,7 @@ class Steering:
             self._tokens = tokens
             return not same
         self._tokens = tokens
-        self._batch = list(batch)
+        self._batch, self._listed = list(batch), None
         found = [self.rows[request].kinds for request in batch if request in self.rows]
         self._kinds = reduce(or_, found) if found else None
         return True
@@ -264,6 +268,12 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         for request in scheduler_output.scheduled_new_reqs:
             rows.release(request.req_id)
             steering.add(request)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if request in cached.resumed_req_ids:
+                    rows.release(request)
+                    steering.restart(request, computed)
         return update(scheduler_output)
 
     def number(batch: list[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_an_answer_says_what_was_applied(make_engine: Any) -> None:
     # The last token that was generated is never an input.
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
-        "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8,
+        "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert (ocean["positions"], ocean["tokens_edited"]) == ([[lengths[0], None]], 8)
     assert [(one["site"], one.get("vector"), one.get("layer"), one["tokens_edited"]) for one in said[2]] == [
@@ -59,3 +59,35 @@ def test_each_of_several_answers_has_its_own_counts(make_engine: Any) -> None:
         (output,) = llm.generate([PROMPTS[0]], params, steer={"edits": [BRIDGE]}, use_tqdm=False)
         counts = [made.saesteer["applied"][0]["tokens_edited"] for made in output.outputs]
         assert counts == [len(output.prompt_token_ids) - 1 + 4] * 2
+
+
+def test_cached_tokens_stand_apart_and_add_up(make_engine: Any) -> None:
+    """What the prefix cache had is counted by whoever computed it; a gate that never fires is 0 in both answers."""
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32", block_size=32)
+    quiet = {**OCEAN, "when": {"dictionary": "demo", "feature": 6511, "above": 1e9}}
+    late = {**BRIDGE, "feature": 7081, "scope": {"positions": [[900, None]]}}
+    spec = {"edits": [{**BRIDGE, "scope": {"positions": [[3, 40], [50, None]]}}, quiet, late]}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    answers = [llm.generate([LONG_PROMPT], params, steer=spec, use_tqdm=False)[0] for _ in range(2)]
+    length, cached = len(answers[1].prompt_token_ids), answers[1].num_cached_tokens
+    assert cached and cached % 32 == 0 and cached >= 96
+    told = [[(one["tokens_edited"], one["tokens_cached"]) for one in made.saesteer["applied"]] for made in answers]
+    whole, before = 37 + length + 5 - 50, 37 + cached - 50
+    assert told == [[(whole, 0), (0, 0), (0, 0)], [(whole - before, before), (0, cached - 1), (0, 0)]]
+
+
+def test_preemption_counts_no_token_twice(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    size = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 24, "block_size": 16 if CUDA else 32}
+    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **size)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}" for n in range(12)]
+    outputs = llm.generate(prompts, params, steer={"edits": [BRIDGE]}, use_tqdm=False)
+    assert next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    for output in outputs:
+        (said,) = output.saesteer["applied"]
+        assert said["tokens_edited"] == len(output.prompt_token_ids) - 1 + 59
+        assert said["tokens_cached"] == 0

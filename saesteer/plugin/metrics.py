@@ -1,0 +1,54 @@
+"""What saesteer adds to vLLM's own /metrics. Knows numbers alone: no prompt, no vector, no name of a request.
+
+prometheus_client sums over API server processes where vLLM has set its directory, as it does for vLLM's own metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+_families: dict[str, Any] = {}  # empty where nobody serves metrics
+
+
+@cache
+def install() -> None:
+    """Begin to count in this process, which answers HTTP; safe to call again."""
+    from prometheus_client import Counter, Gauge
+
+    _families["edited"] = Counter(
+        "saesteer_edited_tokens",
+        "Tokens that edits have changed, as counted on the device, summed over the edits and sites of ended answers.",
+    )
+    _families["refusals"] = Counter("saesteer_refusals", "Requests whose spec was refused, by code.", ["code"])
+    for name, what in (
+        ("saesteer_pool_rows_in_use", "Rows of a site's pool that named vectors hold."),
+        ("saesteer_pool_rows", "Rows of a site's pool for named vectors."),
+    ):
+        _families[name] = Gauge(name, what, ["site"], multiprocess_mode="mostrecent")
+
+
+def edited(applied: Sequence[Mapping[str, Any]]) -> None:
+    """An answer has ended.
+
+    Args:
+        applied: what it says.
+    """
+    if _families:
+        _families["edited"].inc(sum(one.get("tokens_edited", 0) for one in applied))
+
+
+def refused(code: str) -> None:
+    """A spec was refused."""
+    if _families:
+        _families["refusals"].labels(code).inc()
+
+
+def pools(found: Mapping[str, Sequence[int]]) -> None:
+    """How full the pools of named vectors are.
+
+    Args:
+        found: site → rows in use, rows.
+    """
+    for site, (used, size) in found.items() if _families else ():
+        _families["saesteer_pool_rows_in_use"].labels(site).set(used)
+        _families["saesteer_pool_rows"].labels(site).set(size)

@@ -1,0 +1,166 @@
+"""What answers over HTTP say was applied, from a real `saesteer serve demo`: every route, streams, choices, metrics."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from saesteer.client import Client
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
+from tests.plugin.test_http import STEERED, complete, server  # noqa: F401  # the fixture
+
+pytestmark = pytest.mark.slow
+
+TURNS = [{"role": "user", "content": "Who are you?"}]
+QUIET = {**OCEAN, "when": {"dictionary": "demo", "feature": 6511, "above": 1e9}}
+LATE = {**BRIDGE, "feature": 7081, "scope": {"positions": [[900, None]]}}
+
+
+def post(server: httpx.Client, path: str, **body: Any) -> dict[str, Any]:  # noqa: F811
+    response = server.post(f"/v1/{path}", json={"model": "demo", "temperature": 0, "ignore_eos": True, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def events(server: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:  # noqa: F811
+    body = {"model": "demo", "temperature": 0, "ignore_eos": True, "stream": True, **body}
+    with server.stream("POST", f"/v1/{path}", json=body) as response:
+        assert response.status_code == 200
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in lines]
+
+
+def tokens(said: Any) -> list[int]:
+    """Edited or cached, for each edit."""
+    return [one["tokens_edited"] + one["tokens_cached"] for one in said["applied"]]
+
+
+def test_a_chat_says_what_was_applied(server: httpx.Client) -> None:  # noqa: F811
+    spec = {"edits": [BRIDGE, QUIET, LATE, {**OCEAN, "feature": 546, "scope": {"generated": True}}]}
+    made = post(server, "chat/completions", messages=TURNS, max_tokens=9, saesteer=spec)
+    length = made["usage"]["prompt_tokens"]
+    bridge, quiet, late, generated = made["saesteer"]["applied"]
+    assert len(bridge.pop("version")) == 16
+    assert bridge == {
+        "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
+        "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
+    }  # fmt: skip
+    assert quiet["tokens_edited"] == 0, "a gate that never fires"
+    assert (late["tokens_edited"], late["tokens_cached"]) == (0, 0), "a window that is never reached"
+    assert (generated["positions"], generated["tokens_edited"]) == ([[length, None]], 8)
+    assert "saesteer" not in made["choices"][0], "one choice: it stands on top"
+    assert made["kv_transfer_params"] is None
+
+
+def test_completions_of_one_prompt_and_of_a_string(server: httpx.Client) -> None:  # noqa: F811
+    one = post(server, "completions", prompt=PROMPTS[1], max_tokens=6, saesteer=STEERED)
+    assert tokens(one["saesteer"]) == [one["usage"]["prompt_tokens"] - 1 + 5]
+    by_string = post(
+        server, "completions", prompt=PROMPTS[1], max_tokens=6, vllm_xargs={"saesteer": json.dumps(STEERED)}
+    )
+    assert tokens(by_string["saesteer"]) == tokens(one["saesteer"])
+    assert post(server, "completions", prompt="x", max_tokens=2, saesteer={"edits": []})["saesteer"] == {"applied": []}
+
+
+def test_each_choice_has_its_own(server: httpx.Client) -> None:  # noqa: F811
+    prompts = [PROMPTS[0], PROMPTS[2]]
+    lengths = [post(server, "completions", prompt=one, max_tokens=1)["usage"]["prompt_tokens"] for one in prompts]
+    assert lengths[0] != lengths[1]
+    body: dict[str, Any] = {"prompt": prompts, "n": 2, "temperature": 0.5, "max_tokens": 7, "saesteer": STEERED}
+    made = post(server, "completions", **body)
+    expected = [length - 1 + 6 for length in lengths for _ in range(2)]
+    assert [tokens(choice["saesteer"]) for choice in made["choices"]] == [[one] for one in expected]
+    assert made["saesteer"] == made["choices"][0]["saesteer"]
+    ends = [one for one in events(server, "completions", **body) if one["choices"][0]["finish_reason"]]
+    assert {one["choices"][0]["index"]: tokens(one["saesteer"]) for one in ends} == {
+        number: [one] for number, one in enumerate(expected)
+    }
+    chat = post(server, "chat/completions", messages=TURNS, n=2, temperature=0.5, max_tokens=7, saesteer=STEERED)
+    assert [tokens(choice["saesteer"]) for choice in chat["choices"]] == [[chat["usage"]["prompt_tokens"] - 1 + 6]] * 2
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": TURNS}), ("completions", {"prompt": PROMPTS[0]})],
+    ids=["chat", "completions"],
+)
+def test_a_stream_tells_it_with_the_end_of_a_choice(
+    server: httpx.Client,  # noqa: F811
+    path: str,
+    asked: dict[str, Any],
+    usage: bool,
+) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    whole = post(server, path, max_tokens=8, saesteer=STEERED, **asked)
+    pieces = events(server, path, max_tokens=8, saesteer=STEERED, **asked, **options)
+    told = [one for one in pieces if "saesteer" in one]
+    assert len(told) == 1 and told[0]["choices"][0]["finish_reason"] == "length"
+    assert told[0] is pieces[-2 if usage else -1]
+    assert tokens(told[0]["saesteer"]) == tokens(whole["saesteer"])
+
+
+def test_a_stop_string_that_the_front_end_finds(server: httpx.Client) -> None:  # noqa: F811
+    """The engine does not know that this output was the last one."""
+    whole = post(server, "completions", prompt=PROMPTS[1], max_tokens=12, saesteer=STEERED)["choices"][0]["text"]
+    stop = whole.split()[2]
+    body: dict[str, Any] = {"prompt": PROMPTS[1], "max_tokens": 12, "stop": [stop], "saesteer": STEERED}
+    made = post(server, "completions", **body)
+    assert made["choices"][0]["finish_reason"] == "stop"
+    usage = made["usage"]
+    assert tokens(made["saesteer"]) == [usage["prompt_tokens"] - 1 + usage["completion_tokens"] - 1]
+    assert tokens(events(server, "completions", **body)[-1]["saesteer"]) == tokens(made["saesteer"])
+
+
+def test_responses_whole_and_streamed(server: httpx.Client) -> None:  # noqa: F811
+    body: dict[str, Any] = {"input": "Who are you?", "max_output_tokens": 9, "saesteer": STEERED}
+    made = post(server, "responses", **body)
+    expected = [made["usage"]["input_tokens"] - 1 + 8]
+    assert tokens(made["saesteer"]) == expected
+    *before, last = events(server, "responses", **body)
+    assert last["type"] == "response.completed"
+    assert tokens(last["response"]["saesteer"]) == expected
+    assert "tokens_edited" not in json.dumps(before)
+    assert "saesteer" not in post(server, "responses", input="x", max_output_tokens=2)
+
+
+def test_bodies_without_a_spec_are_stock_s(server: httpx.Client) -> None:  # noqa: F811
+    """Steered and plain bodies have the same fields but one; nothing of ours stands in the plain one."""
+    for path, asked in (("chat/completions", {"messages": TURNS}), ("completions", {"prompt": "x"})):
+        plain, steered = (post(server, path, max_tokens=4, **asked, **more) for more in ({}, {"saesteer": STEERED}))
+        assert list(steered) == [*plain, "saesteer"]
+        assert "saesteer" not in json.dumps(plain)
+        assert all("saesteer" not in one for one in events(server, path, max_tokens=4, **asked))
+
+
+def test_what_the_client_reads(server: httpx.Client) -> None:  # noqa: F811
+    with Client(str(server.base_url), timeout=120) as client:
+        whole = client.chat("Who are you?", steer=BRIDGE, temperature=0, max_tokens=8)
+        assert whole.applied is not None and whole.applied[0]["feature"] == 3497
+        pieces = list(client.stream("Who are you?", steer=BRIDGE, temperature=0, max_tokens=8))
+        (told,) = [piece.applied for piece in pieces if piece.applied is not None]
+        assert tokens({"applied": told}) == tokens({"applied": whole.applied})
+        assert client.respond("x", steer=BRIDGE, max_output_tokens=2).applied
+        assert client.chat("x", max_tokens=2).applied is None
+
+
+def metric(server: httpx.Client, name: str) -> float:  # noqa: F811
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_metrics_count_tokens_and_refusals(server: httpx.Client) -> None:  # noqa: F811
+    before = metric(server, "saesteer_edited_tokens_total")
+    made = post(server, "completions", prompt=PROMPTS[3], max_tokens=5, saesteer={"edits": [BRIDGE, QUIET]})
+    post(server, "completions", prompt=PROMPTS[3], max_tokens=5)
+    edited = sum(one["tokens_edited"] for one in made["saesteer"]["applied"])
+    assert metric(server, "saesteer_edited_tokens_total") - before == edited > 0
+    names = ['saesteer_refusals_total{code="unknown_name"}', 'saesteer_refusals_total{code="not_served"}']
+    counts = [metric(server, name) for name in names]
+    assert complete(server, "demo", saesteer={"edits": [{**BRIDGE, "dictionary": "demon"}]}).status_code == 400
+    assert complete(server, "demo", use_beam_search=True, n=2, saesteer=STEERED).status_code == 400
+    assert [metric(server, name) for name in names] == [counts[0] + 1, counts[1] + 1]
+    assert "3497" not in "".join(
+        line for line in server.get("/metrics").text.splitlines() if line.startswith("saesteer")
+    )
