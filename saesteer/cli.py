@@ -95,6 +95,15 @@ def serve(
         int | None, typer.Option("--inline-rows", help="Vectors of a request's own at every site; default 1.")
     ] = None,
     saesteer_config: Settings = None,
+    saesteer_admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--saesteer-admin-key",
+            envvar="SAESTEER_ADMIN_KEY",
+            show_envvar=True,
+            help="What the admin routes ask for as Authorization: Bearer KEY; without it they are off.",
+        ),
+    ] = None,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` as it is; MODEL comes first."""
     from saesteer import launch
@@ -110,7 +119,7 @@ def serve(
         pool_rows=pool_rows,
         inline_rows=inline_rows,
     )
-    launch.serve(model, config, context.args)
+    launch.serve(model, config, context.args, saesteer_admin_key or None)
 
 
 @app.command()

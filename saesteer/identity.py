@@ -23,7 +23,7 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str]) -> list[Any]:
+def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str] | None = None) -> list[Any]:
     """The edits with fingerprints in the place of vectors and modules, as JSON.
 
     Dictionaries stay names, as nobody can change what they stand for while a server runs. Bytes of vectors are hashed
@@ -32,9 +32,9 @@ def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, st
     Args:
         edits: that have passed the plan, so every name is known.
         catalog: that they were planned with.
-        modules: digests of its modules.
+        modules: digests of its modules; default those in the catalog.
     """
-    return [_content(edit, catalog, modules) for edit in edits]
+    return [_content(edit, catalog, catalog.digests if modules is None else modules) for edit in edits]
 
 
 def module_digests(catalog: Catalog) -> dict[str, str]:

@@ -18,6 +18,8 @@ from saesteer.errors import ConfigError
 from saesteer.model import ensure_model
 from saesteer.vectors import check_vectors
 
+ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
+
 # Flags that change how vLLM reads the model's config: then its width is left to vLLM's own start to check.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
 
@@ -66,13 +68,22 @@ def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, di
     return str(folder), replace(config, dictionaries=sources), engine_options()
 
 
-def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
+def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: str | None = None) -> NoReturn:
     """Become `vllm serve`; comes back only as an error.
 
+    Args:
+        model: a folder, a hub id or `demo`.
+        config: the operator's wishes.
+        flags: for vLLM.
+        admin_key: what the admin routes ask for; without one they are off.
+
     Raises:
-        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config.
+        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config, or a
+            key that no header can carry.
     """
     need_vllm()
+    if admin_key is not None:
+        _check_key(admin_key)
     place, config, options = resolve(model, config)
     if place != model:
         options["served_model_name"] = model
@@ -80,12 +91,26 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str]) -> NoReturn:
     check(place, config, extra)
     words = ["serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "saesteer.plugin.serve", *words], environment(os.environ))
+    os.execve(
+        sys.executable, [sys.executable, "-m", "saesteer.plugin.serve", *words], environment(os.environ, admin_key)
+    )
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment for vLLM: where VLLM_PLUGINS chooses among the plugins, saesteer is one of them."""
+def _check_key(key: str) -> None:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            "--saesteer-admin-key is empty or no header can carry it, expected printable ASCII, no blanks"
+        )
+
+
+def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
+    """The environment for vLLM: where VLLM_PLUGINS chooses among the plugins, saesteer is one of them.
+
+    The admin's key goes this way as well, since everybody on the machine can read a command line.
+    """
     found = dict(given)
+    if admin_key is not None:
+        found[ADMIN_KEY] = admin_key
     chosen = found.get("VLLM_PLUGINS")
     if chosen is not None and KEY not in chosen.split(","):
         found["VLLM_PLUGINS"] = ",".join([*filter(None, chosen.split(",")), KEY])

@@ -78,6 +78,7 @@ class Catalog:
     width: int | None = None  # of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
+    digests: Mapping[str, str] = option(default_factory=dict)  # of what each module does, by content
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.errors import RegistryError, SpecError
+from saesteer.identity import module_digests
 from saesteer.inline import Vector
 from saesteer.names import places_of
 from saesteer.planned import Catalog, Direction
@@ -87,7 +88,7 @@ class Registry:
                 if fresh and (site, pin.content) not in written:
                     written[site, pin.content] = site, slot, unit_of(pin.row)[0]
         inline = frozenset(one for one in arrows if not isinstance(one[1].vector, str))
-        catalog = replace(catalog, pinned=inline)
+        catalog = replace(catalog, pinned=inline, digests=module_digests(catalog))
         self.versions[number] = Version(number, catalog, MappingProxyType(arrows), held)
         return list(written.values())
 
@@ -95,6 +96,10 @@ class Registry:
         """Forget a version that no request refers to."""
         for site, content in self.versions.pop(number).held:
             self._pools[site].release(content)
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Slots in use, and all, by site."""
+        return {site: (pool.size - pool.room, pool.size) for site, pool in self._pools.items()}
 
     def _refuse_without_room(self, held: frozenset[tuple[str, bytes]]) -> None:
         for site, pool in self._pools.items():
