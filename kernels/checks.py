@@ -27,7 +27,10 @@ def check_edit(
     b_dec: Tensor,
     cells: Tensor,
     counts: Tensor,
+    kinds: Tensor,
+    scratch: Tensor,
     form: int,
+    dense_size: int,
 ) -> None:
     """Arguments of ops.edit_.
 
@@ -102,6 +105,14 @@ def check_edit(
         counts,
         "counts",
         f"contiguous int32 [{table.shape[0]} rows, counters]",
+    )
+    _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
+    words = layout.scratch_words(width, dense_size, layout.TILE) if stream.is_cuda else 0
+    _need(
+        scratch.dim() == 1 and scratch.shape[0] >= words and scratch.dtype == torch.float32 and scratch.is_contiguous(),
+        scratch,
+        "scratch",
+        f"fp32 [{words} or more]",
     )
 
 

@@ -95,6 +95,11 @@ def encode_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
+            length = tl.zeros([BLOCK_M], tl.float32)
+            if HAS_NORMS:  # a variance in one pass, around a number of the row's own size
+                near = tl.load(stream + x_at, mask=mine, other=0.0).to(tl.float32)
+                if FORM == PAIR:
+                    near += tl.load(second + x_at, mask=mine, other=0.0).to(tl.float32)
             for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_K)
                 inside = cols < WIDTH
@@ -106,15 +111,17 @@ def encode_kernel(
                     x = (x.to(tl.float32) + addend.to(tl.float32)).to(dtype)
                 e = tl.load(w_enc + e_at[:, None] + cols[None, :], mask=held[:, None] & inside[None, :], other=0.0)
                 if HAS_NORMS:
-                    total += tl.sum(x.to(tl.float32), axis=1)
-                    squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+                    off = tl.where(inside[None, :], x.to(tl.float32) - near[:, None], 0.0)
+                    total += tl.sum(off, axis=1)
+                    squares += tl.sum(off * off, axis=1)
+                    length += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
                 if EXACT:
                     acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
                 else:
                     acc = tl.dot(x, tl.trans(e), acc)
             if HAS_NORMS:
                 std = tl.sqrt(tl.maximum(squares - total * total / WIDTH, 0.0) / (WIDTH - 1.0))
-                length = tl.maximum(tl.sqrt(squares), 1e-12)
+                length = tl.maximum(tl.sqrt(length), 1e-12)
                 into = tl.where((norms & LAYER_NORM) != 0, 1.0 / (std + 1e-5), 1.0)
                 into = tl.where((norms & L2_NORM) != 0, tl.sqrt(WIDTH * 1.0) / length, into)
                 acc *= into[:, None]

@@ -98,7 +98,10 @@ def edit_(
         b_dec,
         cells,
         counts,
+        kinds,
+        scratch,
         form,
+        dense_size,
     )
     address = site.data_ptr()
     hits[address] = hits.get(address, 0) + 1
