@@ -15,7 +15,7 @@ _CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, where the erro
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; of several choices (``n``) the first, all of them are in ``raw``."""
+    """A whole answer; of several choices (``n``) the first, all of them are in ``raw``, each with its ``saesteer``."""
 
     text: str
     finish_reason: str | None
@@ -32,7 +32,7 @@ class Piece:
     finish_reason: str | None  # only in the last piece
     raw: Mapping[str, Any]  # the event's JSON
     index: int = 0
-    applied: tuple[Mapping[str, Any], ...] | None = None  # only in the last event, where the server tells it
+    applied: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
 
 
 def document_of(status: int, content: bytes) -> Any:

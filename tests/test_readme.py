@@ -11,6 +11,10 @@ import httpx
 import pytest
 
 from saesteer import client
+from saesteer.applied import applied, count
+from saesteer.config import SaesteerConfig
+from saesteer.demo import DEMO_SAE
+from saesteer.plan import plan
 from saesteer.settings import read_settings
 from saesteer.spec import from_json
 
@@ -68,6 +72,16 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     exec(code, {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
+
+
+def test_what_an_answer_says_is_what_it_would_say() -> None:
+    [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
+    [said] = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    config = SaesteerConfig.from_json({"dictionaries": {"demo": str(DEMO_SAE)}})
+    catalog = config.catalog(config.describe())
+    found = applied(plan(from_json(json.loads(body)["saesteer"]), catalog, 34), catalog)
+    count(found, [33 + 47], 0)
+    assert found == [json.loads(said)]
 
 
 @pytest.mark.slow
