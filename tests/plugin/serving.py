@@ -1,0 +1,46 @@
+"""A real `saesteer serve` in a process of its own, for tests over HTTP. Knows no test and no request."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+
+@contextmanager
+def served(arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
+    """A client of a server that was started with these arguments; what the server says goes to a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "saesteer", "serve", *arguments, "--port", str(port), "--host", "127.0.0.1"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            _wait(client, process, log)
+            yield client
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+
+
+def _wait(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise AssertionError(log.read_text()[-4000:])
