@@ -7,6 +7,7 @@ Wraps, each in the process that talks to clients:
     *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
     *Request.to_beam_search_params   beam search drops extra_args: refused
     *.get_supported_tasks            handshake with the workers, before the first request
+    load_endpoint_plugins            the admin routes (admin.py)
 """
 
 import asyncio
@@ -24,9 +25,10 @@ from saesteer import spec as language
 from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
+from saesteer.identity import content_of, digest
 from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, plan
-from saesteer.plugin import bodies, counts, hooks, metrics
+from saesteer.plugin import bodies, counts, hooks, metrics, names
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.conversation import Conversation, conversation_of
 
@@ -56,6 +58,8 @@ def install() -> None:
     for request in ("ChatCompletionRequest", "CompletionRequest"):
         hooks.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
     hooks.wrap("VllmConfig.compute_hash", _salting_compile_cache)
+    hooks.wrap("load_endpoint_plugins", _adding_admin_routes)
+    names.install()
     hooks.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
     hooks.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
 
@@ -97,17 +101,19 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         config = config_of(vllm_config)
         if config is not None:
             refuse_unservable(vllm_config)
-        self.saesteer_catalog = None if config is None else _catalog(config, vllm_config.model_config)
-        self.saesteer_resolved: dict[str, language.Spec] | None = None  # by request, where somebody takes them out
+            _refuse_admin_of_many(vllm_config.parallel_config)
+        self.saesteer_names = None if config is None else _names(config, vllm_config.model_config)
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
 
 
-def _catalog(config: SaesteerConfig, model: Any) -> Catalog:
-    config = config.with_depth(model.hf_text_config.num_hidden_layers)
-    return config.catalog(config.describe(), width=model.get_hidden_size())
+def _names(config: SaesteerConfig, model: Any) -> names.Names:
+    layers = model.hf_text_config.num_hidden_layers
+    config = config.with_depth(layers)
+    catalog = config.catalog(config.describe(), width=model.get_hidden_size())
+    return names.Names(catalog, pool_rows=config.pool_rows, layers=layers)
 
 
 def refuse_unservable(vllm_config: Any) -> None:
@@ -149,9 +155,11 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             request = original(self, request_id, prompt, params, *args, **kwargs)
             if spec is not None:
                 conversation = conversation_of(prompt)
-                found = admit(spec, self.saesteer_catalog, self.saesteer_fingerprint, request, conversation)
-                if self.saesteer_resolved is not None:
-                    self.saesteer_resolved[request_id] = found
+                held = None if self.saesteer_names is None else self.saesteer_names.hold()
+                catalog = None if held is None else held.catalog
+                found = admit(spec, catalog, self.saesteer_fingerprint, request, conversation)
+                if held is not None:
+                    self.saesteer_names.bind(held, found, request)
         except SpecError as error:
             raise SpecRefused(error) from None
         return request
@@ -164,7 +172,8 @@ def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        conversation, catalog = conversation_of(prompt), self.input_processor.saesteer_catalog
+        known = self.input_processor.saesteer_names
+        conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
         if conversation is not None and catalog is not None and _mentions_messages(params):
             try:
                 spec = spec_of(params)
@@ -218,20 +227,42 @@ def admit(
     found = plan(spec, catalog, len(ids))
     counts.expect(params, applied(found, catalog))
     if found:
-        request.cache_salt = cache_salt(request.cache_salt, server, spec)
+        request.cache_salt = cache_salt(request.cache_salt, server, spec, catalog)
     return spec
 
 
-def cache_salt(tenant: str | None, server: str, spec: language.Spec) -> str:
+def cache_salt(tenant: str | None, server: str, spec: language.Spec, catalog: Catalog) -> str:
     """Hex salt of the prefix cache for requests with these edits: what is not steered alike shares no KV block.
+
+    It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
 
     Args:
         tenant: the request's own salt.
         server: fingerprint of the dictionaries, since a KV store may outlive a server.
         spec: of the request.
+        catalog: that it was planned with.
     """
-    edits = spec.to_json().get("edits", [])
-    return hashlib.sha256(json.dumps([tenant, server, edits], sort_keys=True).encode()).hexdigest()
+    return digest([tenant, server, content_of(spec.edits, catalog)])
+
+
+def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> Any:
+        from saesteer.plugin.admin import EndpointPlugin  # FastAPI is imported where HTTP is answered alone
+
+        return [*original(*args, **kwargs), EndpointPlugin()]
+
+    return load_endpoint_plugins
+
+
+def _refuse_admin_of_many(parallel: Any) -> None:
+    """Names live in one process: a second API server would go on with others, and a second engine is not heard."""
+    if not os.environ.get("SAESTEER_ADMIN_KEY"):
+        return
+    servers, engines = getattr(parallel, "_api_process_count", 1), parallel.data_parallel_size
+    if servers > 1 or engines > 1:
+        found = f"--saesteer-admin-key cannot be served with {servers} API servers and {engines} data parallel engines"
+        raise UnsupportedError(f"{found} in this version; expected one of each (--api-server-count 1), or no admin key")
 
 
 def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:

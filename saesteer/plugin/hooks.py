@@ -95,6 +95,7 @@ HOOKS: dict[str, Hook] = {
         ),
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks", (), "handshake, serving"),
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
+        Hook("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",), "the admin routes"),
         Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
         Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),
         Hook("vllm.v1.worker.worker_base", "WorkerBase.sample_tokens", ("grammar_output",), "counts leave"),
@@ -198,10 +199,12 @@ def check_contract(*, worker: bool = False, server: bool = False) -> None:
 
 
 def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the hooked method of a class by ``make(original)``; the original stays as ``__wrapped__``."""
+    """Replace the hooked method or function by ``make(original)``; the original stays as ``__wrapped__``."""
     hook = HOOKS[path]
     owner_name, _, method = path.rpartition(".")
-    owner = getattr(import_module(hook.module), owner_name)
+    owner: Any = import_module(hook.module)
+    if owner_name:
+        owner = getattr(owner, owner_name)
     original = hook.find()
     replacement = make(original)
     replacement.__wrapped__ = original  # type: ignore[attr-defined]

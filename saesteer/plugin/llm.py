@@ -55,8 +55,6 @@ class LLM(vllm.LLM):
         config.with_depth(1).catalog(config.describe())
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
-        self._resolved: dict[str, Spec] = {}
-        self.llm_engine.input_processor.saesteer_resolved = self._resolved
 
     def generate(
         self, prompts: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any

@@ -25,7 +25,7 @@ from saesteer.identity import Kind, Name, names_in, users_of
 from saesteer.inline import InlineVector, vector
 from saesteer.plan import plan
 from saesteer.planned import Catalog
-from saesteer.plugin import hooks
+from saesteer.plugin import hooks, metrics
 from saesteer.pool import Pool
 from saesteer.registry import Registry, Version, changed, rooms
 from saesteer.sites import canonical
@@ -189,6 +189,7 @@ class Names:
             with self._lock:
                 self._current = self._registry.versions[made]
                 self._uses.pop(name, None)
+            metrics.pools(self.usage())
             return existed, self._current.catalog
 
     async def _add(self, made: int, catalog: Catalog) -> None:

@@ -22,7 +22,7 @@ from saesteer.config import SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
-from saesteer.plugin import counts, frontend, hooks, layers
+from saesteer.plugin import counts, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
@@ -34,6 +34,7 @@ def install() -> None:
 
     hooks.wrap("WorkerWrapperBase.init_device", _attaching)
     WorkerBase.saesteer_status = status
+    WorkerBase.saesteer_names = names.make_version
 
 
 def status(self: Any) -> dict[str, str]:
@@ -137,7 +138,10 @@ class Steering:
         """Remember a new request; its row's content, or None when it is not steered."""
         self.forget(request.req_id)
         spec = frontend.spec_of(request.sampling_params)
-        row = None if spec is None else self.engine.make_row(spec, len(request.prompt_token_ids))
+        row = None
+        if spec is not None and names.is_known(self.engine.registry, request.sampling_params):
+            version = names.version_of(request.sampling_params)
+            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row

@@ -75,10 +75,12 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
 
 
 def test_salts_differ_by_tenant_server_and_edits() -> None:
+    from saesteer.config import SaesteerConfig
     from saesteer.spec import from_json
 
     specs = [from_json({"edits": [conftest.BRIDGE]}), from_json({"edits": [conftest.OCEAN]})]
-    salts = [frontend.cache_salt(t, s, spec) for t in (None, "a", "b") for s in ("x", "y") for spec in specs]
+    catalog = SaesteerConfig().catalog({})
+    salts = [frontend.cache_salt(t, s, spec, catalog) for t in (None, "a", "b") for s in ("x", "y") for spec in specs]
     assert len(set(salts)) == 12
     assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts)
 
