@@ -321,7 +321,11 @@ def _check_put(name: Name, catalog: Catalog, layers: int) -> None:
         _check_module(catalog.modules[own], catalog, "spec")
     for user in users_of([name], catalog.modules):
         if (kind, own) != ("module", user):
-            _check_module(catalog.modules[user], catalog, f"module {user!r}")
+            try:
+                _check_module(catalog.modules[user], catalog, user)
+            except SpecError as error:
+                message = f"module {user!r} uses {kind} {own!r}, and could not use this one ({error})"
+                raise RegistryError(f"{message}; replace or delete the module first", code="in_use") from None
 
 
 def _check_vector(name: str, catalog: Catalog, layers: int) -> None:

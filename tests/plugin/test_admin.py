@@ -1,0 +1,283 @@
+"""Names while serving, on the real engine over a socket: registered, replaced and deleted while others generate."""
+
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.plugin.admin_server import KEY, serving
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, WIDTH
+
+pytestmark = pytest.mark.slow
+
+ADMIN = {"Authorization": f"Bearer {KEY}"}
+_DRAW = np.random.default_rng(11)
+ROWS = [(3 * _DRAW.normal(size=WIDTH)).astype(np.float32) for _ in range(6)]
+# Long enough for blocks of the prefix cache, so that a version could find what another one has left.
+LONG = "The old town lies between the hills and the sea, and every road in it leads down to the harbour. " * 4
+
+
+def inline(rows: Any, layers: list[int] | None = None) -> dict[str, Any]:
+    """A vector as bytes in base64."""
+    found = {"dtype": "float32", "shape": list(rows.shape), "data": base64.b64encode(rows.tobytes()).decode()}
+    return found if layers is None else {**found, "layers": layers}
+
+
+def add(vector: Any, site: str = "resid_post.15", scale: float = 2.0) -> dict[str, Any]:
+    return {"op": "add", "vector": vector, "site": site, "scale": scale}
+
+
+def use(module: str) -> dict[str, Any]:
+    return {"op": "use", "module": module}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    log = tmp_path_factory.mktemp("admin") / "log"
+    words = ["--sites", "resid_post.7,resid_post.15,resid_post.20", "--pool-rows", "8"]
+    with serving(log, *words) as address, httpx.Client(base_url=address, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server: httpx.Client) -> Iterator[None]:
+    """Each test leaves the server as it found it."""
+    yield
+    for kind in ("modules", "vectors"):
+        for one in server.get(f"/v1/saesteer/{kind}", headers=ADMIN).json()[kind]:
+            assert server.delete(f"/v1/saesteer/{kind}/{one['name']}", headers=ADMIN).status_code == 200
+
+
+def register(server: httpx.Client, kind: str, **body: Any) -> httpx.Response:
+    return server.post(f"/v1/saesteer/{kind}", headers=ADMIN, json=body)
+
+
+def complete(server: httpx.Client, edits: list[Any], prompt: str = PROMPTS[0], **body: Any) -> httpx.Response:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
+    return server.post("/v1/completions", json={**body, "saesteer": {"edits": edits}})
+
+
+def text(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    return dict(response.json()["error"])
+
+
+def test_by_name_is_inline_and_replacing_changes_what_follows(server: httpx.Client) -> None:
+    plain, *expected = [text(complete(server, edits)) for edits in ([], *([add(inline(row))] for row in ROWS[:2]))]
+    assert len({plain, *expected}) == 3
+    versions = []
+    for row, answer in zip(ROWS, expected, strict=False):
+        made = register(server, "vectors", name="v", vector=inline(row)).json()
+        versions.append(made["version"])
+        response = complete(server, [add("v")])
+        assert text(response) == answer
+        [told] = response.json()["saesteer"]["applied"]
+        assert told["version"] == made["version"] and told["tokens_edited"] > 0
+    assert len(set(versions)) == 2
+    assert text(complete(server, [])) == plain
+
+
+def test_a_module_with_vectors_of_its_own_needs_no_slots_of_its_requests(server: httpx.Client) -> None:
+    """Two inline vectors at one site are more than a request may bring here, and each has its slot at registration."""
+    edits = [BRIDGE, add(inline(ROWS[0]), scale=0.5), add(ROWS[1].tolist(), scale=0.5), add("v", "resid_post.7", 0.5)]
+    register(server, "vectors", name="v", vector=ROWS[2].tolist())
+    register(server, "vectors", name="w", vector=inline(ROWS[0]))
+    register(server, "vectors", name="x", vector=inline(ROWS[1]))
+    assert error(complete(server, edits), 400)["param"] == "saesteer.edits[2].vector"
+    made = register(server, "modules", name="m", spec={"edits": edits})
+    assert made.json() == {"name": "m", "edits": 4, "version": made.json()["version"], "uses": 0, "replaced": False}
+    named = [BRIDGE, add("w", scale=0.5), add("x", scale=0.5), add("v", "resid_post.7", 0.5)]
+    assert text(complete(server, [use("m")])) == text(complete(server, named)) != text(complete(server, []))
+    [listed] = server.get("/v1/saesteer/modules", headers=ADMIN).json()["modules"]
+    assert listed["uses"] == 1 and listed["version"] == made.json()["version"]
+    uses = {one["name"]: one["uses"] for one in server.get("/v1/saesteer/vectors", headers=ADMIN).json()["vectors"]}
+    assert uses == {"v": 2, "w": 1, "x": 1}
+    register(server, "vectors", name="v", vector=ROWS[3].tolist())
+    [listed] = server.get("/v1/saesteer/modules", headers=ADMIN).json()["modules"]
+    assert listed["version"] != made.json()["version"], "it does something else now"
+
+
+def test_what_runs_keeps_what_it_started_with(server: httpx.Client) -> None:
+    old, new = (text(complete(server, [add(inline(row))], max_tokens=160)) for row in ROWS[:2])
+    register(server, "vectors", name="v", vector=inline(ROWS[0]))
+    body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 160, "temperature": 0, "ignore_eos": True}
+    pieces: list[str] = []
+    with server.stream(
+        "POST", "/v1/completions", json={**body, "stream": True, "saesteer": {"edits": [add("v")]}}
+    ) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            pieces += [choice["text"] for choice in httpx.Response(200, text=line[6:]).json()["choices"]]
+            if len(pieces) == 3:
+                register(server, "vectors", name="v", vector=inline(ROWS[1]))
+                time.sleep(1.1)  # what nobody held would be dropped with the next change
+                for row in ROWS[2:6]:  # and its slot be taken
+                    register(server, "vectors", name="other", vector=inline(row))
+                assert server.delete("/v1/saesteer/vectors/v", headers=ADMIN).status_code == 200
+    assert len(pieces) > 20, "the changes came while it ran"
+    assert "".join(pieces) == old != new
+
+
+def test_deleted_and_unknown_names(server: httpx.Client) -> None:
+    register(server, "vectors", name="v", vector=inline(ROWS[0]))
+    register(server, "modules", name="m", spec={"edits": [add("v")]})
+    register(server, "modules", name="outer", spec={"edits": [use("m"), OCEAN]})
+    assert "module m" in error(server.delete("/v1/saesteer/vectors/v", headers=ADMIN), 409)["message"]
+    assert error(server.delete("/v1/saesteer/modules/m", headers=ADMIN), 409)["code"] == "in_use"
+    for kind, name in (("modules", "outer"), ("modules", "m"), ("vectors", "v")):
+        assert server.delete(f"/v1/saesteer/{kind}/{name}", headers=ADMIN).json() == {"name": name, "deleted": True}
+        assert error(server.delete(f"/v1/saesteer/{kind}/{name}", headers=ADMIN), 404)["code"] == "unknown_name"
+    told = error(complete(server, [add("v")]), 400)
+    assert told["param"] == "saesteer.edits[0].vector" and "[unknown_name]" in told["message"]
+    assert error(complete(server, [use("m")]), 400)["param"] == "saesteer.edits[0].module"
+
+
+def test_the_key_is_asked_for_first(server: httpx.Client) -> None:
+    routes = [("GET", "vectors"), ("POST", "vectors"), ("DELETE", "vectors/v"), ("GET", "modules"), ("POST", "modules")]
+    for method, path in routes:
+        for headers in (
+            {},
+            {"Authorization": f"Bearer {KEY}x"},
+            {"Authorization": KEY},
+            {"Authorization": f"Basic {KEY}"},
+        ):
+            response = server.request(method, f"/v1/saesteer/{path}", headers=headers, content=b"{")
+            assert error(response, 401)["code"] == "wrong_key"
+
+
+REFUSED: list[tuple[str, Any, int, str, str | None]] = [
+    ("vectors", b"{", 400, "bad_json", None),
+    ("vectors", b"[" * 100_000, 400, "bad_json", None),
+    ("vectors", [], 400, "wrong_type", None),
+    ("vectors", {"vector": [1.0]}, 400, "missing_field", "name"),
+    ("vectors", {"name": "v", "vector": "happy.gguf"}, 400, "wrong_type", "vector"),
+    ("vectors", {"name": "v", "vector": [1.0], "path": "happy.gguf"}, 400, "unknown_field", "path"),
+    ("vectors", {"name": "v", "vector": [1.0, 2.0]}, 400, "conflict", "vector.shape"),
+    ("vectors", {"name": "v", "vector": [0.0] * WIDTH}, 400, "zero_vector", "vector"),
+    ("vectors", {"name": "v", "vector": [1.0] * WIDTH, "bias": "1"}, 400, "wrong_type", "bias"),
+    ("vectors", {"name": "v\n", "vector": [1.0] * WIDTH}, 400, "out_of_range", "name"),
+    ("vectors", {"name": "v", "vector": inline(ROWS[0][None], [30])}, 400, "out_of_range", "vector.layers"),
+    ("vectors", {"name": "v", "vector": inline(ROWS[0][None], [3])}, 409, "no_site", None),
+    ("vectors", b" " * (17 << 20), 413, "too_many", None),
+    ("modules", {"name": "m", "spec": "golden-gate.json"}, 400, "wrong_type", "spec"),
+    ("modules", {"name": "m", "spec": {"edits": [use("m")]}}, 400, "conflict", "spec.edits[0].module.edits[0].module"),
+    ("modules", {"name": "m", "spec": {"edits": [add("v")]}}, 400, "unknown_name", "spec.edits[0].vector"),
+    ("modules", {"name": "m", "spec": {"edits": [{**BRIDGE, "feature": 9216}]}}, 400, "out_of_range", None),
+    ("modules", {"name": "m", "spec": {"edits": [add(inline(ROWS[0]), "resid_post.3")]}}, 400, "not_served", None),
+    ("modules", {"name": "m", "spec": {"return": {"probes": ["v"]}}}, 400, "not_served", "spec.return"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "code", "field"), REFUSED, ids=[str(n) for n in range(len(REFUSED))]
+)
+def test_what_is_refused(server: httpx.Client, kind: str, body: Any, status: int, code: str, field: str | None) -> None:
+    sent: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = {**ADMIN, "Content-Type": "application/json"}
+    told = error(server.post(f"/v1/saesteer/{kind}", headers=headers, **sent), status)
+    assert told["code"] == code
+    if field is not None:
+        assert told["param"] == field and field in told["message"]
+    if code == "no_site":
+        assert "--sites resid_post.3" in told["message"]
+
+
+def test_a_full_pool_is_a_409_that_says_what_helps(server: httpx.Client) -> None:
+    for n in range(8):
+        made = register(server, "vectors", name=f"v{n}", vector=inline(ROWS[0] + n))
+        assert made.status_code == 200, made.text
+    told = error(register(server, "vectors", name="more", vector=inline(ROWS[1])), 409)
+    assert told["code"] == "no_room" and "--pool-rows 9" in told["message"]
+    again = register(server, "vectors", name="alias", vector=inline(ROWS[0]))
+    assert again.status_code == 200, "equal vectors share a slot"
+    listed = server.get("/v1/saesteer/vectors", headers=ADMIN).json()
+    assert (listed["pool_rows"], listed["pool_rows_in_use"]) == (8, 8)
+    # The old and the new stand side by side for a moment, so a full pool takes the new when the old is gone.
+    assert error(register(server, "vectors", name="v7", vector=inline(ROWS[1])), 409)["code"] == "no_room"
+    assert text(complete(server, [add("v7")])) == text(complete(server, [add(inline(ROWS[0] + 7))]))
+    server.delete("/v1/saesteer/vectors/v7", headers=ADMIN)
+    assert register(server, "vectors", name="v7", vector=inline(ROWS[1])).status_code == 200
+    assert text(complete(server, [add("v7")])) == text(complete(server, [add(inline(ROWS[1]))]))
+
+
+def test_the_document_has_every_route_with_examples(server: httpx.Client) -> None:
+    document = server.get("/openapi.json").json()
+    routes = {(m, p) for p, found in document["paths"].items() for m in found if p.startswith("/v1/saesteer")}
+    names = {("get", "s"), ("post", "s"), ("delete", "s/{name}")}
+    assert routes == {(m, f"/v1/saesteer/{kind}{end}") for kind in ("vector", "module") for m, end in names}
+    schemas = document["components"]["schemas"]
+    for body, kind in (("VectorBody", "vectors"), ("ModuleBody", "modules")):
+        assert schemas[body]["examples"]
+        refused = document["paths"][f"/v1/saesteer/{kind}"]["post"]["responses"]
+        assert {"200", "400", "401", "403", "409", "413"} <= set(refused)
+    assert "saesteer_admin_key" in document["components"]["securitySchemes"]
+
+
+def test_no_request_sees_a_mixture(server: httpx.Client) -> None:
+    """Register, replace and delete in a loop while eight clients generate by name, with the prefix cache on."""
+    layered = [np.stack([row, row[::-1]]).copy() for row in ROWS[:3]]  # layers 7 and 15: half of each would be neither
+    sets = [inline(rows, [7, 15]) for rows in layered]
+    prompts = [LONG + prompt for prompt in PROMPTS]
+    known = {prompt: {text(complete(server, [add(one, "resid_post")], prompt)) for one in sets} for prompt in prompts}
+    assert all(len(answers) == 3 for answers in known.values())
+    register(server, "vectors", name="v", vector=sets[0])
+    register(server, "modules", name="m", spec={"edits": [add("v", "resid_post")]})
+    over = threading.Event()
+    wrong: list[str] = []
+    seen: list[int] = []
+    gone: list[int] = []
+
+    def generate(client: int) -> None:
+        with httpx.Client(base_url=server.base_url, timeout=120) as own:
+            turn = 0
+            while not over.is_set():
+                turn += 1
+                prompt = prompts[(client + turn) % len(prompts)]
+                fleeting = client % 4 == 3
+                edits = (
+                    [add("fleeting", "resid_post")] if fleeting else [[add("v", "resid_post")], [use("m")]][turn % 2]
+                )
+                response = complete(own, edits, prompt)
+                if response.status_code == 200 and text(response) in known[prompt]:
+                    seen.append(client)
+                elif fleeting and response.status_code == 400 and "[unknown_name]" in response.text:
+                    gone.append(client)
+                else:
+                    wrong.append(response.text)
+
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(generate, client) for client in range(8)]
+        end, changes = time.monotonic() + 40, 0
+        while time.monotonic() < end and not wrong:
+            for name in ("v", "fleeting"):
+                made = register(server, "vectors", name=name, vector=sets[changes % 3])
+                assert made.status_code == 200, made.text
+            changes += 1
+            time.sleep(0.05)
+            assert server.delete("/v1/saesteer/vectors/fleeting", headers=ADMIN).status_code == 200
+        over.set()
+        for job in jobs:
+            job.result()
+    assert not wrong, wrong[:3]
+    print(f"{changes} rounds of changes, {len(seen)} answers, {len(gone)} refusals of what was gone")
+    assert changes > 20 and len(set(seen)) == 8 and gone
+    # Nothing of the versions is left behind: the next changes find room, and the cache answers as a cold one.
+    for number, one in enumerate(sets):
+        register(server, "vectors", name="v", vector=one)
+        for prompt in prompts:
+            assert text(complete(server, [use("m")], prompt)) == text(
+                complete(server, [add(one, "resid_post")], prompt)
+            )
+        assert number < 3

@@ -1,0 +1,128 @@
+"""The front end's versions of names, with workers that may fail: who holds what, and a change is whole or none."""
+
+import asyncio
+import gc
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.errors import RegistryError, SpecError, UnsupportedError
+from saesteer.plan import Catalog
+from saesteer.plugin import frontend, names
+from saesteer.plugin.names import Given, Names
+from saesteer.spec import from_json
+
+
+class Workers:
+    """Stands for the engine: keeps what it is told; a worker answers with what went wrong, or nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.answers: list[str] = ["", ""]
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
+        assert method == "saesteer_names"
+        self.told.append(json.loads(args[0]))
+        return self.answers
+
+
+class Request:
+    """Of what is read of an EngineCoreRequest."""
+
+    def __init__(self) -> None:
+        self.sampling_params: Any = type("Params", (), {"extra_args": {}})()
+
+
+def start(rows: int = 2) -> Names:
+    catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3, inline_rows=1)
+    return Names(catalog, pool_rows=rows, layers=6)
+
+
+def put(known: Names, engine: Any, name: str, *numbers: float) -> Any:
+    return asyncio.run(known.put_vector(engine, name, Given(numbers)))
+
+
+SPEC = from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]})
+
+
+def test_a_request_keeps_its_version_and_tells_the_worker() -> None:
+    known, engine, request = start(), Workers(), Request()
+    assert put(known, engine, "v", 1, 0, 0)[0] is False
+    held = known.hold()
+    known.bind(held, SPEC, request)
+    assert request.sampling_params.extra_args == {names.VERSION: 1}
+    assert put(known, engine, "v", 0, 1, 0)[0] is True
+    assert held.catalog.vectors["v"] is not known.catalog.vectors["v"]
+    assert known.uses("vector", "v") == 0, "what it stands for now was used by nobody"
+    del held
+    with pytest.raises(RegistryError, match="--pool-rows 3"):
+        put(known, engine, "v", 0, 0, 1)  # the request has it still
+    del request
+    gc.collect()
+    put(known, engine, "v", 0, 0, 1)
+    assert [told["drop"] for told in engine.told] == [[], [0], [1]], "what nobody holds goes with the next change"
+
+
+def test_a_change_that_fails_on_a_worker_is_no_change() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    engine.answers = ["", "MemoryError: no"]
+    with pytest.raises(RuntimeError, match="no"):
+        put(known, engine, "v", 0, 1, 0)
+    assert known.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]  # type: ignore[attr-defined]
+    assert known.usage() == {"resid_post.3": (1, 2)}
+    engine.answers = ["", ""]
+    put(known, engine, "w", 0, 1, 0)
+    assert engine.told[-1]["base"] == 1 and 2 in engine.told[-1]["drop"], "what was made in vain is dropped"
+
+
+def test_changes_at_once_come_one_after_the_other() -> None:
+    known, engine = start(8), Workers()
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(known.put_vector(engine, f"v{n}", Given((1.0, n, 0))) for n in range(6)))
+
+    asyncio.run(all_at_once())
+    assert sorted(known.catalog.vectors) == [f"v{n}" for n in range(6)]
+    assert [told["base"] for told in engine.told] == [told["number"] - 1 for told in engine.told]
+
+
+def test_names_that_are_used_stay() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    asyncio.run(known.put_module(engine, "m", SPEC))
+    with pytest.raises(RegistryError, match="module m"):
+        asyncio.run(known.delete(engine, "vector", "v"))
+    with pytest.raises(SpecError, match="expected one of: m"):
+        asyncio.run(known.delete(engine, "module", "n"))
+    asyncio.run(known.delete(engine, "module", "m"))
+    asyncio.run(known.delete(engine, "vector", "v"))
+    assert not known.catalog.vectors and not known.catalog.modules
+
+
+def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    asyncio.run(
+        known.put_module(engine, "m", from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]}))
+    )
+    other = Given.read({"dtype": "float32", "shape": [1, 3], "layers": [4], "data": "AACAPwAAgD8AAIA/"}, None)
+    with pytest.raises(RegistryError, match=r"module 'm' uses vector 'v'.*layer 3"):
+        asyncio.run(known.put_vector(engine, "v", other))
+
+
+class _Parallel:
+    def __init__(self, servers: int = 1, engines: int = 1) -> None:
+        self._api_process_count, self.data_parallel_size = servers, engines
+
+
+def test_several_servers_are_refused_where_there_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    frontend._refuse_admin_of_many(_Parallel(2, 2))
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "key")
+    frontend._refuse_admin_of_many(_Parallel())
+    for parallel in (_Parallel(servers=2), _Parallel(engines=2)):
+        with pytest.raises(UnsupportedError, match="api-server-count"):
+            frontend._refuse_admin_of_many(parallel)
