@@ -119,7 +119,8 @@ class Batches:
         slots = torch.arange(case.requests, dtype=torch.int32, device=self.device)
         work = make_work([], case.tokens, self.device)
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
-        return (work, slots, 1, starts.to(self.device), table, case.requests, case.tokens, span)
+        counts = torch.zeros(case.requests + 1, _COUNTERS, dtype=torch.int32, device=self.device)
+        return (work, slots, 1, starts.to(self.device), table, counts, case.requests, case.tokens, span)
 
     def stream(self, case: Case) -> tuple[Tensor, Tensor]:
         """Stream and normed stream."""

@@ -97,15 +97,7 @@ def check_edit(
         "cells",
         f"int32 [{work.shape[0] - 1} tokens or more]",
     )
-    _need(
-        counts.dim() == 2
-        and counts.shape[0] == table.shape[0]
-        and counts.dtype == torch.int32
-        and counts.is_contiguous(),
-        counts,
-        "counts",
-        f"contiguous int32 [{table.shape[0]} rows, counters]",
-    )
+    _check_counts(counts, table)
     _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
     words = layout.scratch_words(width, dense_size, layout.TILE) if stream.is_cuda else 0
     _need(
@@ -121,6 +113,7 @@ def check_map(
     slots: Tensor,
     query_start_loc: Tensor,
     table: Tensor,
+    counts: Tensor,
     num_reqs: int,
     num_tokens: int,
     span: int,
@@ -142,6 +135,7 @@ def check_map(
             name,
             f"contiguous int32 or int64 [{least} or more]",
         )
+    _check_counts(counts, table)
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")
     if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, without asking the device
@@ -159,6 +153,18 @@ def _need(holds: bool, tensor: Tensor, name: str, expected: str) -> None:
 def _check_table(table: Tensor) -> None:
     _need(
         table.dim() == 2 and table.dtype == torch.int32 and table.stride(1) == 1, table, "table", "int32 [rows, words]"
+    )
+
+
+def _check_counts(counts: Tensor, table: Tensor) -> None:
+    _need(
+        counts.dim() == 2
+        and counts.shape[0] == table.shape[0]
+        and counts.dtype == torch.int32
+        and counts.is_contiguous(),
+        counts,
+        "counts",
+        f"contiguous int32 [{table.shape[0]} rows, counters]",
     )
 
 

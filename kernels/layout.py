@@ -5,6 +5,7 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
     word 0                number of entries of the row; 0 = not steered
     word 1                the most parts of its sites (PARTS below)
     word 2                1 where some site needs a whole dictionary encoded
+    word 3                1 in a row that is new; the map empties its counts and writes 0
     from word HEAD        SPAN words for each site: where its entries lie, and what they need
     from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
 
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
+NEW = 3  # word 3 of a row
 HEAD = 4  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry

@@ -140,6 +140,7 @@ def map_(
     row_offset: int,
     query_start_loc: Tensor,
     table: Tensor,
+    counts: Tensor,
     num_reqs: int,
     num_tokens: int,
     span: int,
@@ -154,7 +155,8 @@ def map_(
         slots: [>= num_reqs] int32 or int64.
         row_offset: row of slot 0.
         query_start_loc: [>= num_reqs + 1] int32 or int64.
-        table: [rows, words] int32, see layout.py.
+        table: [rows, words] int32, see layout.py; rows of the batch are new no longer.
+        counts: [rows, counters] int32; zeros then in rows that were new.
         num_reqs: requests of the batch, known on the host; 0 empties the list.
         num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
         span: tokens of an item at most, 1 or layout.TILE.
@@ -162,13 +164,13 @@ def map_(
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    check_map(work, slots, query_start_loc, table, num_reqs, num_tokens, span)
+    check_map(work, slots, query_start_loc, table, counts, num_reqs, num_tokens, span)
     if work.is_cuda:
         from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
 
-        map_triton(work, slots, row_offset, query_start_loc, table, num_reqs, span)
+        map_triton(work, slots, row_offset, query_start_loc, table, counts, num_reqs, span)
     else:
-        map_ref_(work, slots, row_offset, query_start_loc, table, num_reqs, span)
+        map_ref_(work, slots, row_offset, query_start_loc, table, counts, num_reqs, span)
 
 
 def _nothing(*_: object) -> None:
@@ -190,8 +192,8 @@ def _register() -> torch.library.Library:
         (
             "map_",
             map_,
-            "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor table, SymInt num_reqs, "
-            "SymInt num_tokens, int span) -> ()",
+            "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor(b!) table, "
+            "Tensor(c!) counts, SymInt num_reqs, SymInt num_tokens, int span) -> ()",
         ),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]

@@ -197,6 +197,7 @@ def map_ref_(
     row_offset: int,
     query_start_loc: Tensor,
     table: Tensor,
+    counts: Tensor,
     num_reqs: int,
     span: int,
 ) -> None:
@@ -204,6 +205,9 @@ def map_ref_(
     rows = slots[:num_reqs].long() + row_offset
     steered = table[rows, 0] > 0
     work[0] = torch.tensor([0, 1, span, 0])
+    new = rows[steered & (table[rows, 3] != 0)]
+    counts[new] = 0
+    table[new, 3] = 0
     if not steered.any():
         return
     starts = query_start_loc[: num_reqs + 1].long()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         "query_start_loc",
         "table",
         "stride_table",
+        "counts",
+        "counters",
         "num_reqs",
     ],
 )
@@ -34,6 +36,8 @@ def _map_kernel(
     query_start_loc,  # [>= num_reqs + 1]
     table,  # [rows, stride_table] int32
     stride_table,
+    counts,  # [rows, counters] int32
+    counters,
     num_reqs,
     MOST: tl.constexpr,  # tokens of an item
     BLOCK: tl.constexpr,
@@ -63,6 +67,11 @@ def _map_kernel(
         if tl.load(table + row * stride_table) > 0:
             parts = tl.maximum(parts, tl.load(table + row * stride_table + 1))
             dense = tl.maximum(dense, tl.load(table + row * stride_table + 2))
+            if tl.load(table + row * stride_table + 3) != 0:
+                for start in range(0, counters, BLOCK):
+                    column = start + lanes
+                    tl.store(counts + row * counters + column, tl.zeros([BLOCK], tl.int32), mask=column < counters)
+                tl.store(table + row * stride_table + 3, 0)
             begin = tl.load(query_start_loc + request).to(tl.int32)
             length = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
             count = (length + MOST - 1) // MOST
@@ -88,6 +97,7 @@ def map_triton(
     row_offset: int,
     query_start_loc: Tensor,
     table: Tensor,
+    counts: Tensor,
     num_reqs: int,
     span: int,
 ) -> None:
@@ -99,6 +109,8 @@ def map_triton(
         query_start_loc,
         table,
         table.stride(0),
+        counts,
+        counts.shape[1],
         num_reqs,
         MOST=span,
         BLOCK=MAP_BLOCK,

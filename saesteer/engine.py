@@ -24,6 +24,8 @@ from saesteer.tables import Placement, Places, Row, make_row
 from saesteer.vectors import VectorSet, check_vectors
 from saesteer.weights import Site, load_site, scratch_for
 
+_LONGEST_COPY = 1 << 20  # words: longer ones hold up the step, so the rows between are left out
+
 __all__ = ["Engine", "Row", "Site", "check_fit"]
 
 
@@ -102,8 +104,8 @@ class Engine:
         self.counts = zeros(max_rows + 1, config.max_edits)
         self.scratch = scratch_for(list(self.sites.values()), width, device)
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
-        self._empty = np.zeros(layout.head(len(names)), dtype=np.int32)
-        self._staged: dict[int, Row | None] = {}  # rows that the device does not have yet
+        self._rows = np.zeros(self.table.shape, dtype=np.int32)  # as the device will have them
+        self._staged: set[int] = set()  # rows that it does not have yet
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._has_work = False
 
@@ -156,7 +158,12 @@ class Engine:
                 content.words[one.word] = slot
                 if fresh:
                     self._written[one.site, slot] = one.unit
-        self._staged[row] = content
+        words = self._rows[row]
+        words[: layout.HEAD] = 0
+        if content is not None:
+            words[: len(content.words)] = content.words
+            words[layout.NEW] = 1
+        self._staged.add(row)
 
     def counted(self, row: int, counters: int) -> Tensor:
         """Tokens that each change of a row has changed so far, int32 [counters]; a copy, in the device's order."""
@@ -164,21 +171,24 @@ class Engine:
         return torch.zeros_like(counts) if row in self._staged else counts.clone()
 
     def flush(self) -> None:
-        """Bring what is staged to the device: one copy for all rows, ordered with the device's work."""
+        """Bring what is staged to the device, ordered with its work: one copy of the rows from the first to the last."""
         if not self._staged:
             return
         self._write_vectors()
-        words = [self._empty if content is None else content.words for content in self._staged.values()]
-        longest = max(map(len, words))
-        staged = np.zeros((len(words), 1 + longest), dtype=np.int32)
-        staged[:, 0] = list(self._staged)
-        for line, found in zip(staged, words, strict=True):
-            line[1 : 1 + len(found)] = found
+        first, last = min(self._staged), max(self._staged)
+        if (last + 1 - first) * self._rows.shape[1] <= _LONGEST_COPY:
+            self._copy(slice(first, last + 1))
+        else:
+            for row in self._staged:
+                self._copy(slice(row, row + 1))
+        self._rows[sorted(self._staged), layout.NEW] = 0
         self._staged.clear()
-        tensor = self.to_device(torch.from_numpy(staged))
-        rows = tensor[:, 0].long()
-        self.table[:, :longest].index_copy_(0, rows, tensor[:, 1:])
-        self.counts.index_fill_(0, rows, 0)
+
+    def _copy(self, rows: slice) -> None:
+        # A fresh pinned buffer each time, whose memory torch uses again once the copy is done.
+        here = torch.empty(self.table[rows].shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        here.numpy()[:] = self._rows[rows]
+        self.table[rows].copy_(here, non_blocking=True)
 
     def _write_vectors(self) -> None:
         """Bring staged vectors to their slots: one copy for all sites. What a step in flight reads is not touched, as
@@ -230,14 +240,14 @@ class Engine:
             return
         self.flush()
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
-        ops.map_(self.work, rows, row_offset, query_start_loc, self.table, num_requests, num_tokens, span)
+        ops.map_(self.work, rows, row_offset, query_start_loc, self.table, self.counts, num_requests, num_tokens, span)
         self._kinds[0] = kinds
         self._has_work = True
 
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
         """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
         for span in (1, layout.TILE):
-            ops.map_(self.work, rows, 0, query_start_loc, self.table, 0, 0, span)
+            ops.map_(self.work, rows, 0, query_start_loc, self.table, self.counts, 0, 0, span)
 
     @contextmanager
     def warming(self) -> Iterator[list[int]]:

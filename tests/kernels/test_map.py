@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import MOST_PARTS, TILE
+from saesteer.kernels.layout import MOST_PARTS, NEW, TILE
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.work import map_triton
 
@@ -33,7 +33,7 @@ def check(
     table[:, 0] = 0
     for slot, (_, parts, _) in zip(slots, requests, strict=True):
         if parts:
-            table[slot + 1, :2] = torch.tensor([3, parts])
+            table[slot + 1, :4] = torch.tensor([3, parts, 0, parts % 2])
     want = [
         [starts[b] + i, slots[b] + 1, min(span, length - i), 0]
         for b, (length, parts, first) in enumerate(requests)
@@ -42,15 +42,23 @@ def check(
     ]
     # Padding as in a captured batch: slots and starts behind the requests are not to be read.
     work = torch.full((starts[-1] + padding + 2, 4), GARBAGE, dtype=torch.int32, device=device)
+    there, counts = table.to(device), torch.full((n + 4, 3), GARBAGE, dtype=torch.int32, device=device)
     run(
         work,
         torch.tensor([*slots, *[10**6] * padding], dtype=slot_dtype, device=device),
         1,
         torch.tensor([*starts, *[-(10**6)] * padding], dtype=torch.int32, device=device),
-        table.to(device),
+        there,
+        counts,
         n,
         span,
     )
+    # Rows that were new count from 0 now; the table is otherwise as it was.
+    new = [slot + 1 for slot, (_, parts, _) in zip(slots, requests, strict=True) if parts % 2]
+    assert (counts == GARBAGE).all(1).logical_not().nonzero().flatten().tolist() == sorted(new)
+    assert not counts[new].any()
+    table[new, NEW] = 0
+    assert torch.equal(there.cpu(), table)
     assert work[1 : 1 + len(want)].tolist() == want
     assert (work[1 + len(want) :] == GARBAGE).all()
     items, parts, its_span, _ = work[0].tolist()

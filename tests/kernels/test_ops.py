@@ -95,7 +95,17 @@ def map_args(device: torch.device, span: int = 1) -> Any:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     table = make_table([[[[Entry(0)]]], [[]]], 1, device)
-    return [make_work([], 8, device), ints(1, 0, 7), 1, ints(0, 2, 5, 9), table, 2, 5, span]
+    return [
+        make_work([], 8, device),
+        ints(1, 0, 7),
+        1,
+        ints(0, 2, 5, 9),
+        table,
+        ints(*range(12)).view(3, 4),
+        2,
+        5,
+        span,
+    ]
 
 
 def clone(args: Any) -> Any:
@@ -270,8 +280,8 @@ def test_the_module_may_be_imported_twice() -> None:
     code = (
         "import importlib, sys, torch; from saesteer.kernels import ops; importlib.reload(ops);"
         "assert 'triton' not in sys.modules;"  # a CPU without Triton runs the reference
-        "w = torch.zeros(3, 4, dtype=torch.int32); i = torch.zeros(1, dtype=torch.int32);"
-        "torch.ops.saesteer.map_(w, i, 1, i, torch.zeros(2, 16, dtype=torch.int32), 0, 0, 1)"
+        "w, i, t, c = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 4), (1,), (2, 16), (2, 1)));"
+        "torch.ops.saesteer.map_(w, i, 1, i, t, c, 0, 0, 1)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
 
@@ -299,7 +309,17 @@ def test_no_variant_more_for_any_number_of_tokens() -> None:
         slots = torch.zeros(tokens + 4, dtype=torch.int32, device=device)
         starts = torch.arange(tokens + 5, dtype=torch.int32, device=device)
         for span in (1, layout.TILE):
-            MAP(args[WORK], slots[shift:], 1, starts[shift:], args[TABLE], tokens * (shift % 2), tokens, span)
+            MAP(
+                args[WORK],
+                slots[shift:],
+                1,
+                starts[shift:],
+                args[TABLE],
+                args[COUNTS],
+                tokens * (shift % 2),
+                tokens,
+                span,
+            )
 
     def variants() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
