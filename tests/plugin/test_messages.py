@@ -81,7 +81,8 @@ def test_the_last_message_that_is_to_be_continued_ends_with_the_prompt(renderer:
 
 def test_the_request_s_own_template_and_tools_are_those_that_count(renderer: Any) -> None:
     template = (
-        "{{ tools[0].function.name }}{{ tone }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{{ tools[0].function.name }}{{ tone }}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[answer]{% endif %}"
     )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
