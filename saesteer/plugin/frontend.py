@@ -326,6 +326,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         config = config_of(self.vllm_config)
         if config is not None and not getattr(self, "saesteer_agreed", False):
             bodies.install()  # whoever asks this awaits answers over HTTP
+            metrics.pools(self.input_processor.saesteer_names.usage())
             try:
                 statuses = await self.collective_rpc("saesteer_status")
             except Exception as exc:

@@ -20,11 +20,11 @@ def install() -> None:
         "Tokens that edits have changed, as counted on the device, summed over the edits and sites of ended answers.",
     )
     _families["refusals"] = Counter("saesteer_refusals", "Requests whose spec was refused, by code.", ["code"])
-    for name, what in (
-        ("saesteer_pool_rows_in_use", "Rows of a site's pool that named vectors hold."),
-        ("saesteer_pool_rows", "Rows of a site's pool for named vectors."),
+    for name, of, what in (
+        ("slots", "saesteer_pool_rows", "Slots for named vectors at a site."),
+        ("slots_in_use", "saesteer_pool_rows_in_use", "Slots that named vectors hold, also older ones still in use."),
     ):
-        _families[name] = Gauge(name, what, ["site"], multiprocess_mode="mostrecent")
+        _families[name] = Gauge(of, what, ["site"], multiprocess_mode="mostrecent")
 
 
 def edited(applied: Sequence[Mapping[str, Any]]) -> None:
@@ -43,12 +43,12 @@ def refused(code: str) -> None:
         _families["refusals"].labels(code).inc()
 
 
-def pools(found: Mapping[str, Sequence[int]]) -> None:
-    """How full the pools of named vectors are.
+def pools(usage: Mapping[str, Sequence[int]]) -> None:
+    """How full the pools of named vectors are; to be told at start and after each change.
 
     Args:
-        found: site → rows in use, rows.
+        usage: site → slots in use, slots.
     """
-    for site, (used, size) in found.items() if _families else ():
-        _families["saesteer_pool_rows_in_use"].labels(site).set(used)
-        _families["saesteer_pool_rows"].labels(site).set(size)
+    for site, (used, size) in usage.items() if _families else ():
+        _families["slots_in_use"].labels(site).set(used)
+        _families["slots"].labels(site).set(size)

@@ -161,6 +161,7 @@ def test_metrics_count_tokens_and_refusals(server: httpx.Client) -> None:  # noq
     assert complete(server, "demo", saesteer={"edits": [{**BRIDGE, "dictionary": "demon"}]}).status_code == 400
     assert complete(server, "demo", use_beam_search=True, n=2, saesteer=STEERED).status_code == 400
     assert [metric(server, name) for name in names] == [counts[0] + 1, counts[1] + 1]
+    assert 'saesteer_pool_rows_in_use{site="resid_post.15"} 0.0' in server.get("/metrics").text
     assert "3497" not in "".join(
         line for line in server.get("/metrics").text.splitlines() if line.startswith("saesteer")
     )

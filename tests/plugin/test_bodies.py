@@ -1,0 +1,155 @@
+"""Counts from the scheduler into bodies and chunks, piece by piece, with stand-ins for vLLM. Starts nothing."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.plugin import bodies, counts  # needs vLLM
+
+SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
+PLAIN: Any = SimpleNamespace(model_extra={}, vllm_xargs=None, n=None)
+STEERED: Any = SimpleNamespace(model_extra={"saesteer": {}}, vllm_xargs=None, n=None)
+
+
+def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end_it() -> None:
+    def output(name: str, reason: Any = None, **more: Any) -> Any:
+        return SimpleNamespace(request_id=name, finish_reason=reason, kv_transfer_params=None, **more)
+
+    made = [output("runs"), output("ends", 1), output("stops"), output("plain", 1), output("other", 1)]
+    made[4].kv_transfer_params = {"block": 7}
+    send = counts._sending(lambda *_: {0: SimpleNamespace(outputs=made)})
+    known = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(stop=["."] if name == "stops" else []))
+        for name in ("runs", "stops")
+    }
+    table = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=np.int32)
+    scheduler = SimpleNamespace(requests=known)
+    send(scheduler, None, SimpleNamespace())
+    assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
+    send(scheduler, None, SimpleNamespace(saesteer=(["runs", "ends", "stops", "other"], table)))
+    runs, ends, stops, plain, other = (one.kv_transfer_params for one in made)
+    assert runs is None and plain is None
+    assert np.frombuffer(ends["saesteer"], np.int32).tolist() == [2, 3]
+    assert np.frombuffer(stops["saesteer"], np.int32).tolist() == [4, 5]
+    assert other == {"block": 7, "saesteer": table[3].tobytes()}
+
+    # And at the other end of the wire.
+    said: dict[str, Any] = {"applied": [{"positions": [[1, None]]}]}
+    state = SimpleNamespace(saesteer=said)
+    counts._receiving(lambda *_: None)(SimpleNamespace(request_states={"ends": state, "other": object()}), made)
+    assert said == {"applied": [{"positions": [[1, None]], "tokens_edited": 3, "tokens_cached": 1}]}
+    assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
+
+
+def test_a_chunk_keeps_its_bytes_and_only_the_end_of_a_choice_is_longer() -> None:
+    begin = 'data: {"id":"a","choices":[{"index":0,"text":"\\"finish_reason\\":\\"no\\"","finish_reason":null}]}\n\n'
+    end = 'data: {"id":"a","choices":[{"index":1,"text":"é\\u2028","finish_reason":"stop","logprobs":1e-07}]}\n\n'
+    said = {1: SAID}
+    assert bodies._with_answer(begin, said) is begin
+    assert bodies._with_answer("data: [DONE]\n\n", said) == "data: [DONE]\n\n"
+    told = bodies._with_answer(end, said)
+    assert told.startswith(end.rstrip()[:-1]) and told.endswith("}\n\n")
+    assert json.loads(told.removeprefix("data: ")) == json.loads(end.removeprefix("data: ")) | {"saesteer": SAID}
+    assert bodies._with_answer(end, {0: SAID}) is end, "of another choice"
+    error = 'data: {"error":{"message":"\\"finish_reason\\":\\"error\\""}}\n\n'
+    assert bodies._with_answer(error, said) is error
+
+
+async def _outputs(*found: Any) -> AsyncIterator[Any]:
+    for one in found:
+        yield one
+
+
+async def _chunks(self: Any, request: Any, outputs: Any, *_: Any) -> AsyncIterator[str]:
+    async for _one in outputs:
+        yield 'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\n'
+
+
+def test_without_a_spec_vllm_s_own_is_handed_on() -> None:
+    made, response = object(), SimpleNamespace(choices=[SimpleNamespace(index=0)])
+    seen: list[Any] = []
+
+    async def whole(*words: Any) -> Any:
+        seen.extend(words)
+        return response
+
+    for wrap, words in ((bodies._chat_stream, (made,)), (bodies._completion_stream, ([], made))):
+        assert wrap(lambda *given: given)(None, PLAIN, *words) == (None, PLAIN, *words)
+    assert asyncio.run(bodies._chat(whole)(None, PLAIN, made)) is response
+    assert seen == [None, PLAIN, made]
+    assert bodies._completion(lambda *_: response)(None, [made], PLAIN) is response
+    assert not hasattr(response, "saesteer")
+
+
+def test_a_stream_is_told_what_its_outputs_say() -> None:
+    async def ask(wrap: Callable[..., Any]) -> list[str]:
+        output = SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID)])
+        return [chunk async for chunk in wrap(_chunks)(None, STEERED, _outputs(output))]
+
+    (chunk,) = asyncio.run(ask(bodies._chat_stream))
+    assert json.loads(chunk[6:])["saesteer"] == SAID
+
+
+def test_a_stream_that_is_given_up_closes_vllm_s_own() -> None:
+    closed = []
+
+    async def chunks(*_: Any) -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "data: {}\n\n"
+        finally:
+            closed.append(True)
+
+    async def ask() -> None:
+        stream = bodies._chat_stream(chunks)(None, STEERED, _outputs())
+        await anext(stream)
+        await stream.aclose()
+        assert closed
+
+    asyncio.run(ask())
+
+
+def test_an_error_stays_one() -> None:
+    error = SimpleNamespace(error="Client disconnected")
+
+    async def whole(*_: Any) -> Any:
+        return error
+
+    assert asyncio.run(bodies._chat(whole)(None, STEERED, _outputs())) is error
+    assert asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=SAID))) is error
+    assert vars(error) == {"error": "Client disconnected"}
+
+
+def test_metrics_are_summed_over_processes(tmp_path: Path) -> None:
+    code = (
+        "from saesteer.plugin import metrics\n"
+        "metrics.refused('before')\n"
+        "metrics.install(); metrics.install()\n"
+        "metrics.edited([{'tokens_edited': 3}, {'tokens_edited': 4}, {'op': 'given up'}])\n"
+        "metrics.refused('unknown_name')\n"
+        "metrics.pools({'resid_post.3': (2, 5)})\n"
+        "from prometheus_client import generate_latest\n"
+        "from vllm.v1.metrics.prometheus import get_prometheus_registry\n"
+        "print(generate_latest(get_prometheus_registry()).decode())\n"
+    )
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for times in (1, 2):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("saesteer")]
+        assert sorted(lines) == [
+            f"saesteer_edited_tokens_total {7.0 * times}",
+            'saesteer_pool_rows_in_use{site="resid_post.3"} 2.0',
+            'saesteer_pool_rows{site="resid_post.3"} 5.0',
+            f'saesteer_refusals_total{{code="unknown_name"}} {1.0 * times}',
+        ]
