@@ -171,7 +171,7 @@ class Engine:
         return torch.zeros_like(counts) if row in self._staged else counts.clone()
 
     def flush(self) -> None:
-        """Bring what is staged to the device, ordered with its work: one copy of the rows from the first to the last."""
+        """Bring what is staged to the device, ordered with its work: one copy, from the first row to the last."""
         if not self._staged:
             return
         self._write_vectors()
