@@ -110,7 +110,7 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
                 (512, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
                 (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
             ),
-            lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
+            lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=8, split=True),
             many=_MANY,
             encode=_ENCODE,
         ),

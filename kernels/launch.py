@@ -89,7 +89,7 @@ def edit_triton(
             HEAD=head,
             TAIL=tail,
             TOKENS=lone.tokens,
-            LEAST=max(lone.at_once, min(4, lone.tokens)),
+            LEAST=lone.at_once,
             SHARES=layout.TILE // lone.tokens,
             AT_ONCE=lone.at_once,
             STAGES=lone.stages,
