@@ -120,5 +120,6 @@ def _once(case: Case, config: Configs, *call: Any) -> None:
 
 
 def _shown(config: Configs, kernel: str) -> dict[str, Any]:
-    one: Any = config.encode[0][1] if kernel == "encode" else getattr(config, kernel)
+    given = getattr(config, kernel)
+    one: Any = given[0][1] if isinstance(given, tuple) else given
     return asdict(one)

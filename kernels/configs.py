@@ -120,7 +120,7 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         Configs(
             edit=(
                 (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
-                (512, EditConfig(num_warps=8, chunk=4, programs=2, split=True)),
+                (512, EditConfig(num_warps=4, chunk=2, programs=2, split=True, gather=2)),
                 (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
             ),
             lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
