@@ -6,19 +6,23 @@ is sent. What the server refuses is a RequestRefused with the field, the code an
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
+from urllib.parse import quote
 
 import httpx
 
 from saesteer.answers import Answer, Events, Piece, Route, answer_of, document_of, model_names
 from saesteer.errors import ServerError
-from saesteer.spec import Edit, Spec, as_spec
+from saesteer.spec import Edit, InlineVector, Spec, as_spec
 
 __all__ = ["Answer", "AsyncClient", "Client", "Piece", "Steer"]
 
 Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None
 Messages = str | Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]
+NewVector = Sequence[float] | InlineVector | Mapping[str, Any]
+
+Method = Literal["GET", "POST", "DELETE"]
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may be long; a server that is not there is told soon
 
@@ -29,6 +33,7 @@ class Client:
     Args:
         base_url: of the server, with or without ``/v1`` at its end.
         api_key: what ``--api-key`` asks for.
+        admin_key: what ``--saesteer-admin-key`` asks for, where vectors and modules are registered, listed and deleted.
         model: its name on the server; default the first that the server serves.
         timeout: in seconds, or httpx's own.
         transport: httpx's, for tests and proxies.
@@ -39,12 +44,14 @@ class Client:
         base_url: str = "http://localhost:8000",
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         model: str | None = None,
         timeout: float | httpx.Timeout = TIMEOUT,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._http = httpx.Client(**_options(base_url, api_key, timeout), transport=transport)
         self._model = model
+        self._admin = _bearer(admin_key)
 
     def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A chat completion.
@@ -92,6 +99,49 @@ class Client:
             response = self._http.get("models")
         return model_names(document_of(response.status_code, response.content))
 
+    def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
+        """Register or replace a vector; the entry that ``vectors`` lists from now on, and whether it was ``replaced``.
+
+        Args:
+            name: for requests and modules.
+            vector: numbers for any site, or an ``InlineVector``, which may have a row for each of some layers.
+            bias: of a probe, which reads x · v + bias.
+
+        Raises:
+            RequestRefused: no such key (401), the routes are off (403), it is wrong (400) or does not fit (409).
+            ServerError: the server failed, or did not answer.
+        """
+        return self._administer("POST", "vectors", _vector_body(name, vector, bias))
+
+    def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
+        """Register or replace a module, a spec as ``chat`` takes it; answer and errors as ``register_vector``.
+
+        Raises:
+            SpecError: ``steer`` is wrong; nothing was sent.
+        """
+        return self._administer("POST", "modules", _module_body(name, steer))
+
+    def delete_vector(self, name: str) -> None:
+        """Delete a vector; requests that run keep it. Errors as ``register_vector``, and 404 where there is none."""
+        self._administer("DELETE", f"vectors/{quote(name, safe='')}")
+
+    def delete_module(self, name: str) -> None:
+        """Delete a module; errors as ``delete_vector``."""
+        self._administer("DELETE", f"modules/{quote(name, safe='')}")
+
+    def vectors(self) -> list[dict[str, Any]]:
+        """The named vectors, with shape, layers, version and uses; errors as ``register_vector``."""
+        return list(self._administer("GET", "vectors")["vectors"])
+
+    def modules(self) -> list[dict[str, Any]]:
+        """The modules, with version and uses; errors as ``register_vector``."""
+        return list(self._administer("GET", "modules")["modules"])
+
+    def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
+        with _translated():
+            response = self._http.request(method, f"saesteer/{path}", json=body, headers=self._admin)
+        return dict(document_of(response.status_code, response.content))
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
@@ -137,6 +187,7 @@ class AsyncClient:
     Args:
         base_url: of the server, with or without ``/v1`` at its end.
         api_key: what ``--api-key`` asks for.
+        admin_key: what ``--saesteer-admin-key`` asks for, where vectors and modules are registered, listed and deleted.
         model: its name on the server; default the first that the server serves.
         timeout: in seconds, or httpx's own.
         transport: httpx's, for tests and proxies.
@@ -147,12 +198,14 @@ class AsyncClient:
         base_url: str = "http://localhost:8000",
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         model: str | None = None,
         timeout: float | httpx.Timeout = TIMEOUT,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._http = httpx.AsyncClient(**_options(base_url, api_key, timeout), transport=transport)
         self._model = model
+        self._admin = _bearer(admin_key)
 
     async def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.chat``."""
@@ -183,6 +236,35 @@ class AsyncClient:
         with _translated():
             response = await self._http.get("models")
         return model_names(document_of(response.status_code, response.content))
+
+    async def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
+        """As ``Client.register_vector``."""
+        return await self._administer("POST", "vectors", _vector_body(name, vector, bias))
+
+    async def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
+        """As ``Client.register_module``."""
+        return await self._administer("POST", "modules", _module_body(name, steer))
+
+    async def delete_vector(self, name: str) -> None:
+        """As ``Client.delete_vector``."""
+        await self._administer("DELETE", f"vectors/{quote(name, safe='')}")
+
+    async def delete_module(self, name: str) -> None:
+        """As ``Client.delete_module``."""
+        await self._administer("DELETE", f"modules/{quote(name, safe='')}")
+
+    async def vectors(self) -> list[dict[str, Any]]:
+        """As ``Client.vectors``."""
+        return list((await self._administer("GET", "vectors"))["vectors"])
+
+    async def modules(self) -> list[dict[str, Any]]:
+        """As ``Client.modules``."""
+        return list((await self._administer("GET", "modules"))["modules"])
+
+    async def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
+        with _translated():
+            response = await self._http.request(method, f"saesteer/{path}", json=body, headers=self._admin)
+        return dict(document_of(response.status_code, response.content))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -225,8 +307,23 @@ class AsyncClient:
 
 
 def _options(base_url: str, api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return {"base_url": f"{base_url.rstrip('/').removesuffix('/v1')}/v1/", "headers": headers, "timeout": timeout}
+    base = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/"
+    return {"base_url": base, "headers": _bearer(api_key), "timeout": timeout}
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _vector_body(name: str, vector: NewVector, bias: float) -> dict[str, Any]:
+    if isinstance(vector, InlineVector):
+        return {"name": name, "vector": vector.to_json(), "bias": bias}
+    inline = dict(vector) if isinstance(vector, Mapping) else [float(number) for number in vector]
+    return {"name": name, "vector": inline, "bias": bias}
+
+
+def _module_body(name: str, steer: Steer) -> dict[str, Any]:
+    return {"name": name, "spec": (as_spec(steer) or Spec()).to_json()}
 
 
 def _messages(messages: Messages) -> list[dict[str, Any]]:

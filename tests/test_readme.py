@@ -68,10 +68,32 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(
         client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
-    [code] = [code for code in PYTHON if "saesteer.client" in code]
+    [code] = [code for code in PYTHON if "saesteer.client" in code and "admin_key" not in code]
     exec(code, {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
+
+
+def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path, json.loads(request.content or b"{}")))
+        entry = {"name": "calm", "version": "0123456789abcdef", "uses": 1}
+        choices = [{"message": {"content": "Calm."}}]
+        return httpx.Response(200, json={"data": [{"id": "demo"}], "choices": choices, "modules": [entry], **entry})
+
+    options = client._options
+    monkeypatch.setattr(
+        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+    [code] = [code for code in PYTHON if "admin_key" in code]
+    exec(code, {})
+    assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
+    [curl] = re.findall(r"--data '(.*?)'\n", TEXT, re.DOTALL)
+    [module] = [body for method, path, body in asked if (method, path) == ("POST", "/v1/saesteer/modules")]
+    assert from_json(module["spec"]) == from_json(json.loads(curl)["spec"])
+    assert json.loads(curl)["name"] == module["name"]
 
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from saesteer.config import KEY
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.planned import Catalog
-from saesteer.plugin import metrics
 from saesteer.plugin.names import Given, Names
 from saesteer.spec import MAX_CHARACTERS, from_json
 
@@ -185,7 +184,6 @@ class EndpointPlugin:
         names = getattr(getattr(engine_client, "input_processor", None), "saesteer_names", None)
         if names is not None:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
-            metrics.pools(names.usage())
 
 
 def admin_key() -> str:

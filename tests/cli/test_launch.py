@@ -14,6 +14,7 @@ from saesteer import launch
 from saesteer.cli import app
 from saesteer.config import SaesteerConfig
 from saesteer.demo import DEMO_SAE
+from saesteer.errors import ConfigError
 from saesteer.settings import read_settings
 
 
@@ -132,6 +133,25 @@ def test_demo_brings_model_dictionary_and_options(
 )
 def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
     assert launch.environment(given) == expected
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_the_admins_key_goes_by_the_environment(
+    model: str, become: dict[str, Any], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--saesteer-admin-key", "secret"] if by == "flag" else []
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "other" if by == "flag" else "secret")
+    with pytest.raises(Became):
+        CliRunner().invoke(app, ["serve", model, "--port", "1", *words], catch_exceptions=False)
+    assert become["environment"]["SAESTEER_ADMIN_KEY"] == "secret"
+    assert "secret" not in " ".join(become["words"])
+
+
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "new\nline"])
+def test_a_key_that_no_header_carries_is_refused(model: str, become: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match="--saesteer-admin-key"):
+        launch.serve(model, read_settings([]), [], key)
+    assert not become
 
 
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:

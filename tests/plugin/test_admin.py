@@ -208,7 +208,8 @@ def test_a_full_pool_is_a_409_that_says_what_helps(server: httpx.Client) -> None
     assert error(register(server, "vectors", name="v7", vector=inline(ROWS[1])), 409)["code"] == "no_room"
     assert text(complete(server, [add("v7")])) == text(complete(server, [add(inline(ROWS[0] + 7))]))
     server.delete("/v1/saesteer/vectors/v7", headers=ADMIN)
-    assert register(server, "vectors", name="v7", vector=inline(ROWS[1])).status_code == 200
+    made = register(server, "vectors", name="v7", vector=inline(ROWS[1]))
+    assert made.status_code == 200, made.text
     assert text(complete(server, [add("v7")])) == text(complete(server, [add(inline(ROWS[1]))]))
 
 

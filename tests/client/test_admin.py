@@ -1,0 +1,81 @@
+"""What the clients' admin methods send, and make of the answers; the real routes are in plugin/test_admin.py."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+import saesteer
+from saesteer.client import AsyncClient, Client
+from saesteer.errors import RequestRefused, SpecError
+from saesteer.spec import InlineVector
+
+ADD = saesteer.add("a/b", "resid_post.3", 2.0)
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [
+    ("vectors", (), {}, "GET", "vectors", None),
+    ("modules", (), {}, "GET", "modules", None),
+    ("register_vector", ("v", [1, 2.5]), {}, "POST", "vectors", {"name": "v", "vector": [1.0, 2.5], "bias": 0.0}),
+    (
+        "register_vector",
+        ("v", InlineVector("float32", (1, 1), b"\0\0\x80?", (3,))),
+        {"bias": -1.0},
+        "POST",
+        "vectors",
+        {
+            "name": "v",
+            "vector": {"dtype": "float32", "shape": [1, 1], "data": "AACAPw==", "layers": [3]},
+            "bias": -1.0,
+        },
+    ),
+    ("register_module", ("m", ADD), {}, "POST", "modules", {"name": "m", "spec": {"edits": [ADD.to_json()]}}),
+    ("delete_vector", ("a/b ü",), {}, "DELETE", "vectors/a%2Fb%20%C3%BC", None),
+    ("delete_module", ("m",), {}, "DELETE", "modules/m", None),
+]
+
+
+def call(answer: Any, method: str, *words: Any, asynchronous: bool, **fields: Any) -> Any:
+    transport = httpx.MockTransport(answer)
+    keys: dict[str, Any] = {"api_key": "usual", "admin_key": "admin"}
+    if not asynchronous:
+        with Client("http://host", transport=transport, **keys) as client:
+            return getattr(client, method)(*words, **fields)
+
+    async def wait() -> Any:
+        async with AsyncClient("http://host", transport=transport, **keys) as client:
+            return await getattr(client, method)(*words, **fields)
+
+    return asyncio.run(wait())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("method", "words", "fields", "verb", "path", "body"), CALLS, ids=[one[0] for one in CALLS])
+def test_each_sends_its_words_with_the_admins_key(
+    method: str, words: Any, fields: Any, verb: str, path: str, body: Any, asynchronous: bool
+) -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"vectors": [{"name": "v"}], "modules": [{"name": "m"}], "replaced": True})
+
+    found = call(answer, method, *words, asynchronous=asynchronous, **fields)
+    [request] = seen
+    assert (request.method, request.url.raw_path.decode()) == (verb, f"/v1/saesteer/{path}")
+    assert request.headers["Authorization"] == "Bearer admin"
+    assert (json.loads(request.content) if request.content else None) == body
+    if verb == "GET":
+        assert found == [{"name": method[0]}]
+    elif verb == "POST":
+        assert found["replaced"] is True
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_refusals(asynchronous: bool) -> None:
+    told = {"error": {"message": "no room", "type": "ConflictError", "param": None, "code": "no_room"}}
+    with pytest.raises(RequestRefused, match="no room") as caught:
+        call(lambda _: httpx.Response(409, json=told), "register_vector", "v", [1.0], asynchronous=asynchronous)
+    assert (caught.value.status, caught.value.code, caught.value.field) == (409, "no_room", None)
+    with pytest.raises(SpecError):
+        call(lambda _: httpx.Response(500), "register_module", "m", {"op": "ad"}, asynchronous=asynchronous)
