@@ -173,7 +173,9 @@ def fake(steps: int = 2000) -> list[Row]:
 
     def admit(slot: int, number: int, steered: bool) -> None:
         params = SimpleNamespace(extra_args={"saesteer": clamp(number)} if steered else None)
-        data = SimpleNamespace(req_id=ids[slot], prompt_token_ids=[2] * 24, sampling_params=params)
+        data = SimpleNamespace(
+            req_id=ids[slot], prompt_token_ids=[2] * 24, sampling_params=params, num_computed_tokens=0
+        )
         state.add_request(slot, data)
 
     batch = SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saesteer.kernels import layout
-from saesteer.kernels.configs import TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
+from saesteer.kernels.configs import EXACT_ENCODE, TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
 from saesteer.kernels.edit import edit_kernel
 from saesteer.kernels.encode import encode_kernel
 from saesteer.kernels.lone import lone_kernel
@@ -129,7 +129,7 @@ def edit_triton(
     share = 1 if tiled else parts(at_once)  # there are tokens enough for every program
     for first in range(0, places, at_once):
         if dense_size:
-            encode = for_tokens(tuned.encode, at_once)
+            encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)
             tiles = -(-at_once // encode.block_m) * -(-dense_size // encode.block_n)
             encode_kernel[(min(tiles, cores * encode.programs),)](
                 stream,

@@ -25,14 +25,41 @@ from saesteer.plugin import hooks, metrics
 _Table = tuple[list[str], NDArray[np.int32]]  # requests, and for each of them its cached tokens, then its counts
 
 
+_DEPTH = 4  # steps whose counts may be on their way at once; vLLM has two in flight at most
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """The steered requests of a batch."""
 
     names: list[str]
     cached: list[int]  # tokens of the prompt that they did not compute themselves
-    rows: Tensor  # of the table, on its device
+    rows: list[int]  # of the table
     width: int  # changes of the request that has the most
+
+
+class Ring:
+    """Places on the host for the counts of the last steps, made once: a step costs one copy, and no small kernel.
+
+    Args:
+        counts: of all rows, on the device; int32 [rows, counters].
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+        shape, pinned = counts.shape, counts.is_cuda
+        self._places = [torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
+        self._events: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(_DEPTH)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def copy(self, rows: int) -> tuple[NDArray[np.int32], Any]:
+        """The first rows as they stand now on the device's clock, and an event to wait for first, if there is one."""
+        at, self._next = self._next, (self._next + 1) % _DEPTH
+        place, event = self._places[at], self._events[at]
+        place[:rows].copy_(self._counts[:rows], non_blocking=True)
+        if event is not None:
+            event.record()
+        return place.numpy(), event
 
 
 class Snapshot:
@@ -40,27 +67,23 @@ class Snapshot:
 
     Args:
         listed: whose counts.
-        counts: of all rows.
+        ring: of the counts.
         kept: what some of them had counted in other rows.
     """
 
-    def __init__(self, listed: Listed, counts: Tensor, kept: Mapping[str, Tensor]) -> None:
+    def __init__(self, listed: Listed, ring: Ring, kept: Mapping[str, Tensor]) -> None:
         self._listed = listed
         self._kept = kept
-        # Gathered first: the step behind this one counts on while the copy is on its way.
-        self._counts = counts[:, : listed.width].index_select(0, listed.rows).to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if counts.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._ready is not None:
-            self._ready.record()
+        self._counts, self._ready = ring.copy(max(listed.rows, default=-1) + 1)
 
     def table(self) -> _Table:
         """Wait for the counts: names, and a row for each."""
         if self._ready is not None:
             self._ready.synchronize()
         listed = self._listed
-        table = np.zeros((len(listed.names), 1 + listed.width), dtype=np.int32)
+        table = np.empty((len(listed.names), 1 + listed.width), dtype=np.int32)
         table[:, 0] = listed.cached
-        table[:, 1:] = self._counts.numpy()
+        table[:, 1:] = self._counts[listed.rows, : listed.width]
         for name, more in self._kept.items():
             table[listed.names.index(name), 1 : 1 + len(more)] += more.cpu().numpy()
         return listed.names, table

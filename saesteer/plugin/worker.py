@@ -129,6 +129,7 @@ class Steering:
         self._holders: dict[int, str] = {}  # the same by row
         self._kept: dict[str, Tensor] = {}  # counts from rows that were given up
         self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
+        self._ring = counts.Ring(engine.counts)
         self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # of that batch
@@ -186,15 +187,14 @@ class Steering:
         """What was counted so far for the steered requests of the last batch."""
         if self._listed is None:
             names = [request for request in self._batch or () if request in self._places]
-            held = torch.tensor([self._places[name] for name in names])
             self._listed = counts.Listed(
                 names,
                 [self._cached[name] for name in names],
-                self.engine.to_device(held),
+                [self._places[name] for name in names],
                 max((self.rows[name].counters for name in names), default=0),
             )
         kept = {name: self._kept[name] for name in self._listed.names if name in self._kept} if self._kept else {}
-        return counts.Snapshot(self._listed, self.engine.counts, kept)
+        return counts.Snapshot(self._listed, self._ring, kept)
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.

@@ -1,0 +1,99 @@
+"""Every launch fits the shared memory of an H100 or H200, in 16 bit and in fp32: compiled for them, no GPU needed.
+
+This file is the test and the process that compiles, since the other tests here run the kernels in Triton's interpreter.
+It knows no results.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saesteer.kernels import layout
+from saesteer.kernels.configs import EXACT_ENCODE, blocks, configs
+
+MOST = 227 * 1024  # bytes of shared memory that a program may have there
+WIDTHS = (576, 5376)
+
+
+def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str, Any]]]:
+    """Module, kernel, warps and constants of each launch that asks for much."""
+    tuned = configs(width)
+    for encode in [EXACT_ENCODE] if exact else [one for _, one in tuned.encode]:
+        blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
+        more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
+        yield "encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
+    many = tuned.many
+    shares = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
+    tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
+    yield "many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
+    lone = tuned.lone
+    head, tail = blocks(width, lone.num_warps, lone.split)
+    turns = {"TOKENS": lone.tokens, "LEAST": lone.at_once, "SHARES": layout.TILE // lone.tokens}
+    row = {"HEAD": head, "TAIL": tail, "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
+    yield "lone", "lone_kernel", lone.num_warps, {**turns, **row}
+
+
+@pytest.mark.slow
+def test_every_launch_fits_the_shared_memory(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="no Triton on this platform")
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_resources"],
+        cwd=Path(__file__).parents[2],
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(WIDTHS) * (3 + 1 + 1 + 2 + 1)
+    assert {name: used for name, used in found.items() if used > MOST} == {}
+
+
+def shared_memory(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) -> int:
+    """Bytes that the kernel asks for, with streams and weights of one dtype."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    same = ("stream", "second", "norm_weight", "w_enc", "w_dec")
+    integers = ("table", "site", "work", "counts")
+    signature, attributes = {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
+        kinds |= {"b_enc": "*fp32", "scratch": "*fp32", "activations": "*fp32", "eps": "fp32", "weight_offset": "fp32"}
+        signature[name] = kinds.get(name, "i32")
+        if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):
+            attributes[at,] = [["tt.divisibility", 16]]
+    named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=named, attrs=attributes)
+    made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return int(made.metadata.shared)
+
+
+def main() -> None:
+    """Print what every launch asks for."""
+    from importlib import import_module
+
+    found = {}
+    for width in WIDTHS:
+        for floats, exact in (("bf16", False), ("fp32", True)):
+            for at, (module, name, warps, constants) in enumerate(launches(width, exact)):
+                kernel = getattr(import_module(f"saesteer.kernels.{module}"), name)
+                used = shared_memory(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
+                found[f"{name} {at} {floats} {width}"] = used
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
