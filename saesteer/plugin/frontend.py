@@ -224,11 +224,21 @@ def admit(
     if conversation is not None and named(spec):
         spec = _resolved(spec, catalog, ids, conversation)
         params.extra_args = {**params.extra_args, KEY: spec.to_json()}
+    elif not _travels(params.extra_args[KEY]):
+        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
     found = plan(spec, catalog, len(ids))
     counts.expect(params, applied(found, catalog))
     if found:
         request.cache_salt = cache_salt(request.cache_salt, server, spec, catalog)
     return spec
+
+
+def _travels(wire: Any) -> bool:
+    """Whether the engine's messages take a right spec as it was written: 2**64 is a number, msgpack's integers end."""
+    if isinstance(wire, int):
+        return -(2**63) <= wire < 2**64
+    parts = wire.values() if isinstance(wire, Mapping) else wire if isinstance(wire, list | tuple) else ()
+    return all(map(_travels, parts))
 
 
 def cache_salt(tenant: str | None, server: str, spec: language.Spec, catalog: Catalog) -> str:

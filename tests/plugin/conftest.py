@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ from saesteer.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.demo import DEMO_SAE
 from saesteer.loaders import own
 from saesteer.model import ensure_model
+from tests.plugin.lora import write_adapter
+from tests.plugin.serving import served
 
 CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
@@ -176,3 +179,24 @@ def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable
 @pytest.fixture(scope="session")
 def oracle(model_dir: str, dictionaries: Dictionaries) -> hf.Model:
     return hf.Model(model_dir, **dictionaries.options, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def adapter(oracle: hf.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), oracle.model)
+
+
+@pytest.fixture(scope="session")
+def any_server(
+    model_dir: str, dictionaries: Dictionaries, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
+    flags = ["--saesteer-config", str(folder / "saesteer.yaml"), "--dtype", "float32", "--max-model-len", "1024"]
+    flags += ["--max-num-seqs", "16", "--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
+    flags += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
+    with served([model_dir, *flags], folder / "log") as client:
+        yield client

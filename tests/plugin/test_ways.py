@@ -7,7 +7,6 @@ and none stands near a bound, so no token is left out.
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 
 from saesteer import hf
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
-from tests.plugin.lora import merge_adapter, write_adapter
-from tests.plugin.serving import served
+from tests.plugin.lora import merge_adapter
 from tests.plugin.test_messages import TURNS, pieces
 from tests.plugin.test_parity import TOLERANCE
 
@@ -32,29 +30,10 @@ CHOICE = {"type": "object", "properties": {"what": {"enum": ["sea", "hill"]}}, "
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {**CHOICE, "additionalProperties": False}}}
 
 
-@pytest.fixture(scope="module")
-def adapter(oracle: hf.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_adapter(tmp_path_factory.mktemp("adapter"), oracle.model)
-
-
-@pytest.fixture(scope="module")
-def server(
-    model_dir: str, dictionaries: Dictionaries, adapter: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("ways")
-    (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
-    flags = ["--saesteer-config", str(folder / "saesteer.yaml"), "--dtype", "float32", "--enforce-eager"]
-    flags += ["--max-model-len", "1024", "--max-num-seqs", "16", "--served-model-name", "base"]
-    flags += ["--kv-cache-memory-bytes", str(400 << 20), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
-    with served([model_dir, *flags], folder / "log") as client:
-        yield client
-
-
-def post(server: httpx.Client, path: str, body: dict[str, Any], spec: Any = SPEC) -> Any:
+def post(any_server: httpx.Client, path: str, body: dict[str, Any], spec: Any = SPEC) -> Any:
     """The JSON of an answer; the same request without the spec must answer something else."""
     whole = {"model": "base", **LIMIT, **body}
-    response = server.post(path, json=whole if spec is None else {**whole, "saesteer": spec})
+    response = any_server.post(path, json=whole if spec is None else {**whole, "saesteer": spec})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -80,7 +59,7 @@ def check(oracle: hf.Model, ids: list[int], made: Answer, spec: Any = SPEC, tole
     assert difference(oracle, ids, made) > 0.05, "it is steered"
 
 
-def test_completions(server: httpx.Client, oracle: hf.Model) -> None:
+def test_completions(any_server: httpx.Client, oracle: hf.Model) -> None:
     ids = [oracle.encode(prompt) for prompt in PROMPTS]
     for prompt, expected in (
         (PROMPTS[0], ids[:1]),
@@ -88,7 +67,7 @@ def test_completions(server: httpx.Client, oracle: hf.Model) -> None:
         (ids[1], ids[1:2]),
         (ids[2:], ids[2:]),
     ):
-        document = post(server, "/v1/completions", {"prompt": prompt, "logprobs": 1})
+        document = post(any_server, "/v1/completions", {"prompt": prompt, "logprobs": 1})
         assert [choice["index"] for choice in document["choices"]] == list(range(len(expected)))
         assert document["usage"]["prompt_tokens"] == sum(map(len, expected))
         assert document["usage"]["completion_tokens"] == 10 * len(expected)
@@ -98,9 +77,9 @@ def test_completions(server: httpx.Client, oracle: hf.Model) -> None:
             check(oracle, one, said(choice))
 
 
-def test_prompt_logprobs(server: httpx.Client, oracle: hf.Model) -> None:
+def test_prompt_logprobs(any_server: httpx.Client, oracle: hf.Model) -> None:
     """The prompt's own tokens are steered, and told as such."""
-    document = post(server, "/v1/completions", {"prompt": PROMPTS[1], "logprobs": 1, "prompt_logprobs": 0})
+    document = post(any_server, "/v1/completions", {"prompt": PROMPTS[1], "logprobs": 1, "prompt_logprobs": 0})
     (choice,) = document["choices"]
     ids = oracle.encode(PROMPTS[1])
     expected = oracle.logits(ids, steer=SPEC).log_softmax(-1)
@@ -109,10 +88,10 @@ def test_prompt_logprobs(server: httpx.Client, oracle: hf.Model) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_each_of_several_sampled_answers(server: httpx.Client, oracle: hf.Model, path: str) -> None:
+def test_each_of_several_sampled_answers(any_server: httpx.Client, oracle: hf.Model, path: str) -> None:
     chat = "chat" in path
     asked = {"messages": TURNS, "logprobs": True} if chat else {"prompt": PROMPTS[0], "logprobs": 1}
-    document = post(server, path, {**asked, "n": 2, "temperature": 0.9, "seed": 5})
+    document = post(any_server, path, {**asked, "n": 2, "temperature": 0.9, "seed": 5})
     choices = document["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
@@ -120,7 +99,7 @@ def test_each_of_several_sampled_answers(server: httpx.Client, oracle: hf.Model,
         check(oracle, (document if chat else choice)["prompt_token_ids"], said(choice))
 
 
-def test_chat_with_tools_and_messages(server: httpx.Client, oracle: hf.Model) -> None:
+def test_chat_with_tools_and_messages(any_server: httpx.Client, oracle: hf.Model) -> None:
     """The tools are part of the prompt; windows of messages are found behind them."""
     spec = {"edits": [{**BRIDGE, "scope": {"messages": [1, -1]}}, {**OCEAN, "scope": {"generated": True}}]}
     template = (
@@ -129,7 +108,7 @@ def test_chat_with_tools_and_messages(server: httpx.Client, oracle: hf.Model) ->
     )
     # The server's own template knows no tools; where a request may not bring one, its own is what is left to test.
     asked = {"messages": TURNS, "logprobs": True, "tools": [TOOL], "tool_choice": "none"}
-    document = post(server, "/v1/chat/completions", asked, spec)
+    document = post(any_server, "/v1/chat/completions", asked, spec)
     ids = document["prompt_token_ids"]
     ends = [0]
     for piece in pieces(TURNS):
@@ -137,7 +116,7 @@ def test_chat_with_tools_and_messages(server: httpx.Client, oracle: hf.Model) ->
     windows = [[ends[1], ends[2]], [ends[3], ends[4]]]
     by_position = {"edits": [{**BRIDGE, "scope": {"positions": windows}}, spec["edits"][1]]}
     check(oracle, ids, said(document["choices"][0]), by_position)
-    refused = server.post(
+    refused = any_server.post(
         "/v1/chat/completions", json={"model": "base", **asked, "chat_template": template, "saesteer": spec}
     )
     assert refused.status_code == 400, "vLLM trusts no request's template unless it is told to"
@@ -153,28 +132,28 @@ WRONG: dict[str, tuple[str, dict[str, Any], Any, str]] = {
 
 @pytest.mark.parametrize(("path", "asked", "messages", "field"), WRONG.values(), ids=WRONG)
 def test_messages_that_are_not_there_are_400(
-    server: httpx.Client, path: str, asked: dict[str, Any], messages: Any, field: str
+    any_server: httpx.Client, path: str, asked: dict[str, Any], messages: Any, field: str
 ) -> None:
     spec = {"edits": [{**BRIDGE, "scope": {"messages": messages}}]}
-    response = server.post(path, json={"model": "base", **asked, "saesteer": spec})
+    response = any_server.post(path, json={"model": "base", **asked, "saesteer": spec})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
 
 
-def events(server: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
+def events(any_server: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
     """The JSON of each event of a stream."""
-    with server.stream("POST", path, json={"model": "base", "stream": True, **body}) as response:
+    with any_server.stream("POST", path, json={"model": "base", "stream": True, **body}) as response:
         assert response.status_code == 200
         lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
     return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_streams(server: httpx.Client, oracle: hf.Model, path: str) -> None:
+def test_streams(any_server: httpx.Client, oracle: hf.Model, path: str) -> None:
     chat = "chat" in path
     asked: dict[str, Any] = {"messages": TURNS, "logprobs": True} if chat else {"prompt": PROMPTS[3], "logprobs": 1}
-    whole = post(server, path, asked)
-    found = events(server, path, {**LIMIT, **asked, "saesteer": SPEC})
+    whole = post(any_server, path, asked)
+    found = events(any_server, path, {**LIMIT, **asked, "saesteer": SPEC})
     choices = [event["choices"][0] for event in found if event["choices"] and event["choices"][0].get("token_ids")]
     made = [step for choice in choices for step in said(choice)]
     assert [token for token, _ in made] == whole["choices"][0]["token_ids"]
@@ -184,33 +163,33 @@ def test_streams(server: httpx.Client, oracle: hf.Model, path: str) -> None:
     check(oracle, ids, made)
 
 
-def test_responses_say_what_chat_says(server: httpx.Client, oracle: hf.Model) -> None:
+def test_responses_say_what_chat_says(any_server: httpx.Client, oracle: hf.Model) -> None:
     body = {"messages": TURNS, "logprobs": True}
     spec = {"edits": [*SPEC["edits"], {**OCEAN, "scope": {"messages": "user"}}]}
     spec["edits"][0] = {**BRIDGE, "scope": {"messages": "system", "positions": [[0, 5]]}}
-    chat = post(server, "/v1/chat/completions", body, spec)
-    assert chat["choices"][0]["token_ids"] != post(server, "/v1/chat/completions", body)["choices"][0]["token_ids"]
+    chat = post(any_server, "/v1/chat/completions", body, spec)
+    assert chat["choices"][0]["token_ids"] != post(any_server, "/v1/chat/completions", body)["choices"][0]["token_ids"]
     asked = {"model": "base", "input": TURNS, "max_output_tokens": 10, "temperature": 0, "ignore_eos": True}
-    response = server.post("/v1/responses", json={**asked, "saesteer": spec})
+    response = any_server.post("/v1/responses", json={**asked, "saesteer": spec})
     assert response.status_code == 200, response.text
     document = response.json()
     content = chat["choices"][0]["message"]["content"]
     assert document["output"][-1]["content"][0]["text"] == content
     assert document["usage"]["output_tokens"] == 10 and document["status"] == "incomplete"
-    found = events(server, "/v1/responses", {**asked, "saesteer": spec})
+    found = events(any_server, "/v1/responses", {**asked, "saesteer": spec})
     deltas = [event["delta"] for event in found if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == content
 
 
-def test_batches_of_conversations(server: httpx.Client, oracle: hf.Model) -> None:
-    if "/v1/chat/completions/batch" not in server.get("/openapi.json").json()["paths"]:
+def test_batches_of_conversations(any_server: httpx.Client, oracle: hf.Model) -> None:
+    if "/v1/chat/completions/batch" not in any_server.get("/openapi.json").json()["paths"]:
         pytest.skip("this vLLM has no batches of conversations")
     batch = {"messages": [TURNS, TURNS[:2]], "logprobs": True, "max_completion_tokens": 10}
     asked = {key: value for key, value in {**LIMIT, **batch}.items() if key != "ignore_eos"}
-    response = server.post("/v1/chat/completions/batch", json={"model": "base", **asked, "saesteer": SPEC})
+    response = any_server.post("/v1/chat/completions/batch", json={"model": "base", **asked, "saesteer": SPEC})
     assert response.status_code == 200, response.text
     for choice, turns in zip(response.json()["choices"], (TURNS, TURNS[:2]), strict=True):
-        alone = post(server, "/v1/chat/completions", {"messages": turns, "logprobs": True, "ignore_eos": False})
+        alone = post(any_server, "/v1/chat/completions", {"messages": turns, "logprobs": True, "ignore_eos": False})
         assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
 
 
@@ -232,22 +211,22 @@ def check_bound(oracle: hf.Model, ids: list[int], choice: Any) -> int:
     return pairs
 
 
-def test_structured_output(server: httpx.Client, oracle: hf.Model) -> None:
+def test_structured_output(any_server: httpx.Client, oracle: hf.Model) -> None:
     schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
     bound = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
     asked = {"messages": TURNS[-1:], "logprobs": True, "top_logprobs": 8, "return_tokens_as_token_ids": True}
-    document = post(server, "/v1/chat/completions", {**asked, **bound, "ignore_eos": False, "max_tokens": 20})
+    document = post(any_server, "/v1/chat/completions", {**asked, **bound, "ignore_eos": False, "max_tokens": 20})
     (choice,) = document["choices"]
     assert choice["message"]["content"].lstrip().startswith("{")
     assert check_bound(oracle, document["prompt_token_ids"], choice) > 20
-    plain = post(server, "/v1/chat/completions", {**asked, **bound, "ignore_eos": False, "max_tokens": 20}, None)
+    plain = post(any_server, "/v1/chat/completions", {**asked, **bound, "ignore_eos": False, "max_tokens": 20}, None)
     assert plain["choices"][0]["token_ids"] != choice["token_ids"]
 
 
-def test_tool_calls(server: httpx.Client, oracle: hf.Model) -> None:
+def test_tool_calls(any_server: httpx.Client, oracle: hf.Model) -> None:
     call = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}}
     asked = {"messages": TURNS[-1:], "logprobs": True, "top_logprobs": 8, "return_tokens_as_token_ids": True}
-    document = post(server, "/v1/chat/completions", {**asked, **call, "ignore_eos": False, "max_tokens": 80})
+    document = post(any_server, "/v1/chat/completions", {**asked, **call, "ignore_eos": False, "max_tokens": 80})
     (choice,) = document["choices"]
     (made,) = choice["message"]["tool_calls"]
     assert made["function"]["name"] == "look"
@@ -256,12 +235,12 @@ def test_tool_calls(server: httpx.Client, oracle: hf.Model) -> None:
 
 
 def test_a_lora_adapter_and_steering_together(
-    server: httpx.Client, oracle: hf.Model, adapter: Path, model_dir: str, dictionaries: Dictionaries
+    any_server: httpx.Client, oracle: hf.Model, adapter: Path, model_dir: str, dictionaries: Dictionaries
 ) -> None:
     ids = oracle.encode(PROMPTS[0])
     asked = {"prompt": PROMPTS[0], "logprobs": 1}
     answers = [
-        said(post(server, "/v1/completions", {**asked, "model": model}, spec)["choices"][0])
+        said(post(any_server, "/v1/completions", {**asked, "model": model}, spec)["choices"][0])
         for model in ("base", "tiny")
         for spec in (None, SPEC)
     ]

@@ -1,0 +1,198 @@
+"""Some thousands of broken requests over HTTP: none is a 5xx, the engine lives, and a plain request keeps its bits.
+
+Specs are valid ones in which Hypothesis changed types, values and keys; around them stand bodies that schemathesis
+makes from the server's own OpenAPI document. A 5xx that the same body without `saesteer` gets as well is vLLM's own.
+"""
+
+import asyncio
+import json
+import os
+import re
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saesteer.checks import CODES
+from tests.plugin.conftest import BRIDGE, OCEAN
+from tests.plugin.test_messages import TURNS
+from tests.spec.strategies import mutations
+
+pytestmark = pytest.mark.slow
+
+# What a request costs is bounded here; vLLM obeys, say, a million answers.
+LIMITED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Who are you?", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 1},
+    "/v1/responses": {"input": "Who are you?", "max_output_tokens": 1},
+}
+ALWAYS = {"model": "base", "n": 1, "stream": False, "background": False, "min_tokens": 0, "use_beam_search": False}
+AT_ONCE = 16
+EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "80"))  # of each test, of AT_ONCE requests or so
+FUZZ = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+RAW = {"dtype": "float16", "shape": [576], "data": "AAE=" * 288}
+CLAMP = {"op": "clamp", "dictionary": "second", "feature": 1, "value": 2.0}
+WHEN = [{"dictionary": "mid", "feature": 3, "above": 0.5}, {"probe": "probe", "below": 2.0}]
+LISTS: list[list[dict[str, Any]]] = [
+    [{**BRIDGE, "mode": "set", "only_if_active": True, "when": WHEN[0], "scope": {"prompt": True}}],
+    [{**OCEAN, "mode": mode, "value": 7.0, "unit": "raw"} for mode in ("min", "max")],
+    [{"op": "add", "vector": "each", "site": "resid_post", "scale": 4.0, "norm": "match"}],
+    [{"op": "add", "vector": [0.5] * 576, "site": ["resid_post.20", "resid_mid.7"]}],
+    [{"op": "add", "vector": RAW, "site": "resid_post.15"}],
+    [{"op": "cap", "vector": "any", "site": "resid_post.20", "min": -1.0, "max": 3.0, "strength": 0.5}],
+    [{"op": "ablate", "vector": "any", "site": "resid_mid.7", "when": WHEN[1:]}],
+    [CLAMP, {"op": "reconstruct", "dictionary": "second", "error": "drop"}],
+    [{"op": "clamp", "dictionary": "topk", "feature": 7, "value": 2.0, "mode": "scale"}],
+    [{"op": "use", "module": "outer", "scale": -2.0}, {"op": "use", "module": "bridge"}],
+    [{**OCEAN, "scope": {"positions": [[0, 2], [-3, None]], "skip_first": 1}}],
+    [{**OCEAN, "scope": {"messages": ["user", 0]}}],
+]
+BASES: list[Any] = [
+    *({"version": 1, "edits": edits} for edits in LISTS),
+    {"edits": [CLAMP], "return": {"features": [{"dictionary": "demo", "top_k": 4}], "probes": ["probe"]}},
+]
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> Any:
+    """A spec as it stands in a body: an object, or its text for vllm_xargs; right or broken in up to three places."""
+    spec: Any = draw(st.sampled_from(BASES))
+    for _ in range(draw(st.integers(0, 3))):
+        _, _, spec = draw(mutations(spec))
+    return spec
+
+
+def body_of(path: str, spec: Any, by_string: bool) -> dict[str, Any]:
+    """A cheap request with a spec."""
+    held = {"vllm_xargs": {"saesteer": json.dumps(spec)}} if by_string else {"saesteer": spec}
+    return {"model": "base", **LIMITED[path], **held}
+
+
+def send(server: httpx.Client, bodies: list[tuple[str, dict[str, Any]]]) -> list[httpx.Response]:
+    """All of them at once, so that the broken and the right are in one batch."""
+
+    async def all_of_them() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as client:
+            # Not json=: httpx refuses NaN, other clients send it.
+            calls = [client.post(path, content=json.dumps(body), headers=JSON) for path, body in bodies]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(all_of_them())
+
+
+JSON = {"content-type": "application/json"}
+
+
+def plain(server: httpx.Client) -> Any:
+    """Tokens and logprobs of a plain request on a cold cache."""
+    body = {
+        "model": "base",
+        "prompt": "Who are you?",
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 3,
+        "ignore_eos": True,
+    }
+    response = server.post("/v1/completions", json={**body, "cache_salt": uuid4().hex, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["token_ids"], choice["logprobs"]
+
+
+@pytest.fixture(autouse=True)
+def _unchanged(any_server: httpx.Client) -> Any:
+    """Around each test: the engine lives, and a plain request says the same to the bit."""
+    before = plain(any_server)
+    yield
+    assert any_server.get("/health").status_code == 200
+    assert plain(any_server) == before
+
+
+def test_broken_specs(any_server: httpx.Client, capsys: pytest.CaptureFixture[str]) -> None:
+    counts: dict[Any, int] = {}
+    one = st.tuples(st.sampled_from(list(LIMITED)), broken(), st.booleans())
+
+    @settings(FUZZ, max_examples=EXAMPLES)
+    @given(st.lists(one, min_size=AT_ONCE, max_size=AT_ONCE))
+    def run(drawn: list[Any]) -> None:
+        for what, response in zip(drawn, send(any_server, [(p, body_of(p, s, t)) for p, s, t in drawn]), strict=True):
+            assert response.status_code in (200, 400), (what, response.text)
+            if response.status_code == 200:
+                counts[200] = counts.get(200, 0) + 1
+                continue
+            error = response.json()["error"]
+            code = re.search(r"\[([a-z_]+)\]$", error["message"])
+            assert str(error["param"]).startswith("saesteer"), (what, error)
+            assert code is not None and code[1] in CODES, (what, error)
+            counts[code[1]] = counts.get(code[1], 0) + 1
+
+    run()
+    with capsys.disabled():
+        print(f"\n{sum(counts.values())} specs: {counts}")
+    assert counts[200] > AT_ONCE and len(counts) > 8, "right ones and many kinds of broken ones"
+
+
+def body_with(path: str, draw: st.DrawFn, made: dict[str, Any]) -> dict[str, Any]:
+    """A cheap request with a spec and a few fields of a body; with all of them nearly each is refused for one."""
+    kept = draw(st.lists(st.sampled_from(sorted(made)), max_size=3, unique=True)) if made else []
+    body = {**LIMITED[path], **{key: made[key] for key in kept}}
+    bounds = ALWAYS | {key: value for key, value in LIMITED[path].items() if key.startswith("max")}
+    return (
+        body | {key: value for key, value in bounds.items() if key in {*body, "model"}} | {"saesteer": draw(broken())}
+    )
+
+
+@pytest.mark.parametrize("path", LIMITED)
+def test_bodies_of_the_server_s_own_document(
+    any_server: httpx.Client, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    document = any_server.get("/openapi.json").json()
+    cases = schemathesis.openapi.from_dict(document)[path]["POST"]
+    modes = [cases.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+    counts: dict[Any, int] = {}
+
+    @st.composite
+    def bodies(draw: st.DrawFn) -> list[dict[str, Any]]:
+        made = draw(st.one_of(modes)).body  # costs more to draw than to serve, so it serves several times
+        return [body_with(path, draw, made if isinstance(made, dict) else {}) for _ in range(AT_ONCE // 2)]
+
+    @settings(FUZZ, max_examples=EXAMPLES // 2)
+    @given(bodies())
+    def run(drawn: list[dict[str, Any]]) -> None:
+        for body, response in zip(drawn, send(any_server, [(path, body) for body in drawn]), strict=True):
+            status: Any = response.status_code
+            if status >= 500:
+                without = {key: value for key, value in body.items() if key != "saesteer"}
+                (stock,) = send(any_server, [(path, without)])
+                assert stock.status_code >= 500, (body, response.text)
+                status = f"{status}, vLLM's own"
+            counts[status] = counts.get(status, 0) + 1
+
+    run()
+    with capsys.disabled():
+        print(f"\n{path}, {sum(counts.values())} bodies: {counts}")
+    assert counts[200] > AT_ONCE and counts[400] > AT_ONCE
+
+
+@pytest.mark.parametrize("value", [-1e30, 10**30, -(2**63) - 1])
+def test_enormous_values_break_no_answer(any_server: httpx.Client, value: float) -> None:
+    """They are finite, so they are served; what the model makes of them may be anything but a 5xx."""
+    edits = [
+        {**OCEAN, "value": value, "unit": "raw"},
+        {"op": "add", "vector": "any", "site": "resid_mid.7", "scale": value},
+    ]
+    asked = {"logprobs": 3, "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
+    bodies: list[dict[str, Any]] = [
+        {"model": "base", "prompt": "Who are you?", **asked, "temperature": heat, "saesteer": {"edits": [edit]}}
+        for edit in edits
+        for heat in (0, 0.8)
+    ]
+    beside: dict[str, Any] = {"model": "base", "prompt": "Who are you?", "temperature": 0, **asked}
+    *found, other = send(any_server, [("/v1/completions", body) for body in [*bodies, beside]])
+    assert {one.status_code for one in found} <= {200, 400}, [one.text for one in found]
+    assert other.json()["choices"][0]["token_ids"] == plain(any_server)[0][:3]
