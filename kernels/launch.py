@@ -89,7 +89,7 @@ def edit_triton(
             HEAD=head,
             TAIL=tail,
             TOKENS=lone.tokens,
-            LEAST=lone.at_once,
+            LEAST=max(lone.at_once, min(4, lone.tokens)),
             SHARES=layout.TILE // lone.tokens,
             AT_ONCE=lone.at_once,
             STAGES=lone.stages,
