@@ -32,6 +32,7 @@ from saesteer.kernels.entries import (
     PARTS,
     SPAN,
     items_of,
+    rounded,
 )
 
 
@@ -74,10 +75,10 @@ def _store(
         gain0 = tl.load(norm_weight + cols0, mask=mask0, other=0.0)
         if TAIL > 0:
             gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
-    y0 = x0.to(dtype)
+    y0 = rounded(x0, dtype)
     tl.store(stream + at + cols0, y0, mask=mask0)
     if TAIL > 0:
-        y1 = x1.to(dtype)
+        y1 = rounded(x1, dtype)
         tl.store(stream + at + cols1, y1, mask=mask1)
     if FORM == PAIR:
         tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)

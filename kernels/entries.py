@@ -54,6 +54,8 @@ NORMED = tl.constexpr(layout.NORMED)
 PAIR = tl.constexpr(layout.PAIR)
 TILE = tl.constexpr(layout.TILE)
 PARTIALS = tl.constexpr(layout.PARTIALS)
+LARGEST = tl.constexpr(layout.LARGEST)
+LARGEST_HALF = tl.constexpr(layout.LARGEST_HALF)
 ITEMS = tl.constexpr(1024)  # of the work list, looked at at once
 
 
@@ -113,6 +115,14 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
         addend = tl.load(second + at, mask=mask, other=0.0)
         x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
     return x
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x in the stream's dtype, finite whatever the edits asked for: what overflows there would outlive its request."""
+    largest: tl.constexpr = LARGEST_HALF if dtype == tl.float16 else LARGEST
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -largest), largest).to(dtype)
 
 
 @triton.jit

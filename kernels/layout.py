@@ -85,6 +85,8 @@ MOST_PARTS = 16
 TILE = 64  # tokens of an item in a step of many tokens
 PARTIALS = 1024  # rows of scratch for parts of tokens
 LEAST_ROW = 64  # words of such a row at least
+LARGEST = 1e15  # of an edited stream, so that its squares have a finite sum; what is no number becomes 0
+LARGEST_HALF = 65504.0  # the same in fp16
 MOST_GATES = 32  # of one row
 
 

@@ -35,6 +35,7 @@ from saesteer.kernels.entries import (
     TILE_ARGUMENTS,
     law,
     reads,
+    rounded,
     tile,
 )
 
@@ -142,11 +143,11 @@ def lone_kernel(
                         squares += tl.sum(x1 * x1, axis=1)
                     delta *= tl.sqrt(squares)
                 mask0 = keep[:, None] & inside0[None, :]
-                y0 = (x0 + delta[:, None] * dec0.to(tl.float32)[None, :]).to(dtype)
+                y0 = rounded(x0 + delta[:, None] * dec0.to(tl.float32)[None, :], dtype)
                 tl.store(stream + at0, y0, mask=mask0)
                 if TAIL > 0:
                     mask1 = keep[:, None] & inside1[None, :]
-                    y1 = (x1 + delta[:, None] * dec1.to(tl.float32)[None, :]).to(dtype)
+                    y1 = rounded(x1 + delta[:, None] * dec1.to(tl.float32)[None, :], dtype)
                     tl.store(stream + at1, y1, mask=mask1)
                 if FORM == PAIR:
                     tl.store(second + at0, tl.zeros([AT_ONCE, HEAD], dtype), mask=mask0)

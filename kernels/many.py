@@ -37,6 +37,7 @@ from saesteer.kernels.entries import (
     TILE_ARGUMENTS,
     law,
     real,
+    rounded,
     tile,
     word,
 )
@@ -192,7 +193,7 @@ def many_kernel(
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         x = tile(stream, second, at, mask, FORM)
-                        y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT).to(dtype)
+                        y = rounded(_add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT), dtype)
                         tl.store(stream + at, y, mask=mask)
                         if FORM == PAIR:
                             tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
@@ -208,7 +209,7 @@ def many_kernel(
                             slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
                             starts = slot.to(tl.int64) * WIDTH
                             y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                        y = y.to(dtype)
+                        y = rounded(y, dtype)
                         tl.store(stream + at, y, mask=mask)
                         if FORM == PAIR:
                             tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)

@@ -50,6 +50,7 @@ def edit_(
         delta  = 0 where position is outside [lo, hi), or cells lack a bit of gates, or f == 0 and only_if_active
         x     += sum of scale_out * delta * w_dec[slot]
         x     += gain * (scale_out * (f(all) @ w_dec + b_dec[slot]) + mean - x)   for a reconstruction
+        x      = between -LARGEST and LARGEST, 0 where it is no number
 
     scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
     norm; scale_out is |x| for a delta in lengths of x. A gate changes nothing but its bit of cells[token].

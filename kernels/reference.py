@@ -57,6 +57,9 @@ def edit_ref_(
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
             begin = stop
+        largest = layout.LARGEST_HALF if stream.dtype == torch.float16 else layout.LARGEST
+        # What overflows in the stream would outlive its request, in the cache of keys and values.
+        x = x.nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
         tokens, x = tokens[changed], x[changed].to(stream.dtype)
         stream[tokens] = x
         if second is not None:

@@ -333,3 +333,33 @@ def test_row_0_and_an_empty_list_do_nothing(path: Path) -> None:
         out = plain(table, 0, items, path, 2)
         assert not out.stream.any()
         assert not out.counts.any()
+
+
+@pytest.mark.parametrize("entries", [1, 8], ids=["one", "eight"])
+@pytest.mark.parametrize("path", [None, *PATHS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_nothing_that_overflows_is_left_in_the_stream(path: Path | None, entries: int, dtype: torch.dtype) -> None:
+    """It would stay in the cache of keys and values when its request has gone."""
+    huge = 3.4e38
+    groups = [
+        [Entry(at, scale=0.0, shift=(-1) ** at * huge, gain=4.0) for at in range(entries)],
+        [Entry(0, shift=-huge)],
+    ]
+    table = make_table([[groups[: 1 + (entries > 1)]]], 1)
+    tokens = [(0, 1, 1), (1, 1, 2)]
+    work, where = work_of(tokens, table, path or TOKEN, 2), make_positions(tokens, 2)
+    rows = torch.ones(entries, WIDTH, dtype=dtype)
+    zeros = torch.zeros(entries)
+    weights = (rows, rows, zeros, zeros, torch.zeros(1, WIDTH))
+    site = torch.zeros(1, dtype=torch.int32)
+    call = Call(None, table, site, work, where, kinds_of(tokens, table, 1), weights, NORMED, 0, False)
+    state = State(torch.ones(2, WIDTH, dtype=dtype), torch.ones(2, WIDTH, dtype=dtype), zeros_int(2), zeros_int(2, 1))
+    call.reference(state) if path is None else call.kernel(state, path)
+    assert state.counts.any()
+    assert state.stream.isfinite().all()
+    assert state.second is not None
+    assert state.second.isfinite().all()
+
+
+def zeros_int(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)

@@ -34,7 +34,11 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
     yield "many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
     lone = tuned.lone
     head, tail = blocks(width, lone.num_warps, lone.split)
-    turns = {"TOKENS": lone.tokens, "LEAST": max(lone.at_once, min(4, lone.tokens)), "SHARES": layout.TILE // lone.tokens}
+    turns = {
+        "TOKENS": lone.tokens,
+        "LEAST": max(lone.at_once, min(4, lone.tokens)),
+        "SHARES": layout.TILE // lone.tokens,
+    }
     row = {"HEAD": head, "TAIL": tail, "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
     yield "lone", "lone_kernel", lone.num_warps, {**turns, **row}
 
