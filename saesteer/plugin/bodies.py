@@ -31,8 +31,24 @@ def install() -> None:
     hooks.wrap("OpenAIServingCompletion.request_output_to_completion_response", _completion)
     hooks.wrap("OpenAIServingCompletion.completion_stream_generator", _completion_stream)
     hooks.wrap("OpenAIServingResponses.responses_full_generator", _response)
+    hooks.wrap("AnthropicServingMessages.create_messages", _refusing_messages)
     for context in ("SimpleContext", "ParsableContext", "HarmonyContext"):
         hooks.wrap(f"{context}.append_output", _remembering)
+
+
+def _refusing_messages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Anthropic's form of a request drops fields that it does not know: it would run unsteered."""
+
+    @wraps(original)
+    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if raw_request is not None and KEY in await raw_request.json():
+            message = (
+                f"{KEY} is not served on this route; expected /v1/chat/completions, /v1/completions or /v1/responses"
+            )
+            return self.create_error_response(f"{message} [not_served]", param=KEY)
+        return await original(self, request, raw_request)
+
+    return create_messages
 
 
 def _is_steered(request: Any) -> bool:

@@ -164,6 +164,13 @@ HOOKS: dict[str, Hook] = {
             "what was applied",
             server=True,
         ),
+        Hook(
+            "vllm.entrypoints.anthropic.serving",
+            "AnthropicServingMessages.create_messages",
+            ("request", "raw_request"),
+            "refused there",
+            server=True,
+        ),
         *(
             Hook(f"{_OPENAI}.responses.context", f"{name}.append_output", ("output",), "what was applied", server=True)
             for name in ("SimpleContext", "ParsableContext", "HarmonyContext")

@@ -174,3 +174,11 @@ def test_many_at_once_over_the_socket(server: httpx.Client, model: str) -> None:
     # bf16 rounds otherwise in a larger batch, so the first words are compared, not all of them.
     for n, job in enumerate(jobs):
         assert text(job.result())[:4] == plain[n % 3][:4]
+
+
+def test_the_route_that_drops_the_field_refuses_it(server: httpx.Client) -> None:
+    body = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "Who are you?"}]}
+    assert server.post("/v1/messages", json=body).status_code == 200
+    refused = server.post("/v1/messages", json={**body, "saesteer": {"edits": [BRIDGE]}})
+    assert refused.status_code == 400
+    assert "saesteer is not served on this route" in refused.text
