@@ -66,12 +66,13 @@ def edit_triton(
     if places <= 0:
         return
     wanted = _ALL
-    if tiled is not False and (tiled or not (stream.is_cuda and torch.cuda.is_current_stream_capturing())):
+    captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
+    if tiled or (tiled is None and not captured):
         wanted = int(kinds[0]) & _ALL
         if not wanted:
             return
     if tiled is None:
-        tiled = tokens > TILED_ABOVE and not (stream.is_cuda and torch.cuda.is_current_stream_capturing())
+        tiled = tokens > TILED_ABOVE and not captured
     tuned = tuned or configs(width)
     common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
     rest: Any = (eps, weight_offset, table.stride(0), counts.stride(0))

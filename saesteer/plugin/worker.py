@@ -119,7 +119,7 @@ class Steering:
     """The running requests that are steered, by id, and what the last batch of them was.
 
     Most steps of a server decode one token more for the requests of the step before. What depends on the requests alone
-    is worked out when they change, so such a step costs the comparison of two lists beside the launch of the map.
+    is worked out when they change, so such a step costs the comparison of two lists.
     """
 
     def __init__(self, engine: Engine) -> None:
