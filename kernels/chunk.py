@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.dense import rank, statistics
+from saesteer.kernels.dense import norms, rank, statistics
 from saesteer.kernels.entries import (
     ADD,
     BASE,
@@ -40,18 +40,6 @@ from saesteer.kernels.entries import (
     rows,
     word,
 )
-
-
-@triton.jit
-def _norms(flags, length, std, WIDTH: tl.constexpr):
-    """Factors into the dictionary and out of it, by each entry's flags."""
-    root = tl.sqrt(WIDTH * 1.0)
-    safe = tl.maximum(length, 1e-12)
-    layer = (flags & LAYER_NORM) != 0
-    l2 = (flags & L2_NORM) != 0
-    into = tl.where(layer, 1.0 / (std + 1e-5), tl.where(l2, root / safe, 1.0))
-    out = tl.where(layer, std, tl.where(l2, safe / root, 1.0))
-    return into, out
 
 
 @triton.jit
@@ -115,7 +103,7 @@ def add_chunk(
     if tl.max(flags & (MATCH | LAYER_NORM | L2_NORM), axis=0) > 0:
         length, _, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
         if HAS_NORMS:
-            into, outward = _norms(flags, length, std, WIDTH)
+            into, outward = norms(flags, length, std, WIDTH)
             pre *= into
         outward = tl.where((flags & MATCH) != 0, length, outward)
     pre += bias

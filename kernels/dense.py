@@ -53,6 +53,18 @@ def statistics(x0, x1, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constex
 
 
 @triton.jit
+def norms(flags, length, std, WIDTH: tl.constexpr):
+    """Factors into the dictionary and out of it, by each entry's flags."""
+    root = tl.sqrt(WIDTH * 1.0)
+    safe = tl.maximum(length, 1e-12)
+    layer = (flags & LAYER_NORM) != 0
+    l2 = (flags & L2_NORM) != 0
+    into = tl.where(layer, 1.0 / (std + 1e-5), tl.where(l2, root / safe, 1.0))
+    out = tl.where(layer, std, tl.where(l2, safe / root, 1.0))
+    return into, out
+
+
+@triton.jit
 def rank(dense, mine, own, base, size, magnitude, CHUNK: tl.constexpr):
     """How many features of [base, base + size) come before each entry's: stronger, or equal and of lower index.
 
@@ -218,13 +230,8 @@ def reconstruct(
                 sum1 += tl.sum(f[:, None] * dec1.to(tl.float32), axis=0)
             sum0 += tl.sum(f[:, None] * dec0.to(tl.float32), axis=0)
         length, mean, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
-        out = 1.0
-        shift = 0.0
-        if (flags & LAYER_NORM) != 0:
-            out = std
-            shift = mean
-        if (flags & L2_NORM) != 0:
-            out = tl.maximum(length, 1e-12) / tl.sqrt(WIDTH * 1.0)
+        _, out = norms(flags, length, std, WIDTH)
+        shift = tl.where((flags & LAYER_NORM) != 0, mean, 0.0)
         if share == 0:
             bias = b_dec + slot.to(tl.int64) * WIDTH
             sum0 += tl.load(bias + cols0, mask=cols0 < WIDTH, other=0.0)

@@ -33,6 +33,7 @@ from saesteer.kernels.entries import (
     SPAN,
     items_of,
     rounded,
+    tile,
 )
 
 
@@ -189,7 +190,6 @@ def edit_kernel(
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
-    dtype: tl.constexpr = stream.dtype.element_ty
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS
 
@@ -221,20 +221,12 @@ def edit_kernel(
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
-            raw0 = tl.load(stream + at + cols0, mask=mask0, other=0.0)
-            if FORM == PAIR:
-                addend0 = tl.load(second + at + cols0, mask=mask0, other=0.0)
-                raw0 = (raw0.to(tl.float32) + addend0.to(tl.float32)).to(dtype)
-            x0 = raw0.to(tl.float32)
+            x0 = tile(stream, second, at + cols0, mask0, FORM).to(tl.float32)
             x1 = x0
             sum0 = tl.zeros([HEAD], tl.float32)
             sum1 = sum0
             if TAIL > 0:
-                raw1 = tl.load(stream + at + cols1, mask=mask1, other=0.0)
-                if FORM == PAIR:
-                    addend1 = tl.load(second + at + cols1, mask=mask1, other=0.0)
-                    raw1 = (raw1.to(tl.float32) + addend1.to(tl.float32)).to(dtype)
-                x1 = raw1.to(tl.float32)
+                x1 = tile(stream, second, at + cols1, mask1, FORM).to(tl.float32)
                 sum1 = tl.zeros([TAIL], tl.float32)
             bits = 0
             if (kind & GATED) != 0:

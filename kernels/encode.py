@@ -18,6 +18,7 @@ from saesteer.kernels.entries import (
     PAIR,
     SPAN,
     items_of,
+    tile,
 )
 
 
@@ -65,12 +66,11 @@ def encode_kernel(
     number = HEAD_WORDS + SPAN * tl.load(site)
     unit_tiles = (units + BLOCK_M - 1) // BLOCK_M
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
-    dtype: tl.constexpr = stream.dtype.element_ty
 
-    for tile in range(tl.program_id(0), unit_tiles * feature_tiles, tl.num_programs(0)):
+    for it in range(tl.program_id(0), unit_tiles * feature_tiles, tl.num_programs(0)):
         # Tiles of the same features follow one another, so that their weights are read from memory once.
-        unit = (tile % unit_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-        first = (tile // unit_tiles) * BLOCK_N
+        unit = (it % unit_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        first = (it // unit_tiles) * BLOCK_N
         item = work + 4 + (first_item + unit // span) * 4
         within = unit % span
         listed = unit < units
@@ -103,12 +103,7 @@ def encode_kernel(
             for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_K)
                 inside = cols < WIDTH
-                x = tl.load(stream + x_at[:, None] + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
-                if FORM == PAIR:
-                    addend = tl.load(
-                        second + x_at[:, None] + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0
-                    )
-                    x = (x.to(tl.float32) + addend.to(tl.float32)).to(dtype)
+                x = tile(stream, second, x_at[:, None] + cols[None, :], mine[:, None] & inside[None, :], FORM)
                 e = tl.load(w_enc + e_at[:, None] + cols[None, :], mask=held[:, None] & inside[None, :], other=0.0)
                 if HAS_NORMS:
                     off = tl.where(inside[None, :], x.to(tl.float32) - near[:, None], 0.0)

@@ -196,8 +196,8 @@ class Engine:
         if not self._written:
             return
         keys = sorted(self._written, key=lambda key: key[0])
-        units = self.to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
-        slots = self.to_device(torch.tensor([slot for _, slot in keys]))
+        units = self._to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
+        slots = self._to_device(torch.tensor([slot for _, slot in keys]))
         self._written.clear()
         at = 0
         for name, group in groupby(keys, key=lambda key: key[0]):
@@ -207,7 +207,7 @@ class Engine:
             site.w_dec.index_copy_(0, slots[at:end], rows)
             at = end
 
-    def to_device(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         """A copy there, in the order of the device's work; the host does not wait."""
         if self.device.type != "cuda":
             return tensor
