@@ -50,7 +50,7 @@ def test_a_crowd_is_steered_as_each_alone(make_engine: Any, options: dict[str, A
     tokens = [8 + 5 * (n % 4) for n in range(12)]
     if "num_gpu_blocks_override" in options:
         if not CUDA:
-            options = {**options, "block_size": 32}
+            options = {**options, "block_size": 32, "num_gpu_blocks_override": 12}  # 8 requests fill it twice
         tokens = [60] * 12
     llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **options)
     expected = alone(llm, prompts, specs, tokens)
