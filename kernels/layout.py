@@ -6,6 +6,8 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
     word 1                the most parts of its sites (PARTS below)
     word 2                1 where some site needs a whole dictionary encoded
     word 3                1 in a row that is new; the map empties its counts and writes 0
+    word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0 = any
+    words 5 to 7          0
     from word HEAD        SPAN words for each site: where its entries lie, and what they need
     from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
 
@@ -17,7 +19,9 @@ whole dictionary encoded), then the items (first token, row, tokens, 0): at most
 tokens of one request each. It depends on the batch alone: positions are read where they are needed.
 
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
-counts [rows, counters] int32: tokens that each edit of the row has changed so far.
+counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
+for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, 1e-12): x as it comes there, y as
+all groups leave it, both made finite, y not yet rounded and not yet limited. Tokens that no edit changed have none.
 """
 
 from collections.abc import Sequence
@@ -25,7 +29,8 @@ from functools import reduce
 from operator import or_
 
 NEW = 3  # word 3 of a row
-HEAD = 4  # words in front of the sites' spans
+LIMIT = 4  # word 4 of a row
+HEAD = 8  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
 
@@ -44,6 +49,7 @@ ANY = 1  # the one that can do everything
 LONE = 2  # a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # a single group of up to MOST_MANY of such, none in lengths of x
 GATED = 8  # some entry writes or reads cells
+DOSE = 16  # from this bit on: the first column of the site's doses, 0 where they are not measured
 
 # An entry.
 SLOT = 0  # row of the site's w_enc and w_dec; for RECONSTRUCT row of b_dec
@@ -74,6 +80,13 @@ RECONSTRUCT = 64  # x' = the whole decoded dictionary, with the deltas of the ot
 GATE = 128  # changes nothing: writes LOW < f < HIGH into a bit of cells
 COUNTER = 16
 
+# A site's doses in counts. Its tokens are added in any order, so the last digits of a sum may differ from run to run.
+DOSE_MAX = 0  # float32 bit pattern; as an integer it has the same order, for no dose is below 0
+DOSE_SUM = 1  # float32 bit pattern
+DOSE_TOKENS = 2
+DOSE_LIMITED = 3  # tokens whose dose was above the limit
+DOSE_WORDS = 4
+
 # Forms of the op: what its second tensor is.
 BARE = 0  # there is none
 NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
@@ -100,7 +113,14 @@ def width(sites: int, max_entries: int) -> int:
     return head(sites) + ENTRY * max_entries
 
 
-def span_words(flags: Sequence[int], *, gated: bool, groups: int, begin: int, dense: tuple[int, int, int]) -> list[int]:
+def counters(sites: int, max_entries: int) -> int:
+    """Columns of counts: at most one for each entry, and the doses of each site that can have one."""
+    return max_entries + DOSE_WORDS * min(sites, max_entries)
+
+
+def span_words(
+    flags: Sequence[int], *, gated: bool, groups: int, begin: int, dense: tuple[int, int, int], doses: int = 0
+) -> list[int]:
     """The words of a site, from which the kernels choose how to run it.
 
     Args:
@@ -109,7 +129,9 @@ def span_words(flags: Sequence[int], *, gated: bool, groups: int, begin: int, de
         groups: number of groups, gates included.
         begin: word of the first entry.
         dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
+        doses: column of counts where the site's doses begin, 0 where none are measured: only the edit kernel does that.
     """
+    assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)
     if not n:
         return [begin, begin, 1, 0, 0, 0, 0, 0]
@@ -117,8 +139,8 @@ def span_words(flags: Sequence[int], *, gated: bool, groups: int, begin: int, de
     parts = 1
     if groups == 1 and not every & GATE:
         parts = MOST_PARTS if every & RECONSTRUCT else min(MOST_PARTS, -(-n // PART))
-    if gated or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE):
-        kind = ANY | GATED * gated
+    if gated or doses or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE):
+        kind = ANY | GATED * gated | doses << DOSE
     elif n == 1:
         kind = LONE
     else:

@@ -101,7 +101,7 @@ class Engine:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         self.kinds = torch.zeros(1, dtype=torch.int32)  # on the host, whatever the device
         self.cells = zeros(max_tokens)
-        self.counts = zeros(max_rows + 1, config.max_edits)
+        self.counts = zeros(max_rows + 1, layout.counters(len(names), config.max_edits))
         self.scratch = scratch_for(list(self.sites.values()), width, device)
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._rows = np.zeros(self.table.shape, dtype=np.int32)  # as the device will have them
@@ -122,7 +122,11 @@ class Engine:
         """
         known = self.registry.versions[version]
         found = plan(spec, known.catalog, prompt_len)
-        return make_row(found, replace(self.places, vectors=known.arrows)) if found else None
+        if not found:
+            return None
+        # Plain attributes once both are there.
+        dose, limit = getattr(spec.returns, "dose", False), getattr(self.config, "max_dose", None)
+        return make_row(found, replace(self.places, vectors=known.arrows), dose=dose, limit=limit or 0.0)
 
     def add_version(
         self,
@@ -166,7 +170,7 @@ class Engine:
         self._staged.add(row)
 
     def counted(self, row: int, counters: int) -> Tensor:
-        """Tokens that each change of a row has changed so far, int32 [counters]; a copy, in the device's order."""
+        """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""
         counts = self.counts[row, :counters]
         return torch.zeros_like(counts) if row in self._staged else counts.clone()
 

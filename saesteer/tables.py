@@ -16,6 +16,7 @@ from saesteer.kernels import layout
 from saesteer.planned import END, Change, Condition, Direction, Feature, Group, Plan, Whole
 from saesteer.vectors import VectorSet, from_inline
 
+_KERNELS = layout.ANY | layout.LONE | layout.MANY
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
@@ -76,9 +77,15 @@ class Row:
     """What a request's table row holds."""
 
     words: NDArray[np.int32]  # shortened to what is used
-    kinds: int  # of all its sites, without GATED: which kernels a step with this request needs
-    counters: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
+    kinds: int  # of all its sites, of ANY, LONE and MANY: which kernels a step with this request needs
+    edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
+    doses: int = 0  # sites whose doses are measured, in columns behind those, in the order of a forward pass
     inline: tuple[Inline, ...] = ()
+
+    @property
+    def counters(self) -> int:
+        """Columns of counts that it uses."""
+        return self.edits + layout.DOSE_WORDS * self.doses
 
 
 def unit_of(vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
@@ -89,21 +96,27 @@ def unit_of(vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
     return (wide / length).astype(np.float32), length
 
 
-def make_row(plan: Plan, places: Places) -> Row:
+def make_row(plan: Plan, places: Places, *, dose: bool = False, limit: float = 0.0) -> Row:
     """The row of one request.
 
     Args:
         plan: of its spec.
         places: of all that it names.
+        dose: measure how much each site changes each token, relative to the token's length.
+        limit: the largest such dose, which is measured then; 0 = any.
     """
-    return _Writer(plan, places).row()
+    writer = _Writer(plan, places, measured=dose or limit > 0)
+    if limit > 0:
+        # Neither 0 nor infinite as a float32: the one would switch it off, the other is none.
+        writer.floats[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
+    return writer.row()
 
 
 class _Writer:
     """Writes the entries of one row, site by site."""
 
-    def __init__(self, plan: Plan, places: Places) -> None:
-        self.plan, self.places = plan, places
+    def __init__(self, plan: Plan, places: Places, *, measured: bool) -> None:
+        self.plan, self.places, self.measured = plan, places, measured
         self.at = layout.head(len(places.sites))
         self.words = np.zeros(layout.width(len(places.sites), places.max_entries), dtype=np.int32)
         self.floats = self.words.view(np.float32)
@@ -112,8 +125,9 @@ class _Writer:
         self.units: dict[Direction, tuple[NDArray[np.float32], float, bytes]] = {}
 
     def row(self) -> Row:
-        begin, kinds, most, whole = self.at, 0, 1, False
+        begin, kinds, most, whole, doses = self.at, 0, 1, False, 0
         counters = list(accumulate((len(group.changes) for group in self.plan.groups), initial=0))
+        edits = counters[-1]
         for name, number in self.places.sites.items():
             start, dense = self.at, (0, 0, 0)
             conditions = [one for one in self.plan.conditions if one.site == name]
@@ -126,6 +140,7 @@ class _Writer:
                     self._condition(condition, end)
             for place, group in groups:
                 self._group(group, counters[place])
+            measured = self.measured and bool(groups)  # a site with conditions alone changes nothing
             span = self.words[layout.HEAD + layout.SPAN * number :][: layout.SPAN]
             entries = self.words[start : self.at].reshape(-1, layout.ENTRY)
             span[:] = layout.span_words(
@@ -134,13 +149,15 @@ class _Writer:
                 groups=len(groups) + bool(conditions),
                 begin=start,
                 dense=dense,
+                doses=edits + layout.DOSE_WORDS * doses if measured else 0,
             )
+            doses += measured
             most, kinds = max(most, int(span[layout.PARTS])), kinds | int(span[layout.KIND])
             whole |= dense[1] > 0
         self.words[0] = (self.at - begin) // layout.ENTRY
         self.words[1] = most
         self.words[2] = whole
-        return Row(self.words[: self.at].copy(), kinds & ~layout.GATED, counters[-1], tuple(self.inline))
+        return Row(self.words[: self.at].copy(), kinds & _KERNELS, edits, doses, tuple(self.inline))
 
     def _dense(self, target: object) -> tuple[int, int, int]:
         """Slots and input norm of the dictionary whose every feature is needed, if it is one; else zeros."""

@@ -52,7 +52,14 @@ class Entry:
 Groups = Sequence[Sequence[Entry]]  # of one row at one site
 
 
-def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int, int] = (0, 0)) -> None:
+def write_row(
+    table: Tensor,
+    row: int,
+    sites: Sequence[Groups],
+    dense: tuple[int, int] = (0, 0),
+    doses: Sequence[int] = (),
+    limit: float = 0.0,
+) -> None:
     """Fill table[row] (int32 [rows, words]) with the groups of each site, in order.
 
     Args:
@@ -60,6 +67,8 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int
         row: of it.
         sites: the groups of each.
         dense: first slot and size of the dictionary that ranks or reconstructions need.
+        doses: columns of counts where those of each site begin, 0 where none are measured; default nowhere.
+        limit: of a dose; 0 = any.
 
     Raises:
         ValueError: the row has too few words.
@@ -77,6 +86,7 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int
             groups=len(groups),
             begin=at,
             dense=(*dense, whole[0] & (layout.LAYER_NORM | layout.L2_NORM)) if whole else (0, 0, 0),
+            doses=doses[site] if doses else 0,
         )
         words[1] = max(words[1], words[here + layout.PARTS])
         words[2] |= int(words[here + layout.DENSE_SIZE] > 0)
@@ -85,6 +95,7 @@ def write_row(table: Tensor, row: int, sites: Sequence[Groups], dense: tuple[int
             for entry in group:
                 words += entry.words(at)
     words[0] = (at - layout.head(len(sites))) // layout.ENTRY
+    words[layout.LIMIT : layout.LIMIT + 1] = struct.unpack("<i", struct.pack("<f", limit))
     if at > table.shape[1]:
         raise ValueError(f"a row of {at} words, the table has {table.shape[1]}")
     table[row, :at] = torch.tensor(words, dtype=torch.int32, device=table.device)
