@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from saesteer.planned import END, Catalog, Change, Direction, Feature, Plan
-from saesteer.vectors import from_inline
+from saesteer.vectors import fingerprint_of
+
+_LETTERS = 16  # of a fingerprint, in an answer
 
 
 def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
@@ -18,9 +20,8 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
         catalog: that it was planned with.
     """
     found = []
-    inline: dict[int, str] = {}
     for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
-        entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog, inline)}
+        entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
         found.append(entry)
     return found
@@ -42,17 +43,14 @@ def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int)
         )
 
 
-def _target(change: Change, catalog: Catalog, inline: dict[int, str]) -> dict[str, Any]:
+def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
     target = change.target
     if isinstance(target, Direction):
         if isinstance(target.vector, str):
-            about: dict[str, Any] = {"vector": target.vector}
-            version = _short(catalog.vectors[target.vector])
+            about: dict[str, Any] = {"vector": target.vector, "version": _short(catalog.vectors[target.vector])}
         else:
-            about = {}
-            key = id(target.vector)  # an all-layer set is hashed once, not for each of its layers
-            version = inline[key] = inline.get(key) or _short(from_inline(target.vector))
-        return about | ({} if target.layer is None else {"layer": target.layer}) | {"version": version}
+            about = {"version": fingerprint_of(target.vector)[:_LETTERS]}
+        return about if target.layer is None else about | {"layer": target.layer}
     about = {"dictionary": target.dictionary}
     if isinstance(target, Feature):
         about["feature"] = target.feature
@@ -61,4 +59,4 @@ def _target(change: Change, catalog: Catalog, inline: dict[int, str]) -> dict[st
 
 def _short(of: object) -> str:
     """The beginning of a content's fingerprint."""
-    return str(getattr(of, "fingerprint", ""))[:16]
+    return str(getattr(of, "fingerprint", ""))[:_LETTERS]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from saesteer.edits import Edit, Use
 from saesteer.planned import Catalog
 from saesteer.spec import Spec
-from saesteer.vectors import from_inline
+from saesteer.vectors import fingerprint_of
 
 Kind = Literal["vector", "module"]
 Name = tuple[Kind, str]
@@ -101,5 +101,7 @@ def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[s
 
 
 def _fingerprint(vector: Any, catalog: Catalog) -> str:
-    found: Any = catalog.vectors[vector] if isinstance(vector, str) else from_inline(vector)
+    if not isinstance(vector, str):
+        return fingerprint_of(vector)
+    found: Any = catalog.vectors[vector]
     return str(found.fingerprint)

@@ -4,7 +4,7 @@ Knows no weights, no tensors and no engine. What is not served is refused here b
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -95,6 +95,7 @@ class _Planner:
             unit=edit.unit,
             only_if_active=edit.only_if_active,
             gain=step.scale,
+            op=edit.op,
         )
         self._join(site, edit.dictionary, step, change)
 
@@ -102,14 +103,16 @@ class _Planner:
         edit = step.edit
         assert isinstance(edit, Add)
         plain = edit.norm == "none"
+        spans = self._windows(edit.scope, step.at)
         for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
             change = Change(
                 target,
-                self._windows(edit.scope, step.at),
+                spans,
                 step.at,
                 shift=edit.scale,
                 unit="vector" if plain else "stream",
                 gain=step.scale,
+                op=edit.op,
             )
             self._join(site, Add if plain else None, step, change)
 
@@ -118,16 +121,16 @@ class _Planner:
         assert isinstance(edit, Cap)
         low = float("-inf") if edit.min is None else edit.min
         high = float("inf") if edit.max is None else edit.max
+        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
         for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
-            spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
-            self._join(site, None, step, Change(target, spans, step.at, low=low, high=high, gain=gain))
+            self._join(site, None, step, Change(target, spans, step.at, low=low, high=high, gain=gain, op=edit.op))
 
     def ablate(self, step: Step) -> None:
         edit = step.edit
         assert isinstance(edit, Ablate)
+        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
         for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
-            spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
-            self._join(site, None, step, Change(target, spans, step.at, scale=0.0, gain=gain))
+            self._join(site, None, step, Change(target, spans, step.at, scale=0.0, gain=gain, op=edit.op))
 
     def reconstruct(self, step: Step) -> None:
         edit, at = step.edit, step.at
@@ -149,7 +152,7 @@ class _Planner:
                 fail(f"{at}.when", "conflict", f"is another than that of {one.change.field}, expected the same")
         if edit.error == "drop":
             _refuse_partial(edit.dictionary, info, at)
-            change = Change(Whole(edit.dictionary), spans, at, gain=step.scale)
+            change = Change(Whole(edit.dictionary), spans, at, gain=step.scale, op=edit.op)
             self._join(site, edit.dictionary, step, change)
             clamps = self.last[site]
         assert clamps is not None
@@ -162,7 +165,7 @@ class _Planner:
                 for key in m.keys]  # fmt: skip
         conditions, bits = self.conditions.settle(uses)
         groups = tuple(
-            Group(group.site, tuple(replace(m.change, gates=sum({bits[key] for key in m.keys})) for m in found))
+            Group(group.site, tuple(_gated(member, bits) for member in found))
             for group, found in zip(self.groups, members, strict=True)
         )
         found = Plan(groups, conditions)
@@ -190,7 +193,7 @@ class _Planner:
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run, [])
             self.groups.append(group)
-        group.members.append(_Member(replace(change, op=step.edit.op), step.edit, keys))
+        group.members.append(_Member(change, step.edit, keys))
 
 
 _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
@@ -200,6 +203,10 @@ _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
     Ablate: _Planner.ablate,
     Reconstruct: _Planner.reconstruct,
 }
+
+
+def _gated(member: _Member, bits: Mapping[Key, int]) -> Change:
+    return replace(member.change, gates=sum({bits[key] for key in member.keys})) if member.keys else member.change
 
 
 def _gain(step: Step, strength: float) -> float:

@@ -5,6 +5,7 @@ A site is a kind and a layer, counted from 0. What a layer calls resid_pre is wh
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from saesteer.errors import ConfigError
 
@@ -24,6 +25,7 @@ MAX_LAYER = 9999
 _SITE = re.compile(r"([a-z_]+)\.(0|[1-9][0-9]{0,3})")
 
 
+@lru_cache(4096)
 def parse(name: str) -> tuple[str, int]:
     """``"resid_post.20"`` → ``("resid_post", 20)``.
 

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,6 +76,18 @@ def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -
     if value.layers is None:
         return _vector_set({None: array}, bias)
     return _vector_set(dict(zip(value.layers, array, strict=True)), bias)
+
+
+@lru_cache(16)
+def fingerprint_of(value: tuple[float, ...] | InlineVector) -> str:
+    """Hex digest of a vector that stands in a request, over its bytes as they came.
+
+    The last ones are remembered: an answer tells it, and the cache salt is made of it.
+    """
+    if not isinstance(value, InlineVector):
+        return from_inline(value).fingerprint
+    shape = repr((value.dtype, value.shape, value.layers)).encode()
+    return hashlib.sha256(shape + hashlib.sha256(value.data).digest()).hexdigest()
 
 
 def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
