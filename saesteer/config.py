@@ -6,7 +6,8 @@ stay unread until somebody asks:
     {"dictionaries": {"gs20": {"path": "org/repo/folder", "site": "resid_post.20"}},
      "vectors": {"happy": {"path": "happy.gguf"}, "sentiment": {"path": "probe.npy", "bias": -0.5}},
      "modules": {"golden-gate": "golden-gate.json", "calm": {"edits": [...]}},
-     "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1}
+     "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
+     "max_dose": 0.5, "max_dose_action": "clamp"}
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from saesteer.checks import MAX_NAME, show
 from saesteer.coder import CoderInfo
@@ -30,6 +31,8 @@ KEY = "saesteer"
 SERVED_KINDS = ("resid_pre", "resid_mid", "resid_post")
 # Name of a limit → the least, the usual and the largest value.
 LIMITS = {"max_edits": (1, 64, 4096), "pool_rows": (0, 64, 65536), "inline_rows": (0, 1, 64)}
+DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
+MAX_DOSE = 1e6  # of the limit itself; what is more says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class SaesteerConfig:
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # vectors of one request's own at every site
+    max_dose: float | None = None  # how much edits may change a token at a site, in lengths of the stream; None: any
+    max_dose_action: DoseAction = "clamp"  # with a token above it
 
     @classmethod
     def from_json(cls, raw: Any) -> "SaesteerConfig":
@@ -91,6 +96,7 @@ class SaesteerConfig:
             _named(raw, "modules", _module_source),
             _limit(raw, "pool_rows"),
             _limit(raw, "inline_rows"),
+            *_dose(raw),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -103,6 +109,8 @@ class SaesteerConfig:
             "modules": dict(self.modules),
             "pool_rows": self.pool_rows,
             "inline_rows": self.inline_rows,
+            "max_dose": self.max_dose,
+            "max_dose_action": None if self.max_dose is None else self.max_dose_action,
         }
 
     def with_depth(self, layers: int) -> "SaesteerConfig":
@@ -192,6 +200,19 @@ def _limit(raw: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{KEY}.{key} is {show(value)}, expected {low} to {high}")
     return value
+
+
+def _dose(raw: Mapping[str, Any]) -> tuple[float | None, DoseAction]:
+    """The limit and what to do; null is not said, for either."""
+    limit, action = raw.get("max_dose"), raw.get("max_dose_action")
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if limit is not None and not (number and 0 < limit <= MAX_DOSE):
+        raise ConfigError(f"{KEY}.max_dose is {show(limit)}, expected a number above 0, {MAX_DOSE:.0f} at most")
+    if action is not None and action not in get_args(DoseAction):
+        raise ConfigError(f"{KEY}.max_dose_action is {show(action)}, expected {' or '.join(get_args(DoseAction))}")
+    if action is not None and limit is None:
+        raise ConfigError(f"{KEY}.max_dose_action is {show(action)} without {KEY}.max_dose, expected both or neither")
+    return None if limit is None else float(limit), action or "clamp"
 
 
 def _dictionary_source(name: str, value: Any) -> DictionarySource:

@@ -26,7 +26,7 @@ from saesteer.planned import (
     Window,
 )
 from saesteer.scopes import windows
-from saesteer.spec import Return, Spec
+from saesteer.spec import Spec
 from saesteer.uses import Step, steps
 
 __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
@@ -60,8 +60,10 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     planner = _Planner(catalog, prompt_len)
     for step in steps(spec.edits, catalog.modules):
         _ADD[type(step.edit)](planner, step)
-    if spec.returns != Return():
-        fail("saesteer.return", "not_served", "reading values out is not served by this version, expected edits only")
+    for name in ("features", "probes", "activations"):
+        if getattr(spec.returns, name):
+            message = "reading values out is not served by this version, expected nothing but dose"
+            fail(f"saesteer.return.{name}", "not_served", message)
     return planner.finish()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from saesteer.checks import Record, by, fail, integer, list_of, one_of, read, show, site, text
+from saesteer.checks import Record, by, fail, flag, integer, list_of, one_of, read, show, site, text
 from saesteer.edits import (
     MAX_POSITIONS,
     OPS,
@@ -112,6 +112,7 @@ class Return(Record):
         default=(),
         metadata=by(list_of(lambda one, at: read(ActivationRead, one, at), MAX_READS, key=lambda one: one.site)),
     )
+    dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
 
     @classmethod
     def check(cls, value: Any, at: str) -> "Return":

@@ -34,6 +34,7 @@ ROOMS = (
     "plan",
     "coder",
     "kernels",
+    "dose",
     "testing",
     "loaders",
     "vectors",

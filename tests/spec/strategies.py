@@ -139,6 +139,7 @@ returns = st.builds(
         max_size=2,
         unique_by=lambda one: one.site,
     ),
+    dose=st.booleans(),
 )
 specs = st.builds(Spec, edits=st.lists(edits, max_size=4).map(tuple), returns=st.just(Return()) | returns)
 

@@ -33,6 +33,7 @@ WHOLE: dict[str, Any] = {
         "features": [{"dictionary": "gs20", "top_k": 8}],
         "probes": ["sentiment"],
         "activations": [{"site": "resid_post.20", "positions": "generated"}],
+        "dose": True,
     },
 }
 
@@ -180,6 +181,9 @@ WHOLE_WRONG: list[tuple[str, str, str, Any]] = [
      {"edits": [{**CLAMP, "scope": {"positions": [[1, 2]] * (MAX_POSITIONS // 2)}}] * 3}),
     ("return-list", "saesteer.return", "wrong_type", {"return": []}),
     ("return-unknown", "saesteer.return.logits", "unknown_field", {"return": {"logits": True}}),
+    ("return-dose", "saesteer.return.dose", "wrong_type", {"return": {"dose": 1}}),
+    ("return-dose-null", "saesteer.return.dose", "wrong_type", {"return": {"dose": None}}),
+    ("return-dose-text", "saesteer.return.dose", "wrong_type", {"return": {"dose": "true"}}),
     ("return-top_k", "saesteer.return.features[0].top_k", "out_of_range",
      {"return": {"features": [{"dictionary": "a", "top_k": 0}]}}),
     ("return-twice", "saesteer.return.probes[1]", "duplicate", {"return": {"probes": ["a", "a"]}}),
@@ -235,6 +239,7 @@ def test_the_designs_example_is_read_and_written_without_its_defaults() -> None:
             "features": [{"dictionary": "gs20"}],
             "probes": ["sentiment"],
             "activations": [{"site": "resid_post.20", "positions": "generated"}],
+            "dose": True,
         },
     }
     assert from_json(json.dumps(WHOLE)) == spec

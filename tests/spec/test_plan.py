@@ -2,7 +2,7 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -289,10 +289,15 @@ def test_dictionaries_at_sites_without_an_op_are_refused() -> None:
     assert planned(clamp("x", 1, 1), catalog=Catalog({"x": Info("resid_post.3", "resid_pre.4")}, None, 64))
 
 
-@given(returns.filter(lambda one: one != Return()))
-def test_reading_out_is_refused_by_name(wanted: Return) -> None:
-    with pytest.raises(SpecError, match=r"^saesteer\.return: .* not served by this version") as caught:
-        plan(Spec(edits=(clamp("gs15", 1, 1),), returns=wanted), CATALOG, P)
+@given(returns)
+def test_of_what_may_be_read_out_doses_are_served_and_the_rest_refused_by_name(wanted: Return) -> None:
+    spec = Spec(edits=(clamp("gs15", 1, 1),), returns=wanted)
+    asked = [name for name in ("features", "probes", "activations") if getattr(wanted, name)]
+    if not asked:
+        assert plan(spec, CATALOG, P) == plan(replace(spec, returns=Return()), CATALOG, P)
+        return
+    with pytest.raises(SpecError, match=rf"^saesteer\.return\.{asked[0]}: .* not served by this version") as caught:
+        plan(spec, CATALOG, P)
     assert caught.value.code == "not_served"
 
 
