@@ -174,4 +174,4 @@ def _named(catalog: Catalog, direction: Direction) -> VectorSet:
 
 def _pin(row: Row) -> _Pin:
     unit, length = unit_of(row)
-    return _Pin(row, length, blake2b(unit.tobytes(), digest_size=16).digest())
+    return _Pin(row, float(length), blake2b(unit.tobytes(), digest_size=16).digest())

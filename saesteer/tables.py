@@ -1,8 +1,10 @@
 """A plan becomes the int32 words of one table row (kernels/layout.py). Knows numbers, not requests or devices."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import lru_cache
+from hashlib import sha256
 from itertools import accumulate
 from math import inf, isinf
 
@@ -11,10 +13,10 @@ from numpy.typing import NDArray
 
 from saesteer.checks import FLOAT32_MAX
 from saesteer.coder import RANKED, CoderInfo
-from saesteer.inline import Vector
+from saesteer.inline import InlineVector
 from saesteer.kernels import layout
 from saesteer.planned import END, Change, Condition, Direction, Feature, Group, Plan, Whole
-from saesteer.vectors import VectorSet, from_inline
+from saesteer.vectors import rows_of
 
 _KERNELS = layout.ANY | layout.LONE | layout.MANY
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
@@ -88,12 +90,26 @@ class Row:
         return self.edits + layout.DOSE_WORDS * self.doses
 
 
-def unit_of(vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
-    """A vector at unit length, float32, and the length that it had; in float64, where no square overflows."""
-    wide = vector.astype(np.float64)
-    largest = float(np.abs(wide).max())
-    length = largest * float(np.linalg.norm(wide / largest))
-    return (wide / length).astype(np.float32), length
+def unit_of(vectors: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Vectors [..., d] at unit length, float32, and the lengths [...] that they had.
+
+    In float64, where no square of a float32 number overflows or vanishes.
+    """
+    wide = vectors.astype(np.float64)
+    lengths = np.sqrt(np.einsum("...d,...d->...", wide, wide))
+    return (wide / lengths[..., None]).astype(np.float32), lengths
+
+
+@lru_cache(32)
+def _brought(vector: tuple[float, ...] | InlineVector) -> Mapping[int | None, tuple[NDArray[np.float32], float, bytes]]:
+    """What a request brings: by layer the unit direction, its length and a digest of the direction.
+
+    The last ones are remembered, since clients send one set of directions with request after request.
+    """
+    rows = rows_of(vector)
+    units, lengths = unit_of(np.stack(list(rows.values())))
+    contents = (sha256(unit.data).digest() for unit in units)
+    return dict(zip(rows, zip(units, lengths.tolist(), contents, strict=True), strict=True))
 
 
 def make_row(plan: Plan, places: Places, *, dose: bool = False, limit: float = 0.0) -> Row:
@@ -121,17 +137,19 @@ class _Writer:
         self.words = np.zeros(layout.width(len(places.sites), places.max_entries), dtype=np.int32)
         self.floats = self.words.view(np.float32)
         self.inline: list[Inline] = []
-        self.brought: dict[Vector, VectorSet] = {}
-        self.units: dict[Direction, tuple[NDArray[np.float32], float, bytes]] = {}
 
     def row(self) -> Row:
         begin, kinds, most, whole, doses = self.at, 0, 1, False, 0
         counters = list(accumulate((len(group.changes) for group in self.plan.groups), initial=0))
         edits = counters[-1]
+        conditions_at, groups_at = defaultdict(list), defaultdict(list)
+        for condition in self.plan.conditions:
+            conditions_at[condition.site].append(condition)
+        for place, group in enumerate(self.plan.groups):
+            groups_at[group.site].append((place, group))
         for name, number in self.places.sites.items():
             start, dense = self.at, (0, 0, 0)
-            conditions = [one for one in self.plan.conditions if one.site == name]
-            groups = [(n, one) for n, one in enumerate(self.plan.groups) if one.site == name]
+            conditions, groups = conditions_at[name], groups_at[name]
             for target in [one.target for one in conditions] + [c.target for _, g in groups for c in g.changes]:
                 dense = max(dense, self._dense(target))
             if conditions:
@@ -252,20 +270,11 @@ class _Writer:
         if arrow is not None:
             words[layout.SLOT] = arrow.slot
             return arrow
-        unit, length, content = self._brought(target)
+        assert not isinstance(target.vector, str), "the plan refuses names that nobody knows"
+        unit, length, content = _brought(target.vector)[target.layer]
         at = self.at - layout.ENTRY + layout.SLOT
         self.inline.append(Inline(at, site, content, unit))
         return Arrow(-1, length)
-
-    def _brought(self, target: Direction) -> tuple[NDArray[np.float32], float, bytes]:
-        vector = target.vector
-        assert not isinstance(vector, str)
-        if target not in self.units:
-            if vector not in self.brought:
-                self.brought[vector] = from_inline(vector)
-            unit, length = unit_of(self.brought[vector].rows[target.layer])
-            self.units[target] = unit, length, blake2b(unit.tobytes(), digest_size=16).digest()
-        return self.units[target]
 
 
 def _times(value: float, unit: float) -> float:

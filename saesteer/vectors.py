@@ -70,12 +70,15 @@ def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -
 
     Both forms were checked when the request was read: they are finite, and no row is zero.
     """
+    return _vector_set(rows_of(value), bias)
+
+
+def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
+    """The rows of a vector that stands in a request, by layer, in its own order."""
     if not isinstance(value, InlineVector):
-        return _vector_set({None: np.array(value, np.float32)}, bias)
+        return {None: np.array(value, np.float32)}
     array = _VIEWS[value.dtype](value.data).reshape(value.shape)
-    if value.layers is None:
-        return _vector_set({None: array}, bias)
-    return _vector_set(dict(zip(value.layers, array, strict=True)), bias)
+    return {None: array} if value.layers is None else dict(zip(value.layers, array, strict=True))
 
 
 @lru_cache(16)
