@@ -22,6 +22,7 @@ class Answer:
     usage: Mapping[str, Any]
     raw: Mapping[str, Any]  # the response's JSON
     applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, one for each edit; None: the server is silent
+    dose: tuple[Mapping[str, Any], ...] | None = None  # how strong that was, one for each site; None: it was not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Piece:
     raw: Mapping[str, Any]  # the event's JSON
     index: int = 0
     applied: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
+    dose: tuple[Mapping[str, Any], ...] | None = None  # beside it
 
 
 def document_of(status: int, content: bytes) -> Any:
@@ -78,7 +80,7 @@ def answer_of(kind: Route, document: Any) -> Answer:
         else:
             choice = document["choices"][0]
             text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
-        return Answer(text, reason, document.get("usage") or {}, document, _applied(document))
+        return Answer(text, reason, document.get("usage") or {}, document, *_told(document))
     except (KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's answer has no {kind} in it", status=200) from exc
 
@@ -121,16 +123,18 @@ def _pieces(kind: Route, data: str) -> Iterator[Piece]:
         choices = event["choices"]
         for choice in choices:
             text, reason = _choice_text(kind, choice, "delta"), choice.get("finish_reason")
-            yield Piece(text, reason, event, choice.get("index", 0), _applied(event))
-        if not choices and _applied(event) is not None:
-            yield Piece("", None, event, 0, _applied(event))
+            yield Piece(text, reason, event, choice.get("index", 0), *_told(event))
+        if not choices and any(told := _told(event)):
+            yield Piece("", None, event, 0, *told)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's stream has no {kind} in it: {data[:200]}", status=200) from exc
 
 
-def _applied(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+def _told(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ...] | None]:
+    """What is said to be applied, and the doses."""
     told = document.get("saesteer")
-    return tuple(told["applied"]) if isinstance(told, Mapping) and "applied" in told else None
+    found = told if isinstance(told, Mapping) else {}
+    return [tuple(found[key]) if key in found else None for key in ("applied", "dose")]
 
 
 def model_names(document: Any) -> list[str]:

@@ -94,6 +94,21 @@ def serve(
     inline_rows: Annotated[
         int | None, typer.Option("--inline-rows", help="Vectors of a request's own at every site; default 1.")
     ] = None,
+    max_dose: Annotated[
+        float | None,
+        typer.Option(
+            "--max-dose",
+            help="How much edits may change a token at a site, in lengths of the stream, such as 0.5; default any.",
+        ),
+    ] = None,
+    max_dose_action: Annotated[
+        str | None,
+        typer.Option(
+            "--max-dose-action",
+            metavar="clamp|refuse",
+            help="With a change above it: scale it down to it, or end its request with an error; default clamp.",
+        ),
+    ] = None,
     saesteer_config: Settings = None,
     saesteer_admin_key: Annotated[
         str | None,
@@ -118,6 +133,8 @@ def serve(
         max_edits=max_edits,
         pool_rows=pool_rows,
         inline_rows=inline_rows,
+        max_dose=max_dose,
+        max_dose_action=max_dose_action,
     )
     launch.serve(model, config, context.args, saesteer_admin_key or None)
 

@@ -58,7 +58,8 @@ class Client:
 
         Args:
             messages: the conversation, or one user message as text.
-            steer: a spec, its JSON object, one edit or a list of edits.
+            steer: a spec, its JSON object, one edit or a list of edits; of these a spec and a JSON object,
+                ``{"edits": [...], "return": {"dose": True}}``, may ask for doses as well.
             model: default the client's.
             **fields: of the body, as the OpenAI API and vLLM have them.
 

@@ -15,6 +15,8 @@ taken from there:
           - {op: add, vector: happy, site: resid_post.12, scale: 4}
     sites: [resid_post.all]
     max_edits: 64
+    max_dose: 0.5
+    max_dose_action: refuse
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,7 +40,7 @@ def read_settings(
     vectors: Sequence[str] = (),
     modules: Sequence[str] = (),
     file: str | Path | None = None,
-    **limits: int | None,
+    **limits: float | str | None,
 ) -> SaesteerConfig:
     """The operator's wishes.
 
@@ -48,7 +50,7 @@ def read_settings(
         vectors: each ``NAME=FILE``.
         modules: each ``NAME=FILE``, the file a spec as JSON.
         file: a YAML file; what the other arguments name again is theirs, and sites add up.
-        **limits: ``max_edits`` and the other limits of ``saesteer.config``; None is not said.
+        **limits: ``max_edits``, ``max_dose`` and all that ``saesteer.config`` has beside these; None is not said.
 
     Raises:
         ConfigError: a word or the file is not of that form.

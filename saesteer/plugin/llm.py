@@ -6,7 +6,7 @@ from typing import Any
 import vllm
 from vllm import SamplingParams
 
-from saesteer.config import KEY, SaesteerConfig
+from saesteer.config import KEY, DoseAction, SaesteerConfig
 from saesteer.spec import Spec, as_spec
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
@@ -23,10 +23,13 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: vectors of its own that one request may bring for each site.
+        max_dose: how much edits may change a token at a site, in lengths of the stream there; None: as they like.
+        max_dose_action: with a change above it, ``clamp``: scale it down to it, the default, or ``refuse``: end its
+            request with an error.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
-        ConfigError: a dictionary, vector, module or site that this model or version cannot serve.
+        ConfigError: a dictionary, vector, module or site that this model or version cannot serve, or a wrong limit.
         LoadError: a file that is not what it should be.
     """
 
@@ -40,6 +43,8 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
+        max_dose: float | None = None,
+        max_dose_action: DoseAction | None = None,
         **kwargs: Any,
     ) -> None:
         config = SaesteerConfig.from_json(
@@ -50,6 +55,8 @@ class LLM(vllm.LLM):
                 "vectors": dict(vectors or {}),
                 "modules": dict(modules or {}),
                 "inline_rows": inline_rows,
+                "max_dose": max_dose,
+                "max_dose_action": max_dose_action,
             }
         )
         config.with_depth(1).catalog(config.describe())
@@ -61,7 +68,8 @@ class LLM(vllm.LLM):
     ) -> list[vllm.RequestOutput]:
         """vLLM's ``generate``; ``steer`` is one spec for all prompts, or one (or None) for each.
 
-        A spec is a dict as in HTTP, a ``Spec``, or an edit or list of edits from ``saesteer.clamp`` and its kin.
+        A spec is a dict as in HTTP, a ``Spec``, or an edit or list of edits from ``saesteer.clamp`` and its kin; in a
+        dict edits may be made by these, too: ``{"edits": [saesteer.clamp(...)], "return": {"dose": True}}``.
 
         Raises:
             SpecError: a spec is wrong; nothing has been generated.
@@ -98,7 +106,7 @@ class LLM(vllm.LLM):
 
 
 def _reported(outputs: list[Any]) -> list[Any]:
-    """Each steered output with what its completions have, ``saesteer = {"applied": [...]}``: that of the first."""
+    """Each steered output with what its completions have, ``saesteer = {"applied": [...], ...}``: that of the first."""
     for output in outputs:
         said = getattr(output.outputs[0], KEY, None)
         if said is not None:

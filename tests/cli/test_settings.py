@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer import launch
-from saesteer.config import LIMITS, DictionarySource, SaesteerConfig, VectorSource
+from saesteer.config import LIMITS, DictionarySource, DoseAction, SaesteerConfig, VectorSource
 from saesteer.demo import DEMO_SAE
 from saesteer.errors import ConfigError, LoadError, SaesteerError
 from saesteer.settings import read_settings
@@ -23,7 +23,7 @@ MODULE = {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "sc
 
 names = st.text(min_size=1, max_size=128).filter(str.isprintable)
 paths = st.text(max_size=20)
-configs = st.builds(
+unlimited = st.builds(
     SaesteerConfig,
     st.dictionaries(names, st.builds(DictionarySource, paths, st.none() | paths), max_size=3),
     st.lists(st.sampled_from([f"{kind}.{layer}" for kind in KINDS for layer in ("0", "33", "all")]), max_size=3).map(
@@ -37,6 +37,10 @@ configs = st.builds(
         st.integers(LIMITS["inline_rows"][0], LIMITS["inline_rows"][2]),
     ),
 )
+limits = st.fixed_dictionaries(
+    {"max_dose": st.floats(0, 1e6, exclude_min=True), "max_dose_action": st.sampled_from(get_args(DoseAction))}
+)
+configs = st.builds(lambda config, limit: replace(config, **limit), unlimited, st.just({}) | limits)
 
 
 @given(configs)
@@ -49,6 +53,8 @@ def test_the_wire_form_is_the_config(config: SaesteerConfig) -> None:
 def test_what_is_not_said_is_as_usual() -> None:
     assert SaesteerConfig.from_json({}) == SaesteerConfig() == read_settings()
     assert (SaesteerConfig().max_edits, SaesteerConfig().pool_rows, SaesteerConfig().inline_rows) == (64, 64, 1)
+    assert (SaesteerConfig().max_dose, SaesteerConfig().max_dose_action) == (None, "clamp")
+    assert SaesteerConfig.from_json({"max_dose": 1, "max_dose_action": None}) == SaesteerConfig(max_dose=1.0)
 
 
 def vector(file: Path, *shape: int, seed: int = 0) -> Path:
@@ -78,6 +84,7 @@ def place(tmp_path: Path) -> Path:
         sites: [resid_post.all]
         max_edits: 32
         pool_rows: 8
+        max_dose: 2
         """
     )
     return tmp_path
@@ -95,6 +102,7 @@ def test_a_file_says_all(place: Path) -> None:
     }
     assert config.modules["golden"] == str(place / "module.json")
     assert (config.sites, config.max_edits, config.pool_rows, config.inline_rows) == (("resid_post.all",), 32, 8, 1)
+    assert (config.max_dose, config.max_dose_action) == (2.0, "clamp")
     vectors, modules = config.read_vectors(), config.read_modules()
     assert (vectors["happy"].layers, vectors["sentiment"].layers) == (None, (0, 1, 2, 3))
     assert (vectors["sentiment"].bias, vectors["happy"].width) == (-0.5, 64)
@@ -111,6 +119,7 @@ def test_words_win_over_the_file(place: Path) -> None:
         file=place / "settings.yaml",
         max_edits=16,
         pool_rows=None,
+        max_dose_action="refuse",
     )
     assert config.dictionaries["hub"] == DictionarySource("other/repo")
     assert config.dictionaries["new"] == DictionarySource("x", "resid_pre.1")
@@ -120,6 +129,8 @@ def test_words_win_over_the_file(place: Path) -> None:
     assert (config.modules["calm"], config.modules["golden"]) == ("calm.json", str(place / "module.json"))
     assert config.sites == ("resid_post.all", "resid_mid.1", "resid_mid.2", "resid_pre.0")
     assert (config.max_edits, config.pool_rows) == (16, 8)
+    assert (config.max_dose, config.max_dose_action) == (2.0, "refuse")
+    assert read_settings(file=place / "settings.yaml", max_dose=0.25).max_dose == 0.25
 
 
 def test_every_layer_is_known_with_the_model() -> None:
@@ -138,7 +149,9 @@ def test_the_fingerprint_follows_the_content(place: Path) -> None:
     seen.append(config.fingerprint())
     seen.append(replace(config, vectors={"happy": replace(config.vectors["happy"], bias=1.0)}).fingerprint())
     seen.append(replace(config, pool_rows=65).fingerprint())
-    assert len(set(seen)) == 5
+    seen += [replace(config, max_dose=0.5, max_dose_action=action).fingerprint() for action in get_args(DoseAction)]
+    seen.append(replace(config, max_dose=0.25).fingerprint())
+    assert len(set(seen)) == 8
 
 
 def test_the_door_lets_a_right_config_in(place: Path) -> None:
@@ -196,6 +209,19 @@ WRONG_FILES: list[tuple[str, str]] = [
     ("sites: 3", "saesteer.sites is 3, expected a list"),
     ("max_edits: '64'", "saesteer.max_edits is '64', expected 1 to 4096"),
     ("pool_rows: true", "saesteer.pool_rows is true"),
+    ("max_dose: .inf", "saesteer.max_dose is inf, expected a number above 0, 1000000 at most"),
+    ("max_dose: .nan", "saesteer.max_dose is nan"),
+    ("max_dose: -0.0", "saesteer.max_dose is -0.0"),
+    ("max_dose: 1000001", "saesteer.max_dose is 1000001"),
+    ("max_dose: true", "saesteer.max_dose is true"),
+    ("max_dose: '1'", "saesteer.max_dose is '1'"),
+    ("max_dose: [1]", "saesteer.max_dose is a list of 1"),
+    ("{max_dose: 1, max_dose_action: warn}", "saesteer.max_dose_action is 'warn', expected clamp or refuse"),
+    ("{max_dose: 1, max_dose_action: [clamp]}", "saesteer.max_dose_action is a list of 1"),
+    (
+        "max_dose_action: clamp",
+        "saesteer.max_dose_action is 'clamp' without saesteer.max_dose, expected both",
+    ),
     ("&a [*a]", "holds a list"),
     (BOMB, "saesteer.sites is a list of 9, expected a list of sites"),
     ("\x00", "no YAML"),
@@ -238,6 +264,7 @@ WRONG_MODULES: list[tuple[dict[str, Any], str]] = [
     ({"m": {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "scale": "4"}]}},
      "module 'm': saesteer.edits[0].scale: got '4', expected a number"),
     ({"m": {"return": {"probes": ["happy"]}}}, "module 'm': asks for return, expected edits only"),
+    ({"m": {"return": {"dose": True}}}, "module 'm': asks for return, expected edits only"),
     ({"m": "/no/such.json"}, "module 'm' (/no/such.json): cannot be read (No such file"),
     ({"m": "/"}, "module 'm' (/): cannot be read (Is a directory)"),
     ({"m": str(DEMO_SAE)}, "cannot be read"),

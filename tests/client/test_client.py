@@ -23,13 +23,14 @@ from saesteer.errors import RequestRefused, SaesteerError, ServerError, SpecErro
 
 CLAMP = {"op": "clamp", "dictionary": "demo", "feature": 3, "value": 2.0}
 APPLIED = [{"edit": 0, "site": "resid_post.15"}]
+DOSE = [{"site": "resid_post.15", "max": 0.31, "mean": 0.22, "tokens": 80}]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
 ANSWERS: dict[str, Any] = {
     "/v1/models": {"object": "list", "data": [{"id": "small"}, {"id": "other"}]},
     "/v1/chat/completions": {
         "choices": [{"index": 0, "message": {"role": "assistant", "content": "The Bridge."}, "finish_reason": "stop"}],
         "usage": USAGE,
-        "saesteer": {"applied": APPLIED},
+        "saesteer": {"applied": APPLIED, "dose": DOSE},
     },
     "/v1/completions": {"choices": [{"index": 0, "text": " a bridge", "finish_reason": "length"}], "usage": USAGE},
     "/v1/responses": {
@@ -46,7 +47,7 @@ CHUNKS: dict[str, list[Any]] = {
         {"choices": [{"index": 0, "delta": {"role": "assistant"}}]},
         {"choices": [{"index": 0, "delta": {"content": "The "}}]},
         {"choices": [{"index": 0, "delta": {"content": "Bridge."}, "finish_reason": "stop"}]},
-        {"choices": [], "usage": USAGE, "saesteer": {"applied": APPLIED}},
+        {"choices": [], "usage": USAGE, "saesteer": {"applied": APPLIED, "dose": DOSE}},
     ],
     "/v1/completions": [
         {"choices": [{"index": 1, "text": " a"}]},
@@ -143,7 +144,7 @@ both_clients = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync
 def test_chat(server: StandIn, asynchronous: bool) -> None:
     answer = ask(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
     raw = ANSWERS["/v1/chat/completions"]
-    assert answer == Answer("The Bridge.", "stop", USAGE, raw, tuple(APPLIED))
+    assert answer == Answer("The Bridge.", "stop", USAGE, raw, tuple(APPLIED), tuple(DOSE))
     assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
     assert server.seen[-1][2] == {
         "model": "small",
@@ -156,7 +157,8 @@ def test_chat(server: StandIn, asynchronous: bool) -> None:
 @both_clients
 def test_complete_and_respond(server: StandIn, asynchronous: bool) -> None:
     answer = ask(server, "complete", [1, 2, 3], model="other", max_tokens=2, asynchronous=asynchronous)
-    assert (answer.text, answer.finish_reason, answer.usage, answer.applied) == (" a bridge", "length", USAGE, None)
+    assert (answer.text, answer.finish_reason, answer.usage) == (" a bridge", "length", USAGE)
+    assert (answer.applied, answer.dose) == (None, None)
     assert server.seen == [
         ("/v1/completions", server.seen[0][1], {"model": "other", "prompt": [1, 2, 3], "max_tokens": 2})
     ]
@@ -174,6 +176,7 @@ def test_streams(server: StandIn, asynchronous: bool) -> None:
         ("", None), ("The ", None), ("Bridge.", "stop"), ("", None)
     ]  # fmt: skip
     assert [piece.applied for piece in pieces] == [None, None, None, tuple(APPLIED)]
+    assert [piece.dose for piece in pieces] == [None, None, None, tuple(DOSE)]
     assert server.seen[-1][2]["stream"] is True
     assert server.seen[-1][2]["messages"] == turns
     pieces = ask(server, "stream_complete", "x", asynchronous=asynchronous)
