@@ -37,7 +37,7 @@ VERSION = f"{KEY}_version"  # beside the spec in extra_args, from the front end 
 MOST = 4096  # vectors, and modules
 # An answer may end by a stop string, which the engine hears of a moment later: so long a version stays after its last.
 GRACE = 1.0
-PATIENCE = 3.0  # with a full pool, for requests that end soon; seconds as well
+PATIENCE = 3.0  # with a full pool, for requests that run and may end soon; seconds as well
 _LENGTHS = (1 << 20, 64, 8)  # of prompts, for which a module must mean something
 _BY_PROMPT = ("empty_scope", "duplicate")  # what may be wrong for one prompt and right for another
 
@@ -194,31 +194,35 @@ class Names:
             return existed, self._current.catalog
 
     async def _add(self, made: int, catalog: Catalog) -> None:
-        """Make the version here, as every worker will; without room, wait a little for what may be free soon."""
+        """Make the version here, as every worker will; without room, wait for what nobody holds, and a little for more.
+
+        The clock is asked after each sleep: uvloop ends one up to a millisecond early, and a busy machine late.
+        """
         end = time.monotonic() + PATIENCE
         while True:
-            waiting = self._drop_idle()
+            idle, held = self._drop_idle()
             try:
                 self._registry.add(made, catalog)
             except RegistryError:
-                if not waiting or time.monotonic() > end:
+                if not idle and (not held or time.monotonic() > end):
                     raise
                 await asyncio.sleep(GRACE / 4)
             else:
                 return
 
-    def _drop_idle(self) -> bool:
-        """Drop versions that nobody holds; whether there are older ones that stay for now."""
-        now, free, left = time.monotonic(), [], False
+    def _drop_idle(self) -> tuple[bool, bool]:
+        """Drop what nobody has held for GRACE; whether older versions stay that nobody holds, or somebody."""
+        now, free, idle, held = time.monotonic(), [], False, False
         with self._lock:
             for old in [one for one in self._registry.versions if one != self._current.number]:
-                held = bool(self._holders.get(old))
-                if not held and (old not in self._holders or now - self._idle_since.setdefault(old, now) >= GRACE):
+                if self._holders.get(old):
+                    held = True
+                elif old not in self._holders or now - self._idle_since.setdefault(old, now) >= GRACE:
                     free.append(old)
                 else:
-                    left = True
+                    idle = True
         self._drop(free)
-        return left
+        return idle, held
 
     def _drop(self, versions: Iterable[int]) -> None:
         for old in versions:

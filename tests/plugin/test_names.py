@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,6 +65,59 @@ def test_a_request_keeps_its_version_and_tells_the_worker() -> None:
     gc.collect()
     put(known, engine, "v", 0, 0, 1)
     assert [told["drop"] for told in engine.told] == [[], [0], [1]], "what nobody holds goes with the next change"
+
+
+class _Clock:
+    """In the place of time and sleep; what happens in the nth sleep can be said before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: float, events: dict[int, Callable[[], object]]) -> None:
+        self.now, self.sleeps, self.error, self.events = 100.0, 0, error, events
+        monkeypatch.setattr(names, "time", self)
+        monkeypatch.setattr(asyncio, "sleep", self.sleep)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.events.get(self.sleeps, bool)()
+        self.sleeps += 1
+        self.now += seconds + self.error
+
+
+@pytest.mark.parametrize("error", [-0.0008, 0.0, 7.0], ids=["early, as uvloop", "right", "late, as a busy machine"])
+@pytest.mark.parametrize("ends", [None, 0, 2], ids=["before", "in the first sleep", "in the third sleep"])
+def test_a_full_pool_takes_the_new_when_the_old_has_gone(
+    monkeypatch: pytest.MonkeyPatch, error: float, ends: int | None
+) -> None:
+    """However long a sleep takes: the slot of a request that has been answered is free, also if it ends a bit later."""
+    known, engine = start(1), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    holders = [known.hold()]
+    asyncio.run(known.delete(engine, "vector", "v"))
+    if ends is None:
+        holders.clear()
+    _Clock(monkeypatch, error, {} if ends is None else {ends: holders.clear})
+    if error > names.PATIENCE and ends == 2:
+        with pytest.raises(RegistryError, match="--pool-rows 2"):  # it has run for longer than anybody waits
+            put(known, engine, "w", 0, 1, 0)
+        holders.clear()
+    put(known, engine, "w", 0, 1, 0)
+    assert known.usage() == {"resid_post.3": (1, 1)}
+
+
+def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, engine = start(1), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    clock = _Clock(monkeypatch, 0.0, {})
+    with pytest.raises(RegistryError, match="--pool-rows 2"):
+        put(known, engine, "v", 0, 1, 0)  # the newest itself has the slot
+    assert clock.sleeps == 0
+    held = known.hold()
+    asyncio.run(known.delete(engine, "vector", "v"))
+    with pytest.raises(RegistryError, match="--pool-rows 2"):
+        put(known, engine, "w", 0, 1, 0)
+    assert names.PATIENCE <= clock.now - 100 < names.PATIENCE + 2 * names.GRACE
+    assert held.catalog.vectors
 
 
 def test_a_change_that_fails_on_a_worker_is_no_change() -> None:
