@@ -5,17 +5,19 @@ It calls the same ops through the same tables as the server; it knows nothing of
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from saesteer import dose
 from saesteer.coder import SparseCoder
 from saesteer.config import LIMITS, SaesteerConfig
-from saesteer.engine import Engine, Site
+from saesteer.engine import Engine, Row, Site
 from saesteer.errors import ConfigError, UnsupportedError
 from saesteer.loaders import load
+from saesteer.plan import plan
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec, as_spec
 
@@ -43,10 +45,12 @@ class Model:
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
+        max_dose: how much edits may change a token at a site, in lengths of the stream there; what is more is scaled
+            down to it. None: as they like.
         dtype: to load the model in; default float32.
 
     Raises:
-        ConfigError: a dictionary or site that the model does not have.
+        ConfigError: a dictionary or site that the model does not have, or a wrong limit.
         UnsupportedError: a model whose layers have no residual stream of the known shape.
     """
 
@@ -60,6 +64,7 @@ class Model:
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
+        max_dose: float | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if isinstance(model, str) or hasattr(model, "__fspath__"):
@@ -78,6 +83,7 @@ class Model:
                 "vectors": dict(vectors or {}),
                 "modules": dict(modules or {}),
                 "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
+                "max_dose": max_dose,
             }
         )
         text = model.config.get_text_config()
@@ -115,13 +121,13 @@ class Model:
         self.engine.edit(site, stream)
 
     @contextmanager
-    def _steered(self, steer: Any, prompt_len: int) -> Iterator[None]:
+    def _steered(self, steer: Any, prompt_len: int) -> Iterator[Row | None]:
         spec = as_spec(steer) or Spec()
         row = self.engine.make_row(spec, prompt_len)
         self._kinds = 0 if row is None else row.kinds
         self.engine.fill(_ROW, row)
         try:
-            yield
+            yield row
         finally:
             self.engine.fill(_ROW, None)
             self.engine.rest()
@@ -226,6 +232,33 @@ class Model:
             return self._captured
         finally:
             self._captured = None
+
+    def doses(self, prompt: str | Sequence[int], *, steer: Any, prompt_len: int | None = None) -> list[dict[str, Any]]:
+        """How much a spec changes the stream at each site, relative to its length, of one pass over all tokens.
+
+        What a server's answer to the same tokens has as ``dose``, but for the last token, which is no input there: an
+        object for each site, ``{"site", "max", "mean", "tokens"}``, with ``max_dose`` also ``"tokens_limited"``. The
+        spec need not ask for it.
+
+        Args:
+            prompt: text or token ids.
+            steer: a spec as ``saesteer.LLM.generate`` takes it.
+            prompt_len: as in ``logits``.
+
+        Raises:
+            SpecError: the spec is wrong.
+        """
+        ids = self.encode(prompt)
+        length = len(ids) if prompt_len is None else prompt_len
+        spec = as_spec(steer) or Spec()
+        spec = replace(spec, returns=replace(spec.returns, dose=True))
+        with self._steered(spec, length) as row:
+            if row is None:
+                return []
+            self._forward(ids, 0)
+            counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
+        sites = dose.sites_of(plan(spec, self.engine.catalog, length))
+        return dose.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, as it stands before the edits there.
