@@ -2,6 +2,8 @@
 
 Knows vLLM's serving classes, and of an answer only what ``CompletionOutput.saesteer`` says. An answer to a request
 without a spec passes through untouched. A body with several choices has the first one's on top, and each its own.
+
+What is refused while it runs (failures.py) is a 400, or the last event of a stream; of responses it is made here.
 """
 
 import json
@@ -13,6 +15,7 @@ from typing import Any
 
 from saesteer.config import KEY
 from saesteer.plugin import hooks, metrics
+from saesteer.plugin.failures import SpecRefused
 
 _ENDS = re.compile(r'"finish_reason":\s*"')  # what a text says stands in it with escaped quotes
 
@@ -31,6 +34,7 @@ def install() -> None:
     hooks.wrap("OpenAIServingCompletion.request_output_to_completion_response", _completion)
     hooks.wrap("OpenAIServingCompletion.completion_stream_generator", _completion_stream)
     hooks.wrap("OpenAIServingResponses.responses_full_generator", _response)
+    hooks.wrap("OpenAIServingResponses.responses_stream_generator", _response_stream)
     hooks.wrap("AnthropicServingMessages.create_messages", _refusing_messages)
     for context in ("SimpleContext", "ParsableContext", "HarmonyContext"):
         hooks.wrap(f"{context}.append_output", _remembering)
@@ -172,13 +176,42 @@ def _response(original: Callable[..., Any]) -> Callable[..., Any]:
     async def responses_full_generator(
         self: Any, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
+        try:
+            response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
+        except SpecRefused as error:
+            return self.create_error_response(error)  # also known to one that runs in the background
         said = getattr(context, KEY, None)
         if said is not None and hasattr(response, "output"):
             response.saesteer = said
         return response
 
     return responses_full_generator
+
+
+def _response_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An error that is not vLLM's own would break the connection."""
+
+    @wraps(original)
+    def responses_stream_generator(self: Any, request: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        events = original(self, request, sampling_params, *args, **kwargs)
+        return _ending(events) if _is_steered(request) else events
+
+    return responses_stream_generator
+
+
+async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    from openai.types.responses import ResponseErrorEvent
+
+    last = -1
+    async with aclosing(events):
+        try:
+            async for event in events:
+                last = getattr(event, "sequence_number", last)
+                yield event
+        except SpecRefused as error:
+            yield ResponseErrorEvent(
+                type="error", code=error.code, message=str(error), param=error.field, sequence_number=last + 1
+            )
 
 
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,15 +1,16 @@
-"""Counts of edited tokens on their way from the device into an answer's ``saesteer``. Knows no text and no HTTP.
+"""Counts and doses on their way from the device into an answer's ``saesteer``. Knows no text and no HTTP.
 
 They ride home with what travels anyway, since asking a worker would wait for its engine between two steps:
-    worker     sample_tokens: the counts of the step's steered requests leave with its output, copied beside the tokens
+    worker     sample_tokens: the counters of the step's steered requests leave with its output, copied beside tokens
     scheduler  update_from_output: a request's last output takes its own along, in kv_transfer_params
     front end  OutputProcessor: they are taken out of there, into ``saesteer`` of the request's CompletionOutput
 
-A step in which nobody is steered copies nothing, and an output that is not steered is left as it is.
+Beside them goes a word for each request that has failed on the worker (failures.py). A step in which nobody is steered
+copies nothing, and an output that is not steered is left as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -18,24 +19,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from saesteer import dose
 from saesteer.applied import count
 from saesteer.config import KEY
-from saesteer.plugin import hooks, metrics
+from saesteer.kernels import layout
+from saesteer.plugin import failures, hooks, metrics
+from saesteer.tables import Row
 
-_Table = tuple[list[str], NDArray[np.int32]]  # requests, and for each of them its cached tokens, then its counts
-
+# Requests, for each of them its cached tokens and then its counters, and a word for each that has failed.
+Table = tuple[list[str], NDArray[np.int32], dict[str, str]]
 
 _DEPTH = 4  # steps whose counts may be on their way at once; vLLM has two in flight at most
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The steered requests of a batch."""
+    """The steered requests of a batch; it stays the same while they do."""
 
     names: list[str]
     cached: list[int]  # tokens of the prompt that they did not compute themselves
     rows: list[int]  # of the table
-    width: int  # changes of the request that has the most
+    contents: list[Row]  # of these rows
+    refusing: bool = False  # a request with a dose above the limit fails
+    width: int = field(init=False)  # counters of the request that has the most
+    limited: tuple[NDArray[np.intp], NDArray[np.intp]] | None = field(init=False)  # where such doses are counted
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", max((row.counters for row in self.contents), default=0))
+        places = [
+            (number, 1 + row.edits + layout.DOSE_WORDS * site + layout.DOSE_LIMITED)
+            for number, row in enumerate(self.contents if self.refusing else ())
+            for site in range(row.doses)
+        ]
+        numbers, columns = np.array(places, dtype=np.intp).reshape(-1, 2).T
+        object.__setattr__(self, "limited", (numbers, columns) if places else None)
 
 
 class Ring:
@@ -63,30 +80,41 @@ class Ring:
 
 
 class Snapshot:
-    """Counts as they stand when this is made, on the device's clock; the host has not waited for them yet.
+    """Counters as they stand when this is made, on the device's clock; the host has not waited for them yet.
 
     Args:
-        listed: whose counts.
-        ring: of the counts.
+        listed: whose counters.
+        ring: of the counters.
         kept: what some of them had counted in other rows.
+        failed: a word for each request that has failed for another reason than its counters.
     """
 
-    def __init__(self, listed: Listed, ring: Ring, kept: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, listed: Listed, ring: Ring, kept: Mapping[str, Sequence[Tensor]], failed: Mapping[str, str]
+    ) -> None:
         self._listed = listed
         self._kept = kept
+        self._failed = dict(failed)
         self._counts, self._ready = ring.copy(max(listed.rows, default=-1) + 1)
 
-    def table(self) -> _Table:
-        """Wait for the counts: names, and a row for each."""
+    def table(self) -> Table:
+        """Wait for the counters: names, a row for each, and who has failed."""
         if self._ready is not None:
             self._ready.synchronize()
         listed = self._listed
         table = np.empty((len(listed.names), 1 + listed.width), dtype=np.int32)
         table[:, 0] = listed.cached
         table[:, 1:] = self._counts[listed.rows, : listed.width]
-        for name, more in self._kept.items():
-            table[listed.names.index(name), 1 : 1 + len(more)] += more.cpu().numpy()
-        return listed.names, table
+        for name, several in self._kept.items():
+            number = listed.names.index(name)
+            row = listed.contents[number]
+            own = table[number, 1 : 1 + row.counters]
+            for more in several:
+                own[:] = dose.merge(more.cpu().numpy(), own, row.edits)
+        if listed.limited is not None and (limited := table[listed.limited]).any():
+            above = {listed.names[number] for number in listed.limited[0][limited > 0]}
+            return listed.names, table, dict.fromkeys(above, failures.DOSE) | self._failed
+        return listed.names, table, self._failed
 
 
 def attach(worker: Any, steering: Any) -> None:
@@ -96,7 +124,7 @@ def attach(worker: Any, steering: Any) -> None:
     @wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = sample(*args, **kwargs)
-        if steering.kinds is not None:
+        if steering.kinds is not None or steering.failed:
             _put(output, steering.snapshot())
         return output
 
@@ -130,15 +158,20 @@ def install() -> None:
 def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kw: Any) -> Any:
+        found: Table | None = getattr(model_runner_output, KEY, None)
+        if found is None:
+            return original(self, scheduler_output, model_runner_output, *args, **kw)
+        names, table, failed = found
+        ended = failures.end(self, failed) if failed else []
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-        table: _Table | None = getattr(model_runner_output, KEY, None)
-        if table is not None:
-            numbers = {name: number for number, name in enumerate(table[0])}
-            for batch in outputs.values():
-                for one in batch.outputs:
-                    number = numbers.get(one.request_id)
-                    if number is not None and (one.finish_reason is not None or _may_end_later(self, one.request_id)):
-                        one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: table[1][number].tobytes()}
+        numbers = {name: number for number, name in enumerate(names)}
+        for batch in outputs.values():
+            for one in batch.outputs:
+                number = numbers.get(one.request_id)
+                if number is not None and (one.finish_reason is not None or _may_end_later(self, one.request_id)):
+                    one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: table[number].tobytes()}
+        if ended:
+            failures.tell(outputs, ended, {name: table[number].tobytes() for name, number in numbers.items()})
         return outputs
 
     return update_from_output
@@ -150,14 +183,40 @@ def _may_end_later(scheduler: Any, request: str) -> bool:
     return known is None or bool(known.sampling_params.stop)
 
 
-def expect(params: Any, applied: Sequence[Mapping[str, Any]]) -> None:
+@dataclass(slots=True)
+class _Answer:
+    """What a request's answer will say."""
+
+    said: dict[str, Any]
+    sites: tuple[str, ...] | None  # whose doses are told
+    limit: float | None  # of a dose
+    counted: bytes = b""  # as the last output with counters brought them
+
+    def fill(self) -> None:
+        """Put in what was counted."""
+        if self.counted:
+            found = np.frombuffer(self.counted, dtype=np.int32)
+            cached, counters, edits = int(found[0]), found[1:], len(self.said["applied"])
+            count(self.said["applied"], counters[:edits].tolist(), cached)
+            if self.sites is not None:
+                self.said["dose"] = dose.report(counters, edits, self.sites, limited=self.limit is not None)
+
+
+def expect(
+    params: Any,
+    applied: Sequence[Mapping[str, Any]],
+    sites: tuple[str, ...] | None = None,
+    limit: float | None = None,
+) -> None:
     """Remember what an answer will say beside the parameters that it is made with; this does not leave the process.
 
     Args:
         params: vLLM's own copy of a request's SamplingParams.
         applied: as saesteer.applied makes it.
+        sites: whose doses are measured, as saesteer.dose names them; None: they are not told.
+        limit: of a dose on this server.
     """
-    params.saesteer_applied = applied
+    params.saesteer_answer = _Answer({"applied": applied}, sites, limit)
 
 
 def _expecting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,9 +234,12 @@ def _expecting(original: Callable[..., Any]) -> Callable[..., Any]:
         made = original(self, request, prompt, parent_req, request_index, queue, *args, **kwargs)
         # Of n answers each has a copy of the parameters, which leaves our part behind.
         params = request.sampling_params if parent_req is None else parent_req.sampling_params
-        applied = getattr(params, "saesteer_applied", None)
-        if applied is not None:
-            self.request_states[request.request_id].saesteer = {"applied": [dict(one) for one in applied]}
+        answer: _Answer | None = getattr(params, "saesteer_answer", None)
+        if answer is not None:
+            said: dict[str, Any] = {"applied": [dict(one) for one in answer.said["applied"]]}
+            if answer.sites is not None:
+                said["dose"] = []  # as it stays without a site
+            self.request_states[request.request_id].saesteer = _Answer(said, answer.sites, answer.limit)
         return made
 
     return add_request
@@ -186,15 +248,26 @@ def _expecting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _receiving(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        failed = []
         for one in engine_core_outputs:
-            if one.kv_transfer_params is not None and KEY in one.kv_transfer_params:
-                found = dict(one.kv_transfer_params)
-                cached, *counts = np.frombuffer(found.pop(KEY), dtype=np.int32).tolist()
+            brought = one.kv_transfer_params
+            if brought is not None and (KEY in brought or failures.FAILED in brought):
+                found = dict(brought)
+                counted, word = found.pop(KEY, None), found.pop(failures.FAILED, None)
                 one.kv_transfer_params = found or None
-                said = getattr(self.request_states.get(one.request_id), "saesteer", None)
-                if said is not None:
-                    count(said["applied"], counts, cached)
-        return original(self, engine_core_outputs, *args, **kwargs)
+                state = self.request_states.get(one.request_id)
+                answer: _Answer | None = getattr(state, "saesteer", None)
+                if answer is not None:
+                    answer.counted = counted or answer.counted
+                    if word is not None:
+                        answer.fill()
+                        failed.append((state, failures.reason(word, answer.said.get("dose", ()), answer.limit)))
+        if not failed:
+            return original(self, engine_core_outputs, *args, **kwargs)
+        failures.raise_there(self, failed)
+        made = original(self, engine_core_outputs, *args, **kwargs)
+        made.reqs_to_abort.extend(failures.end_with(self, failed))
+        return made
 
     return process_outputs
 
@@ -203,12 +276,13 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _new_completion_output(self: Any, token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, token_ids, finish_reason, *args, **kwargs)
-        said = getattr(self, "saesteer", None)
-        if said is not None:
+        answer: _Answer | None = getattr(self, "saesteer", None)
+        if answer is not None:
             # One object for all pieces of a stream: vLLM merges pieces that wait, and keeps the first.
-            made.saesteer = said
+            made.saesteer = answer.said
             if finish_reason is not None:
-                metrics.edited(said["applied"])
+                answer.fill()
+                metrics.edited(answer.said["applied"])
         return made
 
     return _new_completion_output

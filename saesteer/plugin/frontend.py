@@ -17,33 +17,21 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
-
-from vllm.exceptions import VLLMValidationError
+from uuid import uuid4
 
 from saesteer import __version__
 from saesteer import spec as language
 from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
+from saesteer.dose import sites_of
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.identity import content_of, digest
 from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, plan
-from saesteer.plugin import bodies, counts, hooks, metrics, names
+from saesteer.plugin import bodies, counts, failures, hooks, metrics, names
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.conversation import Conversation, conversation_of
-
-
-class SpecRefused(SpecError, VLLMValidationError):
-    """A SpecError that vLLM's front ends answer with 400, its field as ``param``."""
-
-    def __init__(self, error: SpecError) -> None:
-        VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
-        self.field = error.field
-        self.code = error.code
-        metrics.refused(error.code)  # here, as every refusal at the door becomes one of these
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+from saesteer.plugin.failures import SpecRefused
 
 
 def install() -> None:
@@ -102,6 +90,7 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         if config is not None:
             refuse_unservable(vllm_config)
             _refuse_admin_of_many(vllm_config.parallel_config)
+        self.saesteer_config = config
         self.saesteer_names = None if config is None else _names(config, vllm_config.model_config)
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
@@ -157,7 +146,9 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 conversation = conversation_of(prompt)
                 held = None if self.saesteer_names is None else self.saesteer_names.hold()
                 catalog = None if held is None else held.catalog
-                found = admit(spec, catalog, self.saesteer_fingerprint, request, conversation)
+                found = admit(
+                    spec, catalog, self.saesteer_fingerprint, request, conversation, config=self.saesteer_config
+                )
                 if held is not None:
                     self.saesteer_names.bind(held, found, request)
         except SpecError as error:
@@ -201,7 +192,12 @@ def _resolved(spec: language.Spec, catalog: Catalog, ids: list[int], conversatio
 
 
 def admit(
-    spec: language.Spec, catalog: Catalog | None, server: str, request: Any, conversation: Conversation | None = None
+    spec: language.Spec,
+    catalog: Catalog | None,
+    server: str,
+    request: Any,
+    conversation: Conversation | None = None,
+    config: SaesteerConfig | None = None,
 ) -> language.Spec:
     """Check a spec against the server and its request, and keep the request's KV cache apart.
 
@@ -227,9 +223,14 @@ def admit(
     elif not _travels(params.extra_args[KEY]):
         params.extra_args = {**params.extra_args, KEY: spec.to_json()}
     found = plan(spec, catalog, len(ids))
-    counts.expect(params, applied(found, catalog))
+    limit = None if config is None else config.max_dose
+    measured = spec.returns.dose or limit is not None
+    counts.expect(params, applied(found, catalog), sites_of(found) if measured else None, limit)
     if found:
         request.cache_salt = cache_salt(request.cache_salt, server, spec, catalog)
+        if config is not None and config.max_dose_action == "refuse":
+            # A cached token is not measured again, and who computed it may be refused for it a moment later.
+            request.cache_salt = digest([request.cache_salt, uuid4().hex])
     return spec
 
 
@@ -318,6 +319,7 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
         tasks = original(self)
         config = config_of(self.vllm_config)
         if config is not None and not getattr(self, "saesteer_agreed", False):
+            failures.install_offline()  # here LLM has been imported, if it is used at all
             try:
                 statuses = self.collective_rpc("saesteer_status")
             except Exception as exc:

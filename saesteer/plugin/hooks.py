@@ -28,6 +28,7 @@ class Hook:
         why: what saesteer does there.
         worker: it is needed where the model runs, and its module is imported only there.
         server: the same, where HTTP is answered.
+        offline: the same, where Python asks.
     """
 
     module: str
@@ -36,6 +37,7 @@ class Hook:
     why: str
     worker: bool = False
     server: bool = False
+    offline: bool = False
 
     def find(self) -> Callable[..., Any]:
         """The function, checked.
@@ -106,12 +108,23 @@ HOOKS: dict[str, Hook] = {
             "counts go with a request's last output",
         ),
         Hook(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler.finish_requests",
+            ("request_ids", "finished_status"),
+            "a request fails",
+        ),
+        Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids", ("request_id",), "a request fails"),
+        Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks", ("block_ids",), "a request fails"),
+        Hook(
             _OUTPUTS,
             "OutputProcessor.add_request",
             ("request", "prompt", "parent_req", "request_index", "queue"),
             "who waits for counts",
         ),
         Hook(_OUTPUTS, "OutputProcessor.process_outputs", ("engine_core_outputs",), "counts arrive"),
+        Hook(_OUTPUTS, "OutputProcessor.abort_requests", ("request_ids", "internal"), "what belongs to it ends"),
+        Hook(_OUTPUTS, "RequestOutputCollector.put", ("output",), "its caller hears of it"),
+        Hook("vllm.entrypoints.llm", "LLM._run_engine", ("output_type",), "the same, offline", offline=True),
         Hook(
             _OUTPUTS,
             "RequestState._new_completion_output",
@@ -155,6 +168,7 @@ HOOKS: dict[str, Hook] = {
                     "OpenAIServingResponses.responses_full",
                     ("request", "sampling_params", "result_generator", "context"),
                 ),
+                ("responses", "OpenAIServingResponses.responses_stream", ("request", "sampling_params")),
             )
         ),
         Hook(
@@ -189,8 +203,8 @@ def vllm_version() -> str:
     raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
 
 
-def check_contract(*, worker: bool = False, server: bool = False) -> None:
-    """Look the hooks up: those that every process needs, or those of a worker or an HTTP server alone.
+def check_contract(*, worker: bool = False, server: bool = False, offline: bool = False) -> None:
+    """Look the hooks up: those that every process needs, or those of a worker, an HTTP server or LLM alone.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a hook that is missing or changed.
@@ -201,7 +215,7 @@ def check_contract(*, worker: bool = False, server: bool = False) -> None:
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
     for hook in HOOKS.values():
-        if (hook.worker, hook.server) == (worker, server):
+        if (hook.worker, hook.server, hook.offline) == (worker, server, offline):
             hook.find()
 
 

@@ -7,7 +7,6 @@ are dropped with the next change. Knows vLLM's requests, and neither HTTP nor ke
 
 import asyncio
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,6 @@ from saesteer.sites import canonical
 from saesteer.spec import Return, Spec, from_json
 from saesteer.vectors import VectorSet, from_inline
 
-logger = logging.getLogger("vllm.saesteer")
 VERSION = f"{KEY}_version"  # beside the spec in extra_args, from the front end to the worker
 MOST = 4096  # vectors, and modules
 # An answer may end by a stop string, which the engine hears of a moment later: so long a version stays after its last.
@@ -265,16 +263,6 @@ def version_of(params: Any) -> int:
     """The version that a request was admitted with."""
     found: int = (params.extra_args or {}).get(VERSION, 0)
     return found
-
-
-def is_known(registry: Registry, params: Any) -> bool:
-    """Whether a worker still has the version of a request; one whose answer has ended may come too late for it."""
-    known = version_of(params) in registry.versions
-    if not known:
-        logger.error(
-            "a request came with version %s of the names, which is gone: it runs unsteered", version_of(params)
-        )
-    return known
 
 
 def _given(wire: Mapping[str, Any] | None) -> VectorSet | None:

@@ -22,7 +22,7 @@ from saesteer.config import SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
-from saesteer.plugin import counts, frontend, hooks, layers, names
+from saesteer.plugin import counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
@@ -127,7 +127,8 @@ class Steering:
         self.rows: dict[str, Row] = {}  # of steered requests only
         self._places: dict[str, int] = {}  # of those that hold a table row
         self._holders: dict[int, str] = {}  # the same by row
-        self._kept: dict[str, Tensor] = {}  # counts from rows that were given up
+        self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
+        self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
         self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
         self._ring = counts.Ring(engine.counts)
         self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
@@ -140,9 +141,13 @@ class Steering:
         self.forget(request.req_id)
         spec = frontend.spec_of(request.sampling_params)
         row = None
-        if spec is not None and names.is_known(self.engine.registry, request.sampling_params):
+        if spec is not None:
             version = names.version_of(request.sampling_params)
-            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
+            if version in self.engine.registry.versions:
+                row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
+            else:
+                logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
+                self.failed[request.req_id] = failures.GONE
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
@@ -167,8 +172,7 @@ class Steering:
     def _keep(self, request: str) -> None:
         row = self._places.pop(request)
         del self._holders[row]
-        fresh = self.engine.counted(row, self.rows[request].counters)
-        self._kept[request] = self._kept[request] + fresh if request in self._kept else fresh
+        self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
 
     def _drop(self, request: str) -> None:
         self._kept.pop(request, None)
@@ -178,6 +182,7 @@ class Steering:
 
     def forget(self, request: str) -> None:
         """A request has ended, or will begin anew."""
+        self.failed.pop(request, None)
         if request in self.rows:
             self._batch = None
             self._drop(request)
@@ -191,10 +196,12 @@ class Steering:
                 names,
                 [self._cached[name] for name in names],
                 [self._places[name] for name in names],
-                max((self.rows[name].counters for name in names), default=0),
+                [self.rows[name] for name in names],
+                refusing=self.engine.config.max_dose_action == "refuse",
             )
-        kept = {name: self._kept[name] for name in self._listed.names if name in self._kept} if self._kept else {}
-        return counts.Snapshot(self._listed, self._ring, kept)
+        # Copies, as another thread reads them.
+        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
+        return counts.Snapshot(self._listed, self._ring, kept, self.failed)
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.

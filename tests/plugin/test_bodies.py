@@ -37,7 +37,7 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     scheduler = SimpleNamespace(requests=known)
     send(scheduler, None, SimpleNamespace())
     assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
-    send(scheduler, None, SimpleNamespace(saesteer=(["runs", "ends", "stops", "other"], table)))
+    send(scheduler, None, SimpleNamespace(saesteer=(["runs", "ends", "stops", "other"], table, {})))
     runs, ends, stops, plain, other = (one.kv_transfer_params for one in made)
     assert runs is None and plain is None
     assert np.frombuffer(ends["saesteer"], np.int32).tolist() == [2, 3]
@@ -45,10 +45,13 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     assert other == {"block": 7, "saesteer": table[3].tobytes()}
 
     # And at the other end of the wire.
-    said: dict[str, Any] = {"applied": [{"positions": [[1, None]]}]}
-    state = SimpleNamespace(saesteer=said)
-    counts._receiving(lambda *_: None)(SimpleNamespace(request_states={"ends": state, "other": object()}), made)
-    assert said == {"applied": [{"positions": [[1, None]], "tokens_edited": 3, "tokens_cached": 1}]}
+    params, states = SimpleNamespace(), {"ends": SimpleNamespace(), "other": object()}
+    counts.expect(params, [{"positions": [[1, None]]}])
+    processor = SimpleNamespace(request_states=states)
+    counts._expecting(lambda *_: None)(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
+    counts._receiving(lambda *_: None)(processor, made)
+    completion = counts._telling(lambda *_: SimpleNamespace())(states["ends"], [5], 1)
+    assert completion.saesteer == {"applied": [{"positions": [[1, None]], "tokens_edited": 3, "tokens_cached": 1}]}
     assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
 
 

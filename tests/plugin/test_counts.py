@@ -1,16 +1,19 @@
-"""Counts of edited tokens, from the device over rows that change hands into a step's output. Starts no vLLM engine."""
+"""Counts and doses, from the device over rows that change hands into a step's output. Starts no vLLM engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config import KEY
-from saesteer.plugin import counts, worker  # needs vLLM
+from saesteer.kernels import layout
+from saesteer.plugin import counts, names, worker  # needs vLLM
 from tests.test_meaning import TOKENS, WIDTH, make_engine
 
 SPEC = {"edits": [{"op": "clamp", "dictionary": "rect", "feature": 1, "value": 50.0}]}
@@ -35,8 +38,8 @@ def run(steering: worker.Steering, name: str, row: int) -> list[int]:
     engine.schedule(torch.tensor([row]), 0, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, 7)
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
-    names, table = steering.snapshot().table()
-    assert names == [name]
+    found, table, failed = steering.snapshot().table()
+    assert (found, failed) == ([name], {})
     return list(table[0].tolist())
 
 
@@ -90,6 +93,74 @@ def test_a_request_that_begins_anew_counts_anew(steering: worker.Steering) -> No
     steering.restart("plain", 4)
 
 
+DOSED = {**SPEC, "return": {"dose": True}}
+
+
+def write(steering: worker.Steering, row: int, largest: float, total: float, tokens: int, limited: int = 0) -> None:
+    """As the device counts the doses of a row with one edit at one site."""
+    block = np.zeros(layout.DOSE_WORDS, dtype=np.int32)
+    floats = block.view(np.float32)
+    floats[layout.DOSE_MAX], floats[layout.DOSE_SUM] = largest, total
+    block[layout.DOSE_TOKENS], block[layout.DOSE_LIMITED] = tokens, limited
+    steering.engine.flush()
+    steering.engine.counts[row, 0] = tokens
+    steering.engine.counts[row, 1 : 1 + layout.DOSE_WORDS] = torch.from_numpy(block)
+
+
+def doses(table: Any) -> tuple[float, float, list[int]]:
+    floats = table[0, 2:].view(np.float32)
+    whole = [int(table[0, 1]), *table[0, 2:][[layout.DOSE_TOKENS, layout.DOSE_LIMITED]].tolist()]
+    return float(floats[layout.DOSE_MAX]), float(floats[layout.DOSE_SUM]), whole
+
+
+def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
+    for row, (largest, total, tokens) in enumerate([(0.5, 1.5, 4), (2.0, 3.25, 5), (0.25, 0.5, 2)], start=1):
+        found = steering.add(request("a", DOSED)) if row == 1 else steering.rows["a"]
+        assert found is not None and (found.edits, found.doses) == (1, 1)
+        steering.place("a", row)
+        steering.engine.fill(row, found)
+        write(steering, row, largest, total, tokens, limited=1)
+    steering.look(["plain", "a"], 2)
+    names, table, failed = steering.snapshot().table()
+    assert (names, doses(table), failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
+
+
+def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses(steering: worker.Steering) -> None:
+    def run(limited: int) -> dict[str, str]:
+        for row, name in enumerate("abc", start=1):
+            found = steering.add(request(name, SPEC if name == "a" else DOSED))
+            steering.place(name, row)
+            steering.engine.fill(row, found)
+            write(steering, row, 2.0, 2.0, 3, limited=limited if name == "b" else 0)
+        steering.look(["c", "b", "a"], 3)
+        return steering.snapshot().table()[2]
+
+    assert run(1) == {}
+    steering.engine.config = replace(steering.engine.config, max_dose=1.0)
+    assert run(1) == {}, "clamped on the device"
+    steering.engine.config = replace(steering.engine.config, max_dose_action="refuse")
+    assert run(1) == {"b": "dose"}
+    assert run(0) == {}
+
+
+def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(steering: worker.Steering) -> None:
+    gone, plain = request("a"), request("plain")
+    gone.sampling_params.extra_args[names.VERSION] = 7
+    plain.sampling_params.extra_args = {names.VERSION: 7}
+    place = SimpleNamespace(sample_tokens=lambda _: _Output())
+    counts.attach(place, steering)
+    assert steering.add(gone) is steering.add(plain) is None
+    steering.look(["plain", "a"], 2)
+    found, table, failed = place.sample_tokens(None).saesteer
+    assert (found, table.shape, failed) == ([], (0, 1), {"a": "gone"})
+    steering.forget("a")
+    assert "saesteer" not in vars(place.sample_tokens(None))
+    steering.add(gone)
+    gone.sampling_params.extra_args[names.VERSION] = 0
+    start(steering, "a", 1)
+    assert run(steering, "a", 1) == [0, TOKENS - 1], "a new request of the same id"
+
+
 class _Output:
     """A step's output of either kind, as much of it as is read."""
 
@@ -121,5 +192,5 @@ def test_a_step_takes_counts_along_only_where_somebody_is_steered(steering: work
     run(steering, "a", 1)
     output = place.sample_tokens(None)
     run(steering, "a", 1)  # the next step is on its way before the host reads this one's
-    names, table = (output.get_output() if late else output).saesteer
-    assert (names, table.tolist()) == (["a"], [[0, TOKENS - 1]])
+    names, table, failed = (output.get_output() if late else output).saesteer
+    assert (names, table.tolist(), failed) == (["a"], [[0, TOKENS - 1]], {})

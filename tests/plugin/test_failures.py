@@ -1,0 +1,242 @@
+"""A request that fails on a worker, on its way to whoever waits, in vLLM's own OutputProcessor. Starts nothing."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from saesteer.config import KEY
+from saesteer.kernels import layout
+from saesteer.plugin import bodies, counts, failures, metrics  # needs vLLM
+from saesteer.plugin.failures import SpecRefused
+
+APPLIED = [{"positions": [[1, None]]}]
+
+
+class Blocks:
+    """Of the scheduler's cache manager, as much as is called."""
+
+    def __init__(self) -> None:
+        self.evicted: set[int] = set()
+
+    def get_block_ids(self, request: str) -> tuple[list[int], ...]:
+        return {"a": ([1, 2], [7]), "b": ([], [])}.get(request, ([9],))
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        self.evicted |= blocks
+
+
+class Scheduler:
+    """Of vLLM's scheduler, as much as is called."""
+
+    def __init__(self, *requests: Any) -> None:
+        self.requests = {one.request_id: one for one in requests}
+        self.kv_cache_manager = Blocks()
+
+    def finish_requests(self, names: list[str], status: Any) -> None:
+        assert "ERROR" in status.name
+        for name in names:
+            self.requests.pop(name).done = True
+
+
+def running(name: str, client: int = 0, done: bool = False) -> Any:
+    """Of vLLM's Request."""
+    events: list[Any] = []
+    made = SimpleNamespace(request_id=name, client_index=client, done=done, trace_headers=None)
+    made.take_events, made.is_finished = lambda: events, lambda: made.done
+    made.sampling_params = SimpleNamespace(stop=[])
+    return made
+
+
+def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
+    from vllm.v1.engine import EngineCoreOutputs
+
+    scheduler = Scheduler(running("a"), running("b", client=3), running("c"), running("over", done=True))
+    requests = dict(scheduler.requests)
+
+    def update_from_output(self: Any, *_: Any) -> Any:
+        assert set(self.requests) == {"c", "over"} and requests["a"].done and requests["b"].done
+        return {0: EngineCoreOutputs(outputs=[EngineCoreOutput("c", [5])])}
+
+    table = np.array([[0, 4], [2, 9]], dtype=np.int32)
+    failed = {"b": "gone", "a": "dose", "over": "dose", "unknown": "gone"}
+    step = SimpleNamespace(saesteer=(["a", "c"], table, failed))
+    outputs = counts._sending(update_from_output)(scheduler, None, step)
+    told = {client: {one.request_id: one for one in batch.outputs} for client, batch in outputs.items()}
+    assert {client: set(found) for client, found in told.items()} == {0: {"a", "c"}, 3: {"b"}}
+    assert told[0]["c"].new_token_ids == [5] and told[0]["c"].kv_transfer_params is None
+    a, b = told[0]["a"], told[3]["b"]
+    assert a.kv_transfer_params == {failures.FAILED: "dose", KEY: table[0].tobytes()}
+    assert b.kv_transfer_params == {failures.FAILED: "gone"}
+    assert (a.new_token_ids, a.finish_reason, b.finish_reason) == ([], FinishReason.ERROR, FinishReason.ERROR)
+    assert scheduler.kv_cache_manager.evicted == {1, 2, 7}, "nobody may find what it computed"
+
+
+class Front:
+    """vLLM's OutputProcessor as the front end runs it, with requests of no text."""
+
+    def __init__(self) -> None:
+        self.processor = OutputProcessor(None, log_stats=False)
+        self._process = counts._receiving(OutputProcessor.process_outputs)
+        self._add = counts._expecting(OutputProcessor.add_request)
+
+    def add(
+        self, name: str, n: int = 1, *, queue: bool = True, limit: float | None = None, kind: str = "DELTA"
+    ) -> RequestOutputCollector | None:
+        output = RequestOutputKind[kind]
+        params = SamplingParams(n=n, detokenize=False, max_tokens=9, output_kind=output)
+        counts.expect(params, APPLIED, ("resid_post.15", "resid_post.20"), limit)
+        asked = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=[1, 2],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id=f"{name}-external",
+        )
+        made = RequestOutputCollector(output, name) if queue else None
+        if n == 1:
+            self._add(self.processor, asked, None, None, 0, made)
+            return made
+        parent = ParentRequest(asked)
+        for index in range(n):
+            asked.request_id, asked.sampling_params = parent.get_child_info(index)
+            self._add(self.processor, asked, None, parent, index, made)
+        return made
+
+    def process(self, *outputs: EngineCoreOutput) -> Any:
+        return self._process(self.processor, list(outputs))
+
+    def check_empty(self) -> None:
+        """Nothing is left behind."""
+        processor = self.processor
+        assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
+
+
+def failing(name: str, word: str = "gone", counters: Any = None) -> EngineCoreOutput:
+    told = {failures.FAILED: word} | ({} if counters is None else {KEY: counters})
+    return EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, kv_transfer_params=told)
+
+
+def test_whoever_waits_gets_the_error_and_others_their_tokens() -> None:
+    front = Front()
+    failed, other = front.add("a"), front.add("b")
+    assert failed is not None and other is not None
+    front.process(EngineCoreOutput("a", [5]), EngineCoreOutput("b", [6]))
+    made = front.process(EngineCoreOutput("b", [7]), failing("a"))
+    assert not made.reqs_to_abort, "it has ended in the engine already"
+    with pytest.raises(SpecRefused, match=r"send it again \[gone\]$") as told:
+        failed.get_nowait()
+    assert (told.value.field, told.value.parameter, told.value.code) == ("saesteer", "saesteer", "gone")
+    assert failed.get_nowait() is None, "no token and no end comes behind it"
+    output: Any = other.get_nowait()
+    assert output.outputs[0].token_ids == [6, 7] and not output.finished
+    front.process(failing("a"))
+    assert failed.get_nowait() is None, "it is told once"
+    front.process(EngineCoreOutput("b", [8], finish_reason=FinishReason.LENGTH))
+    front.check_empty()
+
+
+def test_the_other_choices_of_a_request_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+    monkeypatch.setattr(metrics, "refused", refused.append)
+    front = Front()
+    queue, other = front.add("a", 4), front.add("b", 2)
+    assert queue is not None and other is not None
+    made = front.process(failing("2_a"), EngineCoreOutput("0_b", [6]), EngineCoreOutput("1_a", [5]), failing("3_a"))
+    assert set(made.reqs_to_abort) == {"0_a", "1_a"}
+    with pytest.raises(SpecRefused):
+        asyncio.run(queue.get())
+    assert queue.get_nowait() is None and other.get_nowait() is not None
+    assert refused == ["gone"], "one request"
+    assert set(front.processor.request_states) == {"0_b", "1_b"}
+    front.process(*(EngineCoreOutput(f"{n}_b", [6], finish_reason=FinishReason.LENGTH) for n in range(2)))
+    front.check_empty()
+
+
+def counters(*doses: tuple[float, int]) -> bytes:
+    """Of one edit at each of some sites: the largest dose, and tokens above the limit."""
+    found = np.zeros(2 + layout.DOSE_WORDS * len(doses), dtype=np.int32)
+    blocks = found[2:].reshape(-1, layout.DOSE_WORDS)
+    for block, (largest, above) in zip(blocks, doses, strict=True):
+        block.view(np.float32)[[layout.DOSE_MAX, layout.DOSE_SUM]] = largest
+        block[[layout.DOSE_TOKENS, layout.DOSE_LIMITED]] = 1, above
+    return found.tobytes()
+
+
+def test_a_dose_above_the_limit_is_told_with_its_site() -> None:
+    front = Front()
+    queue = front.add("a", limit=0.5)
+    assert queue is not None
+    front.process(failing("a", "dose", counters((0.25, 0), (0.75, 1))))
+    with pytest.raises(SpecRefused) as told:
+        queue.get_nowait()
+    assert (told.value.field, told.value.code) == ("saesteer.edits", "dose")
+    assert all(words in str(told.value) for words in ("at resid_post.20", "0.75", "0.5 at most", "--max-dose"))
+
+
+def test_offline_a_call_ends_as_a_whole_and_raises() -> None:
+    front = Front()
+    engine = SimpleNamespace(output_processor=front.processor)
+    aborted: list[str] = []
+
+    def _run_engine(self: Any, output_type: Any) -> list[Any]:
+        front.process(EngineCoreOutput("c", [5]))
+        made = front.process(failing("0_a"), EngineCoreOutput("c", [6]))
+        aborted.extend(made.reqs_to_abort)
+        return ["what vLLM returns"]
+
+    run = failures._raising(_run_engine)
+    for name, n in (("a", 3), ("b", 2), ("c", 1)):
+        front.add(name, n, queue=False, kind="FINAL_ONLY")
+    with pytest.raises(SpecRefused, match="gone"):
+        run(SimpleNamespace(llm_engine=engine), None)
+    assert sorted(aborted) == ["0_b", "1_a", "1_b", "2_a", "c"]
+    front.check_empty()
+    assert failures._raising(lambda *_: ["other"])(SimpleNamespace(llm_engine=engine), None) == ["other"]
+    assert "saesteer_refused" not in vars(front.processor)
+
+
+def test_whoever_steps_the_engine_by_hand_keeps_the_other_requests(caplog: pytest.LogCaptureFixture) -> None:
+    front = Front()
+    for name in "ab":
+        front.add(name, queue=False)
+    made = front.process(failing("a"), EngineCoreOutput("b", [6]))
+    a, b = made.request_outputs
+    assert (a.request_id, a.outputs[0].finish_reason) == ("a-external", "error") and b.outputs[0].token_ids == [6]
+    assert "a-external was refused" in caplog.text and set(front.processor.request_states) == {"b"}
+
+
+def test_a_stream_of_responses_ends_with_an_event() -> None:
+    async def events(*_: Any) -> Any:
+        yield SimpleNamespace(type="response.created", sequence_number=4)
+        raise SpecRefused(failures.reason("gone", (), None))
+
+    async def ask(found: list[Any], **extra: Any) -> None:
+        request = SimpleNamespace(model_extra=extra, vllm_xargs=None)
+        async for event in bodies._response_stream(events)(None, request, None):
+            found.append(event)  # noqa: PERF401  (an error may come behind it)
+
+    stock: list[Any] = []
+    with pytest.raises(SpecRefused):
+        asyncio.run(ask(stock))
+    assert len(stock) == 1
+    found: list[Any] = []
+    asyncio.run(ask(found, saesteer={}))
+    _, last = found
+    assert (last.type, last.code, last.param, last.sequence_number) == ("error", "gone", "saesteer", 5)
+    assert last.message.endswith("[gone]")
