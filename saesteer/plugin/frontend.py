@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
 from typing import Any
 from uuid import uuid4
@@ -32,6 +32,9 @@ from saesteer.plugin import bodies, counts, failures, hooks, metrics, names
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.conversation import Conversation, conversation_of
 from saesteer.plugin.failures import SpecRefused
+
+# Beside the spec in extra_args, for the worker: where it is equal, table rows are, with the same version of the names.
+SAME = f"{KEY}_same"
 
 
 def install() -> None:
@@ -226,11 +229,15 @@ def admit(
     limit = None if config is None else config.max_dose
     measured = spec.returns.dose or limit is not None
     counts.expect(params, applied(found, catalog), sites_of(found) if measured else None, limit)
+    content = content_of(spec.edits, catalog)
     if found:
-        request.cache_salt = cache_salt(request.cache_salt, server, spec, catalog)
+        request.cache_salt = cache_salt(request.cache_salt, server, content)
         if config is not None and config.max_dose_action == "refuse":
             # A cached token is not measured again, and who computed it may be refused for it a moment later.
             request.cache_salt = digest([request.cache_salt, uuid4().hex])
+    windows = {(change.field, change.windows) for group in found.groups for change in group.changes}
+    same = digest([content, sorted(windows), spec.returns.to_json()])
+    params.extra_args = {**params.extra_args, SAME: same}  # always, as the request may have brought one of its own
     return spec
 
 
@@ -242,7 +249,7 @@ def _travels(wire: Any) -> bool:
     return all(map(_travels, parts))
 
 
-def cache_salt(tenant: str | None, server: str, spec: language.Spec, catalog: Catalog) -> str:
+def cache_salt(tenant: str | None, server: str, content: Sequence[Any]) -> str:
     """Hex salt of the prefix cache for requests with these edits: what is not steered alike shares no KV block.
 
     It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
@@ -250,10 +257,9 @@ def cache_salt(tenant: str | None, server: str, spec: language.Spec, catalog: Ca
     Args:
         tenant: the request's own salt.
         server: fingerprint of the dictionaries, since a KV store may outlive a server.
-        spec: of the request.
-        catalog: that it was planned with.
+        content: of the request's edits, as identity.content_of has it.
     """
-    return digest([tenant, server, content_of(spec.edits, catalog)])
+    return digest([tenant, server, content])
 
 
 def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,8 +323,9 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_supported_tasks(self: Any) -> Any:
         tasks = original(self)
-        config = config_of(self.vllm_config)
-        if config is not None and not getattr(self, "saesteer_agreed", False):
+        # LLM asks this for every request: what is settled is not read again.
+        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
+        if config is not None:
             failures.install_offline()  # here LLM has been imported, if it is used at all
             try:
                 statuses = self.collective_rpc("saesteer_status")
@@ -335,8 +342,8 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def get_supported_tasks(self: Any) -> Any:
         tasks = await original(self)
-        config = config_of(self.vllm_config)
-        if config is not None and not getattr(self, "saesteer_agreed", False):
+        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
+        if config is not None:
             bodies.install()  # whoever asks this awaits answers over HTTP
             metrics.pools(self.input_processor.saesteer_names.usage())
             try:

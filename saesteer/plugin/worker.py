@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saesteer import __version__
-from saesteer.config import SaesteerConfig
+from saesteer.config import KEY, SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
@@ -26,6 +26,7 @@ from saesteer.plugin import counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
+_RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
 
 
 def install() -> None:
@@ -125,6 +126,7 @@ class Steering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
+        self._recent: dict[tuple[int, str | None], Row] = {}  # by the version of the names and SAME
         self._places: dict[str, int] = {}  # of those that hold a table row
         self._holders: dict[int, str] = {}  # the same by row
         self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
@@ -139,19 +141,33 @@ class Steering:
     def add(self, request: Any) -> Row | None:
         """Remember a new request; its row's content, or None when it is not steered."""
         self.forget(request.req_id)
-        spec = frontend.spec_of(request.sampling_params)
-        row = None
-        if spec is not None:
-            version = names.version_of(request.sampling_params)
-            if version in self.engine.registry.versions:
-                row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
-            else:
-                logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
-                self.failed[request.req_id] = failures.GONE
+        row = self._row_of(request)
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
             self._cached[request.req_id] = request.num_computed_tokens
+        return row
+
+    def _row_of(self, request: Any) -> Row | None:
+        """Made anew only where no recent request was steered alike: for a set of every layer that takes 0.7 ms."""
+        params = request.sampling_params
+        extra, version = params.extra_args or {}, names.version_of(params)
+        if KEY not in extra:
+            return None
+        if version not in self.engine.registry.versions:
+            logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
+            self.failed[request.req_id] = failures.GONE
+            return None
+        key = version, extra.get(frontend.SAME)
+        row = self._recent.pop(key, None)
+        if row is None:
+            spec = frontend.spec_of(params)
+            assert spec is not None
+            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
+        if row is not None and key[1] is not None:
+            self._recent[key] = row  # the last used stands last
+            if len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
         return row
 
     def restart(self, request: str, computed: int) -> None:

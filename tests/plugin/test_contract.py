@@ -76,11 +76,12 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
 
 def test_salts_differ_by_tenant_server_and_edits() -> None:
     from saesteer.config import SaesteerConfig
+    from saesteer.identity import content_of
     from saesteer.spec import from_json
 
     specs = [from_json({"edits": [conftest.BRIDGE]}), from_json({"edits": [conftest.OCEAN]})]
-    catalog = SaesteerConfig().catalog({})
-    salts = [frontend.cache_salt(t, s, spec, catalog) for t in (None, "a", "b") for s in ("x", "y") for spec in specs]
+    contents = [content_of(spec.edits, SaesteerConfig().catalog({})) for spec in specs]
+    salts = [frontend.cache_salt(t, s, one) for t in (None, "a", "b") for s in ("x", "y") for one in contents]
     assert len(set(salts)) == 12
     assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts)
 

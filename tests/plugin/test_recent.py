@@ -1,0 +1,99 @@
+"""Rows that a worker remembers: who is told to be steered alike is, and nobody borrows another's row."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.config import KEY
+from saesteer.engine import Engine
+from saesteer.errors import SpecError
+from saesteer.plugin import frontend, worker  # needs vLLM
+from saesteer.spec import from_json
+from tests.test_formulas import TOKENS, WIDTH, edits, make_engine
+
+ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make_engine(tmp_path_factory.mktemp("recent"))
+
+
+def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
+    """A request as the worker gets it, through the front end."""
+    params = SimpleNamespace(extra_args={KEY: spec, **brought})
+    request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
+    frontend.admit(from_json(spec), engine.catalog, "server", request)
+    return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)
+
+
+def words(engine: Engine, request: Any) -> list[Any]:
+    row = engine.make_row(from_json(request.sampling_params.extra_args[KEY]), len(request.prompt_token_ids))
+    return [] if row is None else [*row.words.tolist(), *(one.content for one in row.inline)]
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(edits(), min_size=1, max_size=3),
+    st.lists(edits(), max_size=1),
+    st.lists(st.integers(2, TOKENS), min_size=2),
+)
+def test_equal_words_from_the_front_end_mean_equal_rows(
+    engine: Engine, found: list[Any], more: list[Any], lengths: list[int]
+) -> None:
+    rows: dict[str, list[Any]] = {}
+    for spec in ({"edits": found}, {"edits": found + more}):
+        for prompt_len in lengths:
+            try:
+                request = admitted(engine, spec, prompt_len)
+            except SpecError:
+                assume(False)
+            row = words(engine, request)
+            assert rows.setdefault(request.sampling_params.extra_args[frontend.SAME], row) == row
+
+
+def test_a_prompt_of_another_length_shares_a_row_unless_its_windows_differ(engine: Engine) -> None:
+    def same(edit: Any, prompt_len: int, **more: Any) -> str:
+        told: str = admitted(engine, {"edits": [edit], **more}, prompt_len).sampling_params.extra_args[frontend.SAME]
+        return told
+
+    assert same(ADD, 4) == same(ADD, 9)
+    generated = {**ADD, "scope": {"generated": True}}
+    assert len({same(ADD, 4), same(generated, 4), same(generated, 5), same(ADD, 4, **{"return": {"dose": True}})}) == 4
+
+
+def test_a_row_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steering = worker.Steering(engine)
+    first = steering.add(admitted(engine, {"edits": [ADD]}, 4))
+    monkeypatch.setattr(engine, "make_row", lambda *_: pytest.fail("the row was known"))
+    assert first is not None
+    assert steering.add(admitted(engine, {"edits": [ADD]}, 7)) is first
+
+
+def test_what_is_remembered_has_an_end(engine: Engine) -> None:
+    steering = worker.Steering(engine)
+    for n in range(3 * worker._RECENT):
+        steering.add(admitted(engine, {"edits": [{**ADD, "scale": 1.0 + n}]}, 4))
+    assert len(steering._recent) == worker._RECENT
+
+
+def test_nobody_borrows_a_row(engine: Engine) -> None:
+    """A client may put words of its own beside the spec (vllm_xargs)."""
+    steering = worker.Steering(engine)
+    request = admitted(engine, {"edits": [ADD]}, 4)
+    assert steering.add(request) is not None
+    word = {frontend.SAME: request.sampling_params.extra_args[frontend.SAME]}
+    plain = SimpleNamespace(
+        req_id="p", prompt_token_ids=[1], sampling_params=SimpleNamespace(extra_args=word), num_computed_tokens=0
+    )
+    assert steering.add(plain) is None
+    assert steering.add(admitted(engine, {"edits": []}, 4, **word)) is None
+    other = steering.add(admitted(engine, {"edits": [{**ADD, "scale": 9.0}]}, 4, **word))
+    assert other is not None and words(engine, request)[:-1] != other.words.tolist()
