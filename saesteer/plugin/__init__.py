@@ -19,9 +19,10 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from saesteer.plugin import frontend, hooks, worker
+    from saesteer.plugin import frontend, hooks, logs, worker
 
     hooks.check_contract(worker=False)
+    logs.install()
     frontend.install()
     if os.environ.get("SAESTEER_DISABLE") == "1":
         logging.getLogger("vllm.saesteer").warning("saesteer is disabled by SAESTEER_DISABLE=1: steering is refused")

@@ -14,7 +14,7 @@ from functools import cache, wraps
 from typing import Any
 
 from saesteer.config import KEY
-from saesteer.plugin import hooks, metrics
+from saesteer.plugin import hooks, logs, metrics
 from saesteer.plugin.failures import SpecRefused
 
 _ENDS = re.compile(r'"finish_reason":\s*"')  # what a text says stands in it with escaped quotes
@@ -29,6 +29,7 @@ def install() -> None:
     """
     hooks.check_contract(server=True)
     metrics.install()
+    logs.install_server()
     hooks.wrap("OpenAIServingChat.chat_completion_full_generator", _chat)
     hooks.wrap("OpenAIServingChat.chat_completion_stream_generator", _chat_stream)
     hooks.wrap("OpenAIServingCompletion.request_output_to_completion_response", _completion)

@@ -29,6 +29,7 @@ class Hook:
         worker: it is needed where the model runs, and its module is imported only there.
         server: the same, where HTTP is answered.
         offline: the same, where Python asks.
+        late: older versions have it not, and nothing that would need the wrap.
     """
 
     module: str
@@ -38,6 +39,14 @@ class Hook:
     worker: bool = False
     server: bool = False
     offline: bool = False
+    late: bool = False
+
+    def exists(self) -> bool:
+        """Whether this vLLM has it; asked of a late one alone."""
+        found: Any = import_module(self.module)
+        for name in self.path.split("."):
+            found = getattr(found, name, None)
+        return found is not None
 
     def find(self) -> Callable[..., Any]:
         """The function, checked.
@@ -185,6 +194,15 @@ HOOKS: dict[str, Hook] = {
             "refused there",
             server=True,
         ),
+        Hook("vllm.sampling_params", "SamplingParams.__repr__", (), "logs hold no vectors"),
+        Hook(
+            "vllm.entrypoints.serve.utils.request_logger",
+            "RequestLogger.log_request_body",
+            ("request",),
+            "logs hold no vectors",
+            server=True,
+            late=True,
+        ),
         *(
             Hook(f"{_OPENAI}.responses.context", f"{name}.append_output", ("output",), "what was applied", server=True)
             for name in ("SimpleContext", "ParsableContext", "HarmonyContext")
@@ -215,7 +233,8 @@ def check_contract(*, worker: bool = False, server: bool = False, offline: bool 
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
     for hook in HOOKS.values():
-        if (hook.worker, hook.server, hook.offline) == (worker, server, offline):
+        here = (hook.worker, hook.server, hook.offline) == (worker, server, offline)
+        if here and (not hook.late or hook.exists()):
             hook.find()
 
 

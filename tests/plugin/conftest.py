@@ -187,16 +187,24 @@ def adapter(oracle: hf.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def any_server(
-    model_dir: str, dictionaries: Dictionaries, adapter: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools."""
-    folder = tmp_path_factory.mktemp("server")
+def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What any_server says."""
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="session")
+def any_server(model_dir: str, dictionaries: Dictionaries, adapter: Path, server_log: Path) -> Iterator[httpx.Client]:
+    """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools.
+
+    It logs every request.
+    """
+    folder = server_log.parent
     (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
     flags = ["--saesteer-config", str(folder / "saesteer.yaml"), "--dtype", "float32", "--max-model-len", "1024"]
     flags += ["--max-num-seqs", "16", "--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
     flags += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
-    with served([model_dir, *flags], folder / "log") as client:
+    flags += ["--enable-log-requests"]
+    with served([model_dir, *flags], server_log) as client:
         yield client

@@ -1,0 +1,113 @@
+"""No log holds a vector or a prompt: not of a server that logs every request, not of an engine that fails."""
+
+import base64
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm import SamplingParams
+from vllm.logging_utils.dump_input import prepare_object_to_dump
+from vllm.v1.core.sched.output import NewRequestData
+
+from saesteer.plugin import hooks, logs, register
+from tests.plugin.conftest import BRIDGE, WIDTH
+
+ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
+TEXT = base64.b64encode(ROW.tobytes()).decode()
+ADD = {"op": "add", "site": "resid_post.15"}
+BYTES = {**ADD, "vector": {"dtype": "float32", "shape": [WIDTH], "data": TEXT}}
+NUMBERS = {**ADD, "vector": [round(float(number), 6) for number in ROW]}
+SPEC: dict[str, Any] = {"edits": [BYTES, NUMBERS, BRIDGE]}
+PROMPT = "Sesquipedalian zyzzyvas"
+
+
+def parts(text: str) -> list[str]:
+    """What of the vectors and the prompt stands in a text."""
+    pieces = [PROMPT, "zyzzyvas", *(TEXT[n : n + 24] for n in (0, 600, 1200)), *map(str, NUMBERS["vector"][:20])]
+    return [piece for piece in pieces if piece in text]
+
+
+@pytest.mark.parametrize(
+    ("wire", "said"),
+    [
+        (SPEC, "2 add, 1 clamp"),
+        ({"edits": []}, "no edits"),
+        ({"edits": [{"op": TEXT}, {"op": {}}, 3, {}]}, "4 unknown"),
+        ({"edits": TEXT}, "an object of 1"),
+        (json.dumps(SPEC), f"a text of {len(json.dumps(SPEC))} characters"),
+        (NUMBERS["vector"], f"a list of {WIDTH}"),
+        (None, "null"),
+    ],
+)
+def test_a_spec_in_a_few_words(wire: Any, said: str) -> None:
+    assert logs.summary(wire) == said
+
+
+def test_what_is_printed_is_short_and_what_travels_is_whole() -> None:
+    register()
+    assert str(SamplingParams()) == SamplingParams.__repr__.__wrapped__(SamplingParams()), "as it was"
+    params = SamplingParams(max_tokens=7, extra_args={"saesteer": SPEC, "other": 1})
+    for text in (str(params), f"{params}", repr([params])):
+        assert not parts(text)
+        assert "extra_args={'saesteer': '2 add, 1 clamp', 'other': 1}" in text and "max_tokens=7" in text
+    assert params.extra_args == {"saesteer": SPEC, "other": 1}
+    # As an engine that fails prints its batch.
+    fields = dict.fromkeys(NewRequestData.__dataclass_fields__)
+    dumped = prepare_object_to_dump(NewRequestData(**{**fields, "sampling_params": params}))
+    assert "2 add, 1 clamp" in dumped and not parts(dumped)
+
+
+@pytest.mark.skipif(not hooks.HOOKS["RequestLogger.log_request_body"].exists(), reason="this vLLM prints no bodies")
+def test_bodies_that_are_printed_when_debugging(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.utils import request_logger
+
+    seen = logs._of_body(request_logger.RequestLogger.log_request_body)
+    monkeypatch.setattr(request_logger, "logger", logging.getLogger("tests.logs"))  # vLLM's own may not pass records on
+    bodies: list[dict[str, Any]] = [{"saesteer": SPEC}, {"vllm_xargs": {"saesteer": json.dumps(SPEC), "other": 1}}, {}]
+    with caplog.at_level(logging.DEBUG, logger="tests.logs"):
+        logger = request_logger.RequestLogger(max_log_len=None)
+        for body in bodies:
+            request = CompletionRequest(prompt="x", max_tokens=3, **body)
+            seen(logger, request)
+            assert {key: getattr(request, key) for key in body} == body, "the request itself stays"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and all('"max_tokens":3' in one for one in said)
+    assert '"saesteer":"2 add, 1 clamp"' in said[0] and '"saesteer":"a text of' in said[1]
+    assert not parts("".join(said))
+
+
+@pytest.mark.slow
+def test_a_server_that_logs_every_request(any_server: httpx.Client, server_log: Path) -> None:
+    before = len(server_log.read_text())
+    broken = {"edits": [{**BYTES, "vector": {**BYTES["vector"], "shape": [WIDTH - 1]}}, NUMBERS]}  # type: ignore[dict-item]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}),
+        ("responses", {"input": PROMPT, "max_output_tokens": 2}),
+    ]
+    for path, body in asked:
+        held: list[dict[str, Any]] = [{"saesteer": SPEC}, {"vllm_xargs": {"saesteer": json.dumps(SPEC)}}]
+        for more in held:
+            response = any_server.post(f"/v1/{path}", json={"model": "base", **body, **more})
+            assert response.status_code == 200, response.text
+        assert any_server.post(f"/v1/{path}", json={"model": "base", **body, "saesteer": broken}).status_code == 400
+    said = ""
+    for _ in range(100):
+        said = server_log.read_text()[before:]
+        if said.count("Received request") >= 9:
+            break
+        time.sleep(0.1)
+    assert said.count("Received request") == 9, "vLLM logs them"
+    assert said.count("'saesteer': '2 add, 1 clamp'") == 3 and said.count("'saesteer': '2 add'") == 3
+    assert not parts(said)
