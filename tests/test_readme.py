@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
-from saesteer import client
+import saesteer
+from saesteer import client, dose
 from saesteer.applied import applied, count
 from saesteer.config import SaesteerConfig
 from saesteer.demo import DEMO_SAE
+from saesteer.kernels import layout
 from saesteer.plan import plan
 from saesteer.settings import read_settings
-from saesteer.spec import from_json
+from saesteer.spec import as_spec, from_json
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -98,7 +101,7 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:
     [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
-    [said] = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    said, dosed = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
     config = SaesteerConfig.from_json({"dictionaries": {"demo": str(DEMO_SAE)}})
     catalog = config.catalog(config.describe())
     found = applied(plan(from_json(json.loads(body)["saesteer"]), catalog, 34), catalog)
@@ -107,6 +110,21 @@ def test_what_an_answer_says_is_what_it_would_say() -> None:
     want = json.loads(said)
     assert len(found[0]["version"]) == len(want["version"])
     assert found == [{**want, "version": found[0]["version"]}]
+    [one] = json.loads("{" + dosed + "}")["dose"]
+    told = np.zeros(1 + layout.DOSE_WORDS, dtype=np.int32)
+    told[1 + layout.DOSE_TOKENS] = want["tokens_edited"]
+    told.view(np.float32)[1:3] = one["max"], one["mean"] * want["tokens_edited"]
+    assert dose.report(told, 1, [want["site"]]) == [one]
+
+
+def test_flags_of_the_limit_are_right() -> None:
+    [limit] = re.findall(r"saesteer serve … (--max-dose \S+)`", TEXT)
+    [action] = re.findall(r"`(--max-dose-action \S+)` its request", TEXT)
+    config = read_settings(max_dose=float(limit.split()[1]), max_dose_action=action.split()[1])
+    assert (config.max_dose, config.max_dose_action) == (0.5, "refuse")
+    [asked] = re.findall(r"`steer=(\{.*?\})`", TEXT)
+    spec = as_spec(eval(asked, {"bridge": saesteer.clamp("demo", 3497, 2.0)}))
+    assert spec is not None and spec.returns.dose
 
 
 @pytest.mark.slow
