@@ -1,0 +1,190 @@
+"""Doses that a real engine tells are the Hugging Face backend's, and what an operator's limit leaves of an edit."""
+
+from typing import Any
+
+import pytest
+
+from saesteer import hf, spec
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, generate
+
+pytestmark = pytest.mark.slow
+
+# Both sides round to 4 digits, which is 5e-4 of a number each, and are two float32 implementations of the same layers;
+# a GPU's products of float32 are rounded to tf32.
+TOLERANCE = 1e-2 if CUDA else 1.1e-3
+# Of a logprob, as in test_parity.py.
+LOGPROB = 5e-2 if CUDA else 1e-4
+
+ASKED = {"dose": True}
+MATCHED = {"op": "add", "vector": "any", "norm": "match"}
+
+SPECS: dict[str, Any] = {
+    "a clamp": [BRIDGE],
+    "generated only": [{**OCEAN, "scope": {"generated": True}}],
+    "several at one site": [
+        BRIDGE,
+        {"op": "clamp", "dictionary": "second", "feature": 5, "value": 20.0},
+        {"op": "ablate", "vector": "any", "site": "resid_post.15", "strength": 2.0},
+    ],
+    "every kind of site": [
+        {"op": "clamp", "dictionary": "last", "feature": 1, "value": 10.0},
+        {"op": "clamp", "dictionary": "mid", "feature": 2, "value": 10.0},
+        {"op": "clamp", "dictionary": "embed", "feature": 3, "value": 4.0},
+        {"op": "add", "vector": "each", "site": "resid_post", "scale": 0.5},
+    ],
+    "modules": [{"op": "use", "module": "outer", "scale": 0.5}],
+    "a whole dictionary": [{"op": "reconstruct", "dictionary": "second"}],
+    "ranks": [{"op": "clamp", "dictionary": "topk", "feature": 17, "value": 4.0}],
+    "a few positions": [{**MATCHED, "site": "resid_mid.7", "scale": 0.3, "scope": {"positions": [[1, 2], [-1, None]]}}],
+    "what nothing reaches": [{"op": "cap", "vector": "any", "site": "resid_mid.7", "max": 1e6}],
+    "what a gate keeps shut": [{**OCEAN, "when": {"dictionary": "demo", "feature": 6511, "above": 1e9}}],
+}
+
+
+def ask(llm: Any, prompts: list[str], steer: Any, tokens: int = 9) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    outputs: list[Any] = llm.generate(prompts, params, steer=steer, use_tqdm=False)
+    return outputs
+
+
+def same(one: list[tuple[int, float]], two: list[tuple[int, float]]) -> None:
+    """Two greedy answers are one."""
+    assert [token for token, _ in one] == [token for token, _ in two]
+    assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in two], abs=LOGPROB)
+
+
+def told(site: str, dose: float, tokens: int, limited: int | None = None) -> dict[str, Any]:
+    """What is said of edits whose dose is the same at every token."""
+    said = {"site": site, "max": pytest.approx(dose, abs=1e-4), "mean": pytest.approx(dose, abs=1e-4), "tokens": tokens}
+    return said if limited is None else {**said, "tokens_limited": limited}
+
+
+def agree(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Two reports are one."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert {**one, "max": 0, "mean": 0} == {**other, "max": 0, "mean": 0}
+        for key in ("max", "mean"):
+            assert one[key] == (other[key] and pytest.approx(other[key], rel=TOLERANCE)), (one, other)
+
+
+def test_doses_are_those_of_the_oracle(make_engine: Any, oracle: hf.Model) -> None:
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    prompts = [PROMPTS[n % 4] for n in range(len(SPECS))]
+    outputs = ask(llm, prompts, [{"edits": edits, "return": ASKED} for edits in SPECS.values()])
+    for edits, output in zip(SPECS.values(), outputs, strict=True):
+        prompt = list(output.prompt_token_ids)
+        # The last token of an answer is never an input.
+        ids = prompt + list(output.outputs[0].token_ids)[:-1]
+        agree(output.saesteer["dose"], oracle.doses(ids, steer=edits, prompt_len=len(prompt)))
+        assert {one["site"] for one in output.saesteer["dose"]} == {one["site"] for one in output.saesteer["applied"]}
+    # Position 1 and the prompt's last one; then what changes nothing.
+    assert [output.saesteer["dose"][0]["tokens"] for output in outputs[-3:]] == [2, 0, 0]
+
+
+def test_a_vector_in_lengths_of_the_stream_has_its_scale_for_a_dose(make_engine: Any) -> None:
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    asked = [("resid_mid.7", 0.25), ("resid_post.15", 0.031), ("resid_pre.0", 1.5), ("resid_post.29", 4.0)]
+    steer = {"edits": [{**MATCHED, "site": site, "scale": scale} for site, scale in asked], "return": ASKED}
+    by_pass = [asked[2], asked[0], asked[1], asked[3]]
+    for output in ask(llm, PROMPTS, steer):
+        tokens = len(output.prompt_token_ids) - 1 + 8
+        assert output.saesteer["dose"] == [told(site, scale, tokens) for site, scale in by_pass]
+
+
+def test_who_asks_is_told_and_gets_the_answer_of_who_does_not(make_engine: Any) -> None:
+    """Every form in which Python may say it, beside one that does not and one that edits nothing."""
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    bridge = spec.clamp("demo", 3497, 2.0, unit="max_act")
+    whole = {"edits": [bridge], "return": ASKED}
+    steer = [bridge, whole, spec.from_json(whole), {"edits": [BRIDGE], "return": {"dose": False}},
+             {"return": ASKED}, None]  # fmt: skip
+    prompts = [PROMPTS[0]] * len(steer)
+    said = [getattr(output, "saesteer", None) for output in ask(llm, prompts, steer)]
+    assert [one if one is None else sorted(one) for one in said] == [
+        ["applied"], ["applied", "dose"], ["applied", "dose"], ["applied"], ["applied", "dose"], None
+    ]  # fmt: skip
+    assert said[1] == said[2]
+    assert said[4] == {"applied": [], "dose": []}
+    answers = generate(llm, prompts, steer)
+    for answer in answers[1:4]:
+        same(answer, answers[0])
+    assert answers[4] == answers[5]
+    turn = [{"role": "user", "content": "Who are you?"}]
+    [output] = llm.chat(turn, steer=whole, use_tqdm=False)
+    assert output.saesteer["dose"][0]["tokens"] == output.saesteer["applied"][0]["tokens_edited"] > 0
+
+
+def test_asking_shares_the_prefix_cache_and_measures_what_is_computed(make_engine: Any) -> None:
+    llm = make_engine(dtype="float32", block_size=32)
+    edit = {**MATCHED, "site": "resid_post.15", "scale": 0.125, "scope": {"positions": [[3, None]]}}
+    [first] = ask(llm, [LONG_PROMPT], {"edits": [edit]})
+    [second] = ask(llm, [LONG_PROMPT], {"edits": [edit], "return": ASKED})
+    assert "dose" not in first.saesteer
+    assert second.num_cached_tokens >= 96
+    tokens = len(second.prompt_token_ids) - second.num_cached_tokens + 8
+    assert second.saesteer["dose"] == [told("resid_post.15", 0.125, tokens)]
+    assert second.saesteer["applied"][0]["tokens_edited"] == tokens
+
+
+def test_a_preempted_request_is_measured_once(make_engine: Any) -> None:
+    size = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 24, "block_size": 16 if CUDA else 32}
+    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **size)
+    before = preemptions(llm)
+    edit = {**MATCHED, "site": "resid_post.15", "scale": 0.125}
+    prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}" for n in range(12)]
+    outputs = ask(llm, prompts, {"edits": [edit], "return": ASKED}, tokens=60)
+    assert preemptions(llm) > before
+    for output in outputs:
+        assert output.saesteer["dose"] == [told("resid_post.15", 0.125, len(output.prompt_token_ids) - 1 + 59)]
+
+
+def preemptions(llm: Any) -> int:
+    return int(next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
+
+
+def test_a_limit_makes_a_strong_edit_one_of_its_own_size(make_engine: Any) -> None:
+    """In one batch: above the limit, below it, on two sites of which one is above, and unsteered."""
+    limit = 0.2
+    free = make_engine(dtype="float32", enable_prefix_caching=False)
+    limited = make_engine(dtype="float32", enable_prefix_caching=False, max_dose=limit)
+
+    def edits(*scales: float) -> dict[str, Any]:
+        places = zip(("resid_mid.7", "resid_post.15"), scales, strict=False)
+        return {"edits": [{**MATCHED, "site": site, "scale": scale} for site, scale in places]}
+
+    asked = [edits(0.9), edits(0.1), edits(0.1, 3.0), None, edits(-0.5)]
+    allowed = [edits(limit), edits(0.1), edits(0.1, limit), None, edits(-limit)]
+    prompts = [PROMPTS[n % 4] for n in range(len(asked))]
+    for one, two in zip(generate(limited, prompts, asked), generate(free, prompts, allowed), strict=True):
+        same(one, two)
+    outputs = ask(limited, prompts, asked)
+    every = [len(output.prompt_token_ids) - 1 + 8 for output in outputs]
+    # Nobody asked: on a server with a limit all are measured, and told what they would have had.
+    assert [getattr(output, "saesteer", {}).get("dose") for output in outputs] == [
+        [told("resid_mid.7", 0.9, every[0], every[0])],
+        [told("resid_mid.7", 0.1, every[1], 0)],
+        [told("resid_mid.7", 0.1, every[2], 0), told("resid_post.15", 3.0, every[2], every[2])],
+        None,
+        [told("resid_mid.7", 0.5, every[4], every[4])],
+    ]
+
+
+def test_a_limited_clamp_is_what_the_oracle_makes_of_it(make_engine: Any, model_dir: str, dictionaries: Any) -> None:
+    """Here each token has a dose of its own, so some are above the limit and some are not."""
+    limited = make_engine(dtype="float32", enable_prefix_caching=False, max_dose=0.2)
+    reference = hf.Model(model_dir, **dictionaries.options, max_dose=0.2)
+    steer = {"edits": [{**OCEAN, "value": 0.6}, {"op": "add", "vector": [0.5] * WIDTH, "site": "resid_post.20"}]}
+    [output] = ask(limited, PROMPTS[:1], steer)
+    prompt = list(output.prompt_token_ids)
+    ids = prompt + list(output.outputs[0].token_ids)[:-1]
+    found = output.saesteer["dose"]
+    assert 0 < found[0]["tokens_limited"] < found[0]["tokens"], "expected tokens on both sides of the limit"
+    agree(found, reference.doses(ids, steer=steer, prompt_len=len(prompt)))
+    [answer] = generate(limited, PROMPTS[:1], steer, tokens=9)
+    logits = reference.logits(prompt + [token for token, _ in answer][:-1], steer=steer, prompt_len=len(prompt))
+    chosen = logits[len(prompt) - 1 :].log_softmax(-1)
+    expected = [float(chosen[place, token]) for place, (token, _) in enumerate(answer)]
+    assert [logprob for _, logprob in answer] == pytest.approx(expected, abs=LOGPROB)
