@@ -1,6 +1,8 @@
 """The clients against a real `saesteer serve demo`."""
 
 import asyncio
+from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -33,6 +35,20 @@ def test_every_way_to_ask(server: httpx.Client) -> None:  # noqa: F811
         parts = list(client.stream_complete(TURN, steer=bridge, temperature=0, max_tokens=12))
         assert "".join(piece.text for piece in parts) == whole.text
         assert [piece.finish_reason for piece in parts if piece.finish_reason] == ["length"]
+
+
+def test_who_asks_is_told_the_dose(server: httpx.Client) -> None:  # noqa: F811
+    steer = {"edits": [saesteer.clamp("demo", 3497, 2.0, unit="max_act")], "return": {"dose": True}}
+    with Client(str(server.base_url), timeout=120) as client:
+        asked: dict[str, Any] = {"steer": steer, "temperature": 0, "max_tokens": 24, "cache_salt": uuid4().hex}
+        answer = client.chat(TURN, **asked)
+        assert answer.applied is not None and answer.dose is not None
+        [one] = answer.dose
+        assert one["tokens"] == answer.applied[0]["tokens_edited"] == answer.usage["prompt_tokens"] - 1 + 23
+        assert 0.3 < one["mean"] < one["max"] < 0.7
+        pieces = list(client.stream(TURN, **{**asked, "cache_salt": uuid4().hex}))
+        assert [piece.dose for piece in pieces if piece.dose is not None] == [answer.dose]
+        assert client.chat(TURN, **{**asked, "steer": BRIDGE}).dose is None
 
 
 def test_a_refusal_is_typed_in_both(server: httpx.Client) -> None:  # noqa: F811
