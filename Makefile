@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-host bench-engine clean
+.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-host bench-modes clean
 
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-all  the same and the slow engine tests"
 	@echo "make check     ruff, formatting, mypy --strict"
-	@echo "make bench-kernels, bench-host, bench-engine    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make bench-kernels, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 
 setup: $(READY)
 
@@ -54,8 +54,9 @@ bench-kernels:
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)
 
-bench-engine:
-	$(PYTHON) -m bench.engine --out $(RESULTS)/engine.jsonl $(GIVEN)
+bench-modes:
+	$(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN)
+	$(PYTHON) -m bench.modes --way http --out $(RESULTS) $(GIVEN)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info

@@ -1,9 +1,10 @@
-"""Models of real shape without weights, and random dictionaries that fit them; knows no engine."""
+"""Models of real shape without weights, with dictionaries, vectors and a tokenizer that fit them; knows no engine."""
 
 import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from saesteer.coder import CoderInfo, SparseCoder
 from saesteer.loaders import own
@@ -54,6 +55,21 @@ MODELS = {
 }
 
 
+def weight_bytes(name: str) -> int:
+    """What the weights of a model in MODELS take in bf16, norms left out; the embedding is the output layer too."""
+    shape = {key: value for key, value in MODELS[name].items() if isinstance(value, int)}
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    attention = width * shape["head_dim"] * 2 * (heads + shape["num_key_value_heads"])
+    layer = attention + 3 * width * shape["intermediate_size"]
+    return 2 * (shape["num_hidden_layers"] * layer + shape["vocab_size"] * width)
+
+
+def cache_bytes(name: str) -> int:
+    """What the KV cache of a model in MODELS takes for a token, in bf16."""
+    shape = {key: value for key, value in MODELS[name].items() if isinstance(value, int)}
+    return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+
+
 def model_folder(name: str, parent: Path) -> Path:
     """A folder with the config.json of a model in MODELS, for ``load_format="dummy"``."""
     folder = parent / name
@@ -99,3 +115,26 @@ def dictionary_file(width: int, features: int, parent: Path, seed: int = 0) -> P
         ),
     )
     return path
+
+
+def vector_file(rows: torch.Tensor, parent: Path) -> Path:
+    """A file of vectors, one row [d] for each layer."""
+    path = parent / "vectors.safetensors"
+    save_file({f"layer.{layer}": row.contiguous() for layer, row in enumerate(rows)}, path)
+    return path
+
+
+def tokenizer_folder(size: int, parent: Path) -> Path:
+    """A tokenizer of this many words, t0, t1 and so on: a server wants one, though prompts come as token ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    folder = parent / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Tokenizer(WordLevel({f"t{number}": number for number in range(size)}, unk_token="t0"))
+    made.pre_tokenizer = WhitespaceSplit()
+    made.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "t0", "eos_token": "t1", "bos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder

@@ -1,0 +1,144 @@
+"""What the requests of each mode bring: prompts, and specs with their vectors. Knows no engine and no clock.
+
+All is drawn from seeds, so that every process makes the same without being sent it.
+"""
+
+from __future__ import annotations
+
+import random
+from base64 import b64encode
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from bench.dummy import MODELS
+
+FEATURES = 16384  # of the dictionary at the middle layer
+DICTIONARY, VECTOR, MODULE = "random", "all", "all"  # names in the settings
+SCALE = 0.01  # small beside the stream: the text does not matter, but nothing may overflow
+BEGIN = 2  # first token of every prompt
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What prompts and vectors must know of a model."""
+
+    layers: int
+    width: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: str) -> Shape:
+        """That of a model in ``bench.dummy.MODELS``."""
+        layers, width, vocabulary = (
+            int(str(MODELS[model][key])) for key in ("num_hidden_layers", "hidden_size", "vocab_size")
+        )
+        return cls(layers, width, vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A row of the table: which engine is asked, and for what."""
+
+    name: str
+    engine: Literal["stock", "disabled", "saesteer"]
+    asks: Literal["nothing", "module", "inline", "clamp"] = "nothing"
+    sets: int = 0  # inline: different sets among the requests; 0: each request brings its own, never seen before
+
+
+STOCK = Mode("stock", "stock")
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("disabled", "disabled"),  # installed, and nothing configured
+        Mode("idle", "saesteer"),  # a dictionary, ops at all layers, nobody steered
+        Mode("named", "saesteer", "module"),  # everybody uses one module: a named vector for every layer
+        Mode("shared", "saesteer", "inline", 1),  # everybody brings the same vectors for every layer
+        Mode("inline-4", "saesteer", "inline", 4),
+        Mode("inline-16", "saesteer", "inline", 16),
+        Mode("clamp", "saesteer", "clamp"),  # one layer, another feature for each request
+        Mode("fresh", "saesteer", "inline"),  # nothing is ever sent twice
+    )
+}
+USUAL = tuple(name for name in MODES if name != "fresh")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run: this many requests, at most so many at a time."""
+
+    mode: str
+    seed: int  # of the prompts; no two runs of one engine may share it, or the second finds them in the prefix cache
+    requests: int
+    at_once: int
+    prompt: int  # tokens
+    tokens: int  # that come out
+
+
+def wake(load: Load) -> Load:
+    """What runs just before a load, untimed: vectors take a while to encode, and an idle GPU lowers its clocks."""
+    return replace(load, mode=STOCK.name, requests=load.at_once, prompt=8, tokens=8)
+
+
+def mode_of(load: Load) -> Mode:
+    """Its row of the table."""
+    return MODES.get(load.mode, STOCK)
+
+
+def prompts(load: Load, shape: Shape) -> list[list[int]]:
+    """Token ids of every request, which share no block of the prefix cache."""
+    draw = random.Random(load.seed)
+    return [
+        [BEGIN, *(draw.randrange(BEGIN + 1, shape.vocabulary) for _ in range(load.prompt - 1))]
+        for _ in range(load.requests)
+    ]
+
+
+def specs(load: Load, shape: Shape) -> list[Spec | None]:
+    """What every request asks saesteer for; None is nothing."""
+    return [_spec(mode_of(load), shape, load.seed * load.requests + n, n) for n in range(load.requests)]
+
+
+def probe() -> Spec:
+    """What tells the three engines apart: one edits, one refuses, one has never heard of it."""
+    return _clamp(7)
+
+
+def vectors(shape: Shape, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Random bfloat16 bits [layers, width]."""
+    drawn = np.random.default_rng(seed).standard_normal((shape.layers, shape.width), dtype=np.float32)
+    return (drawn.view(np.uint32) >> 16).astype("<u2")
+
+
+def _spec(mode: Mode, shape: Shape, unique: int, number: int) -> Spec | None:
+    if mode.asks == "module":
+        return {"edits": [{"op": "use", "module": MODULE}]}
+    if mode.asks == "clamp":
+        return _clamp(37 * unique % FEATURES)
+    if mode.asks == "inline":
+        # Modes share no set: the same prompt with the same edits would be found in the prefix cache.
+        inline = _wire(shape, 100 * mode.sets + number % mode.sets) if mode.sets else _draw(shape, 10_000 + unique)
+        return {"edits": [{"op": "add", "site": "resid_post", "scale": SCALE, "vector": inline}]}
+    return None
+
+
+def _clamp(feature: int) -> Spec:
+    return {"edits": [{"op": "clamp", "dictionary": DICTIONARY, "feature": feature, "value": 30.0}]}
+
+
+@cache
+def _wire(shape: Shape, seed: int) -> dict[str, Any]:
+    return _draw(shape, seed)
+
+
+def _draw(shape: Shape, seed: int) -> dict[str, Any]:
+    return {
+        "dtype": "bfloat16",
+        "shape": [shape.layers, shape.width],
+        "layers": list(range(shape.layers)),
+        "data": b64encode(vectors(shape, seed).tobytes()).decode(),
+    }

