@@ -17,6 +17,7 @@ from saesteer.kernels.entries import (
     BEGIN,
     DENSE_BASE,
     DENSE_SIZE,
+    DOSE,
     END,
     ENTRY,
     FLAGS,
@@ -26,15 +27,13 @@ from saesteer.kernels.entries import (
     GROUPS,
     HEAD_WORDS,
     KIND,
-    NORMED,
-    PAIR,
     PARTIALS,
     PARTS,
     SPAN,
     items_of,
-    rounded,
     tile,
 )
+from saesteer.kernels.store import dosed, store
 
 
 @triton.jit
@@ -48,59 +47,6 @@ def _item(work, it, first_item, units, span):
     within = unit % span
     token = tl.load(item) + within
     return it // units, token, tl.load(item + 1).to(tl.int64), within < tl.load(item + 2)
-
-
-@triton.jit
-def _store(
-    stream,
-    second,
-    at,  # of the token
-    x0,
-    x1,
-    norm_weight,
-    eps,
-    weight_offset,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-):
-    """The edited token, rounded once, and what the form asks of its second tensor."""
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
-    mask0 = cols0 < WIDTH
-    mask1 = cols1 < WIDTH
-    dtype: tl.constexpr = stream.dtype.element_ty
-    if FORM == NORMED and HAS_WEIGHT:  # not to wait for after the sum of squares
-        gain0 = tl.load(norm_weight + cols0, mask=mask0, other=0.0)
-        if TAIL > 0:
-            gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
-    y0 = rounded(x0, dtype)
-    tl.store(stream + at + cols0, y0, mask=mask0)
-    if TAIL > 0:
-        y1 = rounded(x1, dtype)
-        tl.store(stream + at + cols1, y1, mask=mask1)
-    if FORM == PAIR:
-        tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
-        if TAIL > 0:
-            tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
-    if FORM == NORMED:
-        z0 = y0.to(tl.float32)
-        squared = tl.sum(z0 * z0, axis=0)
-        if TAIL > 0:
-            z1 = y1.to(tl.float32)
-            squared += tl.sum(z1 * z1, axis=0)
-        scale = tl.rsqrt(squared / WIDTH + eps)
-        z0 *= scale
-        if HAS_WEIGHT:
-            z0 *= gain0.to(tl.float32) + weight_offset
-        tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
-        if TAIL > 0:
-            z1 *= scale
-            if HAS_WEIGHT:
-                z1 *= gain1.to(tl.float32) + weight_offset
-            tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
 
 
 # Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
@@ -373,8 +319,14 @@ def edit_kernel(
                             )
                             x1 += tl.sum(some1, axis=0)
 
+            # Not within `changes > 0`, which threads might decide differently for all that ptxas knows: sums in there
+            # cost the whole kernel 50 registers.
+            if (kind >> DOSE) != 0:
+                x0, x1 = dosed(
+                    stream, second, at, x0, x1, changes, entries, count + (kind >> DOSE), WIDTH, HEAD, TAIL, FORM
+                )
             if changes > 0:
-                _store(
+                store(
                     stream,
                     second,
                     at,

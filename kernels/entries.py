@@ -10,6 +10,7 @@ import triton.language as tl
 
 from saesteer.kernels import layout
 
+LIMIT = tl.constexpr(layout.LIMIT)
 HEAD_WORDS = tl.constexpr(layout.HEAD)
 SPAN = tl.constexpr(layout.SPAN)
 ENTRY = tl.constexpr(layout.ENTRY)
@@ -24,6 +25,11 @@ GROUPS = tl.constexpr(layout.GROUPS)
 LONE = tl.constexpr(layout.LONE)
 MANY = tl.constexpr(layout.MANY)
 GATED = tl.constexpr(layout.GATED)
+DOSE = tl.constexpr(layout.DOSE)
+DOSE_MAX = tl.constexpr(layout.DOSE_MAX)
+DOSE_SUM = tl.constexpr(layout.DOSE_SUM)
+DOSE_TOKENS = tl.constexpr(layout.DOSE_TOKENS)
+DOSE_LIMITED = tl.constexpr(layout.DOSE_LIMITED)
 SLOT = tl.constexpr(layout.SLOT)
 GROUP_END = tl.constexpr(layout.GROUP_END)
 LO = tl.constexpr(layout.LO)
@@ -54,6 +60,7 @@ NORMED = tl.constexpr(layout.NORMED)
 PAIR = tl.constexpr(layout.PAIR)
 TILE = tl.constexpr(layout.TILE)
 PARTIALS = tl.constexpr(layout.PARTIALS)
+SHORTEST = tl.constexpr(layout.SHORTEST)
 LARGEST = tl.constexpr(layout.LARGEST)
 LARGEST_HALF = tl.constexpr(layout.LARGEST_HALF)
 ITEMS = tl.constexpr(1024)  # of the work list, looked at at once
@@ -118,11 +125,17 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """x in the stream's dtype, finite whatever the edits asked for: what overflows there would outlive its request."""
+def finite(x, dtype: tl.constexpr):
+    """x, finite in the stream's dtype whatever the edits asked for: what overflows there would outlive its request."""
     largest: tl.constexpr = LARGEST_HALF if dtype == tl.float16 else LARGEST
     x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -largest), largest).to(dtype)
+    return tl.minimum(tl.maximum(x, -largest), largest)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """An edited x in the stream's dtype."""
+    return finite(x, dtype).to(dtype)
 
 
 @triton.jit

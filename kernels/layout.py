@@ -20,7 +20,7 @@ tokens of one request each. It depends on the batch alone: positions are read wh
 
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
 counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
-for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, 1e-12): x as it comes there, y as
+for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y as
 all groups leave it, both made finite, y not yet rounded and not yet limited. Tokens that no edit changed have none.
 """
 
@@ -100,6 +100,7 @@ PARTIALS = 1024  # rows of scratch for parts of tokens
 LEAST_ROW = 64  # words of such a row at least
 LARGEST = 1e15  # of an edited stream, so that its squares have a finite sum; what is no number becomes 0
 LARGEST_HALF = 65504.0  # the same in fp16
+SHORTEST = 1e-12  # |x| that a dose is divided by at least
 MOST_GATES = 32  # of one row
 
 

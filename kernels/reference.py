@@ -39,7 +39,7 @@ def edit_ref_(
     weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
-        begin, end = table[row, [span + layout.BEGIN, span + layout.END]].tolist()
+        begin, end, kind = table[row, [span + layout.BEGIN, span + layout.END, span + layout.KIND]].tolist()
         if begin == end:
             continue
         tokens = tokens_of[rows == row]
@@ -47,7 +47,7 @@ def edit_ref_(
         if form == layout.PAIR:
             assert second is not None
             x = x + second[tokens]
-        x = x.float()
+        x = was = x.float()
         changed = torch.zeros(len(tokens), dtype=torch.bool)
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
@@ -57,13 +57,35 @@ def edit_ref_(
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
             begin = stop
-        largest = layout.LARGEST_HALF if stream.dtype == torch.float16 else layout.LARGEST
-        # What overflows in the stream would outlive its request, in the cache of keys and values.
-        x = x.nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
-        tokens, x = tokens[changed], x[changed].to(stream.dtype)
+        tokens, was, x = tokens[changed], was[changed], _finite(x[changed], stream.dtype)
+        if doses := kind >> layout.DOSE:
+            limit = table[row].view(torch.float32)[layout.LIMIT]
+            x = _dosed(_finite(was, stream.dtype), x, limit, counts[row, doses : doses + layout.DOSE_WORDS])
+        x = x.to(stream.dtype)
         stream[tokens] = x
         if second is not None:
             second[tokens] = rms_norm_ref(x, norm_weight, eps, weight_offset) if form == layout.NORMED else 0
+
+
+def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What overflows in the stream would outlive its request, in the cache of keys and values."""
+    largest = layout.LARGEST_HALF if dtype == torch.float16 else layout.LARGEST
+    return x.nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
+
+
+def _dosed(was: Tensor, x: Tensor, limit: Tensor, counts: Tensor) -> Tensor:
+    """x [tokens, d] with no dose above the limit; the doses that were asked for are added to counts [DOSE_WORDS]."""
+    change = x - was
+    dose = torch.linalg.vector_norm(change, dim=1)
+    dose = dose / torch.linalg.vector_norm(was, dim=1).clamp_min(layout.SHORTEST)
+    over = (limit > 0) & (dose > limit)
+    reals = counts.view(torch.float32)  # the same memory
+    if len(dose):
+        reals[layout.DOSE_MAX] = torch.maximum(reals[layout.DOSE_MAX], dose.max())
+    reals[layout.DOSE_SUM] += dose.sum()
+    counts[layout.DOSE_TOKENS] += len(dose)
+    counts[layout.DOSE_LIMITED] += int(over.sum())
+    return torch.where(over[:, None], was + change * (limit / dose)[:, None], x)
 
 
 def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:

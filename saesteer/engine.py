@@ -124,9 +124,8 @@ class Engine:
         found = plan(spec, known.catalog, prompt_len)
         if not found:
             return None
-        # Plain attributes once both are there.
-        dose, limit = getattr(spec.returns, "dose", False), getattr(self.config, "max_dose", None)
-        return make_row(found, replace(self.places, vectors=known.arrows), dose=dose, limit=limit or 0.0)
+        places = replace(self.places, vectors=known.arrows)
+        return make_row(found, places, dose=spec.returns.dose, limit=self.config.max_dose or 0.0)
 
     def add_version(
         self,

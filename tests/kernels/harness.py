@@ -16,8 +16,9 @@ from saesteer.kernels.launch import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import edit_ref_, rms_norm_ref
 from saesteer.testing import assert_as_accurate, make_positions, make_work, relative_error, write_row
+from tests.kernels.doses import judge_doses
 from tests.kernels.requests import DENSE, Drawer, Request, Wish, World
-from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, outcome
+from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, dosed, outcome
 
 GPU = torch.cuda.is_available()
 LAUNCH: Any = edit_triton  # its arguments come as one list
@@ -197,7 +198,8 @@ class Case:
             assert len(needs) <= 1
             dense = [(self.world.base[id(one)], len(one.b)) for one in needs]
             self.dense_size = max([self.dense_size, *[size for _, size in dense]])
-            write_row(self.table, row + 1, groups, dense[0] if dense else (0, 0))
+            doses, limit = self.doses(row), self.requests[row].limit or 0.0
+            write_row(self.table, row + 1, groups, dense[0] if dense else (0, 0), doses, limit)
         self.every = [entry for row in entries for groups in row for group in groups for entry in group]
         self.tokens: list[tuple[int, int, int]] = []  # token, row, position of all that are listed
         at = 1
@@ -206,10 +208,10 @@ class Case:
                 self.tokens += [(at + t, row + 1, request.start + t) for t in range(request.tokens)]
             at += request.tokens + int(rng.integers(0, 2))
         self.room = at + 1
-        counters = max([len(r.sites[0]) + len(r.sites[1]) for r in self.requests], default=0) + 2
         draw = torch.Generator().manual_seed(self.seed)
         self.cells = torch.randint(-(2**31), 2**31, (self.room + 3,), generator=draw).int()
-        self.counts = torch.randint(1000, (len(self.requests) + 1, counters), generator=draw).int()
+        self.counts = torch.randint(1000, (len(self.requests) + 1, self.edits + 9), generator=draw).int()
+        self.counts[:, self.edits : self.edits + 8] = 0  # the doses of two sites begin there, where they are measured
         self.streams = [self._tensor(draw) for _ in (0, 1)]
         self.seconds = [self._tensor(draw) if self.form == PAIR else None for _ in (0, 1)]
         if self.form == NORMED:
@@ -218,6 +220,17 @@ class Case:
         if self.form == NORMED and self.seed % 3:
             self.norm_weight = torch.rand(self.world.width, generator=draw).to(self.dtype)
         self.weights = self.world.weights(self.every)
+
+    @property
+    def edits(self) -> int:
+        """Columns of counts that edits may have."""
+        return max([len(r.sites[0]) + len(r.sites[1]) for r in self.requests], default=0) + 2
+
+    def doses(self, request: int) -> list[int]:
+        """Columns of counts where those of each site begin; 0: not measured."""
+        one = self.requests[request]
+        columns = [self.edits, self.edits + layout.DOSE_WORDS]
+        return [at * bool(one.limit is not None and edits) for at, edits in zip(columns, one.sites, strict=True)]
 
     def _tensor(self, draw: torch.Generator) -> Tensor:
         """Tokens of nobody are NaN."""
@@ -312,9 +325,16 @@ def judge(case: Case, ours: list[State], theirs: list[State]) -> int:
             for column, tells in zip(request.columns[site], done.touched.T, strict=True):
                 counts[number + 1, column] += int((tells & sure).sum())
                 unsure[number + 1, column] += int((~sure).sum())
+            limit = request.limit or 0.0
+            y, dose = dosed(x, done.x, limit)
+            if column := case.doses(number)[site]:
+                words = slice(column, column + layout.DOSE_WORDS)
+                for state in (ours[site], theirs[site]):
+                    judge_doses(state.counts[number + 1, words], dose[sure & touched], int((~sure).sum()), limit)
+                counts[number + 1, words], unsure[number + 1, words] = -(2**31), 2**32  # judged
             untouched[tokens] = torch.from_numpy(sure & ~touched)
             safe += [token for token, is_safe in zip(tokens, sure & touched, strict=True) if is_safe]
-            want += list(done.x[sure & touched])
+            want += list(y[sure & touched])
         for state, was in ((ours[site], case.start(site)), (theirs[site], case.start(site))):
             assert torch.equal(bits(state.stream)[untouched], bits(was.stream)[untouched])
             if state.second is not None and was.second is not None:

@@ -153,6 +153,7 @@ class Request:
     start: int  # position of the first one
     columns: tuple[list[int], list[int]] = field(default=([], []))  # of counts, for each edit
     bits: dict[When, int] = field(default_factory=dict)
+    limit: float | None = None  # of a dose, 0.0 for any; None: doses are not measured
 
     def whens(self, site: int) -> list[When]:
         """The conditions that are decided at a site."""
@@ -250,6 +251,7 @@ class Wish:
     edits: int
     tokens: int
     gated: bool = False
+    limit: float | None = None  # as of the request
 
 
 class Drawer:
@@ -268,7 +270,7 @@ class Drawer:
     def request(self, wish: Wish) -> Request:
         start = int(self.rng.integers(0, 8))
         if wish.kind == "none":
-            return Request(([], []), wish.tokens, start)
+            return Request(([], []), wish.tokens, start, limit=wish.limit)
         dense = self.dense[int(self.rng.integers(len(self.dense)))] if wish.kind == "dense" else None
         whens = self.whens(dense) if wish.gated else []
         first = self.clamps(1, self.plain[0], start, wish.tokens, [w for w in whens if w.site == 0])
@@ -283,7 +285,8 @@ class Drawer:
         used = {when for edits in sites for edit in edits for when in edit.when}
         places = self.rng.permutation(layout.MOST_GATES)
         bits = {when: 1 << int(places[at]) for at, when in enumerate(w for w in whens if w in used)}
-        return Request(sites, wish.tokens, start, (columns[: len(sites[0])], columns[len(sites[0]) :]), bits)
+        split = (columns[: len(sites[0])], columns[len(sites[0]) :])
+        return Request(sites, wish.tokens, start, split, bits, wish.limit)
 
     def whens(self, dense: Dictionary | None) -> list[When]:
         out = []

@@ -24,6 +24,8 @@ MOST_EDITS, WIDEST = (1024, 8192) if GPU else (40, 600)
 # Few on a GPU, where each is compiled.
 WIDTHS = [1, 37, 130, 576, 2304, 5376, 8191, 8192] if GPU else [1, 2, 3, 17, 37, 64, 127, 130, 576]
 KINDS = ["none", "elsewhere", "clamps", "list", "dense"]
+# Doses are not measured, measured, or held to limits that many tokens reach, some, and none.
+LIMITS = st.sampled_from([None, None, 0.0, 0.02, 0.2, 1e6])
 RUNS = [1, 2, 3, 63, 64, 65, 130]  # tokens of one request in a step: items are cut from them
 
 # The edit kernel on items costs the interpreter seconds, for it looks at every place of every item.
@@ -46,7 +48,7 @@ def wishes(draw: st.DrawFn, longest: int) -> Wish:
         edits = min(edits, 12)
     few = st.integers(0, 3 if edits <= 64 else 2)
     tokens = draw(few | st.sampled_from([run for run in RUNS if run <= longest]) if longest > 3 else few)
-    return Wish(kind, edits, tokens, draw(st.booleans()))
+    return Wish(kind, edits, tokens, draw(st.booleans()), draw(LIMITS))
 
 
 def steps(longest: int) -> st.SearchStrategy[list[Wish]]:

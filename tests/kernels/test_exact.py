@@ -13,7 +13,7 @@ from torch import Tensor
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from saesteer.testing import Entry, Groups, make_positions, make_table, make_work
+from saesteer.testing import Entry, Groups, make_positions, make_table, make_work, write_row
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Call, Path, State, bits, kinds_of, work_of
 
 WIDTH = 8
@@ -36,8 +36,12 @@ def edit(
     dense: tuple[int, int] = (0, 0),
     cells: list[int] | None = None,
     norms: bool = False,
+    limit: float | None = None,
 ) -> State:
-    """One request's tokens; features are the unit vectors, or the encoder rows given. None: the reference."""
+    """One request's tokens; features are the unit vectors, or the encoder rows given. None: the reference.
+
+    With a limit (0: any) doses are measured, in columns 4 to 7 of counts.
+    """
     stream = x.clone() if isinstance(x, Tensor) else torch.tensor(x)
     tokens = len(stream)
     eye = torch.eye(WIDTH).to(stream.dtype)
@@ -45,6 +49,8 @@ def edit(
     slots = len(w_enc)
     listed = [(t, 1, start + t) for t in range(tokens)]
     table = make_table([[groups]], 1, dense=dense)
+    if limit is not None:
+        write_row(table, 1, [groups], dense, [4], limit)
     weights = (
         w_enc,
         eye[torch.arange(slots) % WIDTH],
@@ -57,7 +63,8 @@ def edit(
     where = make_positions(listed, tokens)
     call = Call(None, table, site, work, where, kinds_of(listed, table, 1), weights, form, dense[1], norms)
     before = torch.tensor(cells or [0] * tokens, dtype=torch.int64).int()
-    state = State(stream, None if second is None else second.clone(), before, torch.zeros(2, 4, dtype=torch.int32))
+    counts = torch.zeros(2, 4 if limit is None else 8, dtype=torch.int32)
+    state = State(stream, None if second is None else second.clone(), before, counts)
     if path is None:
         call.reference(state)
     else:

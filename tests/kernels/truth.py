@@ -251,6 +251,13 @@ def outcome(x: Array, positions: Ints, edits: Sequence[Edit], conditions: Condit
     return Outcome(x, touched, np.where(lost, 0.0, margin))
 
 
+def dosed(x: Array, y: Array, limit: float) -> tuple[Array, Array]:
+    """Of tokens that edits took from x to y: x' within the limit (0: any), [T, width], and the doses before, [T]."""
+    dose = np.linalg.norm(y - x, axis=1) / np.maximum(np.linalg.norm(x, axis=1), 1e-12)
+    share = limit / np.maximum(dose, limit) if limit else np.ones_like(dose)
+    return x + (y - x) * share[:, None], dose
+
+
 def _directed(x: Array, edit: Edit, applies: Bools) -> tuple[Array, Bools, Array]:
     """An edit along one direction: x', whether it changed, the margin."""
     near = np.full(len(x), np.inf)
