@@ -1,0 +1,286 @@
+"""Tensor parallelism: two ranks say what one says, count once, and change names together or not at all.
+
+Each engine runs in a process of its own, since vLLM makes process groups for life; this file is both the tests and that
+process. The model is tiny and has real weights, as dummy ones are drawn for each rank alone.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plugin.conftest import CUDA
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none"),
+]
+
+WIDTH, LAYERS, FEATURES = 64, 4, 128
+# Of a logprob, between sums over two halves and over the whole, in float32 or, on a GPU, tf32.
+NOISE = 2e-2 if CUDA else 1e-4
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [400, 3, 77], [9] * 40]
+ROWS = [[((3 * n + k) % 11 - 5) / 4 for n in range(WIDTH)] for k in range(2)]
+CLAMP = {"op": "clamp", "dictionary": "random", "feature": 17, "value": 6.0}
+PROBE = {"dictionary": "random", "feature": 3, "above": 0.2}
+
+
+def add(vector: Any, site: str = "resid_post.2") -> dict[str, Any]:
+    return {"op": "add", "vector": vector, "site": site, "scale": 1.5}
+
+
+SPECS: dict[str, Any] = {
+    "plain": None,
+    "clamp": {"edits": [CLAMP]},
+    "add": {"edits": [add(ROWS[0])]},
+    "every site": {"edits": [add(ROWS[1], f"resid_post.{layer}") for layer in range(LAYERS)]},
+    "before the MLP": {"edits": [add(ROWS[0], "resid_mid.1"), {**CLAMP, "scope": {"generated": True}}]},
+    "gated": {"edits": [{**add(ROWS[0], "resid_post.3"), "when": PROBE}]},
+    "cap": {"edits": [{"op": "cap", "vector": ROWS[1], "site": "resid_post.0", "max": 0.1}]},
+    "reconstruct": {"edits": [{"op": "reconstruct", "dictionary": "random", "error": "drop"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What an engine of one rank and one of two answered."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not CUDA:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    found = {}
+    for size in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.plugin.test_ranks", str(folder), str(size)],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+        found[size] = json.loads(line.removeprefix("answer "))
+        assert found[size]["ranks"] == size
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_two_ranks_say_what_one_says(runs: dict[int, Any], name: str) -> None:
+    one, two = (runs[size]["answers"][name] for size in (1, 2))
+    for (tokens, logprobs, _), (others, found, _) in zip(one, two, strict=True):
+        assert tokens == others
+        assert found == pytest.approx(logprobs, abs=NOISE)
+    if name != "plain":
+        plain = runs[2]["answers"]["plain"]
+        far = [one[1] != pytest.approx(other[1], abs=10 * NOISE) for one, other in zip(two, plain, strict=True)]
+        assert any(far), "it is steered"
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_are_counted_once(runs: dict[int, Any], name: str) -> None:
+    one, two = ([counts for *_, counts in runs[size]["answers"][name]] for size in (1, 2))
+    assert one == two
+    if name == "clamp":  # all tokens but the first, and the last that was generated
+        assert two == [[len(prompt) - 1 + 7] for prompt in PROMPTS]
+
+
+def test_each_rank_counts_the_same(runs: dict[int, Any]) -> None:
+    """Each has the whole stream and edits it itself. Which row of its table a request has is its own affair."""
+    first, second = runs[2]["counted"]
+    assert sorted(first) == sorted(second) and sum(first) > 0
+
+
+def test_names_change_on_all_ranks_or_on_none(runs: dict[int, Any]) -> None:
+    for size in (1, 2):
+        names = runs[size]["names"]
+        assert names["first"] == names["inline"][0] != names["inline"][1]
+        assert names["running"] == names["long"], "what runs keeps what it started with"
+        assert names["second"] == names["inline"][1]
+        assert names["gone"] == "saesteer.edits[0].vector"
+    names = runs[2]["names"]
+    assert "MemoryError: none left on rank 1" in names["failed"]
+    assert names["after the failure"] == names["inline"][0], "both ranks have the old one still"
+    assert names["versions"][0] == names["versions"][1]
+
+
+def test_a_rank_that_disagrees_is_refused(runs: dict[int, Any]) -> None:
+    assert "a worker runs another saesteer or other dictionaries" in runs[2]["handshake"]
+
+
+def _model(folder: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (folder / "model").exists():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=128,
+            vocab_size=512,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def counted(worker: Any) -> list[int]:
+    """Of each row of a rank."""
+    found: list[int] = worker.saesteer.engine.counts.sum(1).tolist()
+    return found
+
+
+def versions(worker: Any) -> list[int]:
+    """Of the names, that a rank has."""
+    return list(worker.saesteer.engine.registry.versions)
+
+
+def fail(worker: Any) -> None:
+    """Rank 1 has no memory left for another version."""
+
+    def add_version(*_: Any) -> None:
+        raise MemoryError("none left on rank 1")
+
+    if worker.rank == 1:
+        worker.saesteer.engine.add_version = add_version
+
+
+def mend(worker: Any) -> None:
+    """It has again."""
+    vars(worker.saesteer.engine).pop("add_version", None)
+
+
+def lose(worker: Any) -> None:
+    """Rank 1 is one without saesteer."""
+    if worker.rank == 1:
+        del worker.worker.saesteer
+
+
+class Client:
+    """What the admin routes have of the engine."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.names = llm.llm_engine.input_processor.saesteer_names
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
+        found: list[str] = self.llm.collective_rpc(method, args=args)
+        return found
+
+    def put(self, row: list[float]) -> None:
+        """Register or replace v."""
+        from saesteer.plugin.names import Given
+
+        asyncio.run(self.names.put_vector(self, "v", Given.read(row, 0.0)))
+
+    def delete(self) -> None:
+        """Take v away."""
+        asyncio.run(self.names.delete(self, "vector", "v"))
+
+
+def _params(spec: Any, tokens: int = 8) -> Any:
+    from vllm import SamplingParams
+
+    extra = {"saesteer": spec} if spec else None
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra
+    )
+
+
+def _told(output: Any) -> tuple[list[int], list[float], list[int]]:
+    """Tokens, logprobs, and the counts of each edit."""
+    made = output.outputs[0]
+    logprobs = [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)]
+    applied = getattr(made, "saesteer", {}).get("applied", ())
+    return list(made.token_ids), logprobs, [one["tokens_edited"] for one in applied]
+
+
+def _ask(llm: Any, spec: Any, prompts: Any = PROMPTS[:1], tokens: int = 8) -> Any:
+    outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], _params(spec, tokens), use_tqdm=False)
+    return [_told(output) for output in outputs]
+
+
+def _names(llm: Any, size: int) -> dict[str, Any]:
+    """Register, replace while one runs, and delete; with two ranks, fail on one between."""
+    from saesteer import SpecError
+
+    client, named = Client(llm), {"edits": [add("v")]}
+    found: dict[str, Any] = {"inline": [_ask(llm, {"edits": [add(row)]}) for row in ROWS]}
+    (found["long"],) = _ask(llm, {"edits": [add(ROWS[0])]}, tokens=40)
+    client.put(ROWS[0])
+    found["first"] = _ask(llm, named)
+    if size == 2:
+        llm.collective_rpc(fail)
+        try:
+            client.put(ROWS[1])
+        except RuntimeError as error:
+            found["failed"] = str(error)
+        llm.collective_rpc(mend)
+        found["after the failure"] = _ask(llm, named)
+    engine = llm.llm_engine
+    engine.add_request("runs", {"prompt_token_ids": PROMPTS[0]}, _params(named, 40))
+    for _ in range(5):
+        engine.step()
+    client.put(ROWS[1])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found["running"] = _told(output)
+    found["second"] = _ask(llm, named)
+    client.delete()
+    try:
+        _ask(llm, named)
+    except SpecError as error:
+        found["gone"] = error.field
+    found["versions"] = llm.collective_rpc(versions)
+    return found
+
+
+def main(folder: Path, size: int) -> None:
+    """Start an engine of this many ranks, ask it everything, and say what it said."""
+    from bench.dummy import dictionary_file
+    from saesteer import LLM
+    from saesteer.errors import ConfigError
+
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.1} if CUDA else {}
+    llm = LLM(
+        _model(folder),
+        dictionaries={"random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1"},
+        sites=["resid_post.all", "resid_mid.1"],
+        tensor_parallel_size=size,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=256,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        seed=0,
+        **options,
+    )
+    found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
+    found["answers"] = {name: _ask(llm, spec, PROMPTS) for name, spec in SPECS.items()}
+    found["counted"] = llm.collective_rpc(counted)
+    found["names"] = _names(llm, size)
+    if size == 2:
+        llm.collective_rpc(lose)
+        llm.llm_engine.saesteer_agreed = False
+        try:
+            llm.llm_engine.get_supported_tasks()
+        except ConfigError as error:
+            found["handshake"] = str(error)
+    print("\nanswer " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
