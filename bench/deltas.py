@@ -111,8 +111,8 @@ def summary(pairs: Sequence[tuple[Figures, Figures]], targets: Mapping[str, Targ
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The summaries for people: of each metric stock, ours, and the difference with its spread and verdict."""
-    lines = [f"{'':15}" + "".join(f"{TITLES[metric] + ', ms':^46}" for metric in METRICS)]
-    lines.append(f"{'mode':11}{'at':>4}" + f"{'stock':>9}{'ours':>9}   {'delta, least to most, %':25}" * 3)
+    lines = [f"{'':15}" + "".join(f"{TITLES[metric] + ', ms':^48}" for metric in METRICS)]
+    lines.append(f"{'mode':11}{'at':>4}" + f"{'stock':>9}{'ours':>9}   {'delta, least to most, %':27}" * 3)
     for row in rows:
         line = f"{row['mode']:11}{row['at_once']:>4}"
         for metric in METRICS:
@@ -120,10 +120,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             verdict = "" if "aim_percent" not in one else " ok" if one["reached"] else f" MISSED {one['aim_percent']:g}"
             digits = 3 if metric == "per_token" else 1
             delta = f"{one['delta_percent']:+.2f} ({one['min_percent']:+.1f} {one['max_percent']:+.1f}){verdict}"
-            line += f"{one['stock_ms']:9.{digits}f}{one['ms']:9.{digits}f}   {delta:25}"
+            line += f"{one['stock_ms']:9.{digits}f}{one['ms']:9.{digits}f}   {delta:27}"
         lines.append(line.rstrip())
     marks = [rows[0][metric].get("published_percent") for metric in METRICS] if rows else []
     if any(marks):
-        told = "".join(f"{'':21}{f'+{low:g} to +{high:g}':25}" for low, high in marks)
+        told = "".join(f"{'':21}{f'+{low:g} to +{high:g}':27}" for low, high in marks)
         lines.append(f"{'published':15}{told}".rstrip())
     return "\n".join(lines)

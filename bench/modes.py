@@ -19,7 +19,7 @@ Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.3
     --model gemma-3-27b --modes idle named clamp --share 3 --budget 570       5 rounds of 4          520
     --model gemma-3-27b --modes shared inline-4 inline-16 --share 3 --budget 570                     520
     --model gemma-3-27b --modes idle named clamp shared inline-4 inline-16 --share 3 --prompts 32    510
-    --model gemma-2-2b --modes idle clamp --concurrency 1 16 64               5 rounds of 12         360
+    --model gemma-2-2b --modes idle clamp --concurrency 1 16 64               5 rounds of 12         270
 """
 
 from __future__ import annotations

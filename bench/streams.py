@@ -1,7 +1,7 @@
 """A client that keeps so many streamed completions going over HTTP, and takes their times. Knows no server's insides.
 
-It speaks HTTP/1.1 over bare sockets, with bodies that are bytes before the clock runs: a step of 16 requests is 16
-chunks within a millisecond, and httpx would spend more time on them than the server.
+It speaks HTTP/1.1 over bare sockets, with bodies that are bytes before the clock runs: 16 chunks come within a
+millisecond, every 4, and each costs 11 µs of this process, with httpx 60 (measured on two busy cores).
 """
 
 from __future__ import annotations
