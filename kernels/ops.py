@@ -51,10 +51,12 @@ def edit_(
         x     += sum of scale_out * delta * w_dec[slot]
         x     += gain * (scale_out * (f(all) @ w_dec + b_dec[slot]) + mean - x)   for a reconstruction
         x      = between -LARGEST and LARGEST, 0 where it is no number
+        x      = x before + (x - x before) * limit / dose   where the row has a limit and the token's dose is above it
 
     scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
     norm; scale_out is |x| for a delta in lengths of x. A gate changes nothing but its bit of cells[token].
-    counts[row] grows at each entry's counter by the tokens that it changed.
+    counts[row] grows at each entry's counter by the tokens that it changed, and by the doses of the site, where the
+    row asks for them; what a dose is, and where it is counted, is in layout.py.
 
     Args:
         stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place.

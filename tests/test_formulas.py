@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from saesteer.coder import CoderInfo, SparseCoder
 from saesteer.config import SaesteerConfig
+from saesteer.dose import sites_of
 from saesteer.engine import Engine
 from saesteer.errors import SpecError
+from saesteer.kernels import layout
 from saesteer.loaders import own
+from saesteer.plan import plan
 from saesteer.spec import from_json
 from tests.formulas import Dict, Token, World, flat
+from tests.kernels.doses import judge_doses
+from tests.kernels.truth import dosed
 
 WIDTH, FEATURES, TOKENS = 24, 12, 14
 SITES = ["resid_mid.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
@@ -138,17 +143,20 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
     return x
 
 
-def expected(spec: Any, prompt_len: int, x: torch.Tensor) -> tuple[Any, Any]:
-    """x after all sites, and which tokens have been near no bound."""
+def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) -> tuple[Any, Any, Any]:
+    """x after all sites, which tokens have been near no bound, and the doses at each site, NaN of tokens not edited."""
     here, step = world(), STEP.double().numpy()
-    out, sure = [], []
+    out, sure, doses = [], [], np.full((len(x), len(SITES)), np.nan)
     for t, row in enumerate(x.double().numpy()):
         token = Token(here, t, prompt_len)
-        for site in SITES:
-            row = token.visit(site, spec["edits"], row + np.tanh(row @ step))
+        for at, site in enumerate(SITES):
+            row = row + np.tanh(row @ step)
+            y = token.visit(site, spec["edits"], row)
+            if (y != row).any():
+                (row,), (doses[t, at],) = dosed(row[None], y[None], limit)
         out.append(row)
         sure.append(token.sure)
-    return np.array(out), np.array(sure)
+    return np.array(out), np.array(sure), doses
 
 
 values = st.integers(-40, 40).filter(bool).map(lambda n: n / 10)
@@ -208,11 +216,11 @@ def edits(draw: Any) -> Any:
 @settings(
     max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(edits(), min_size=1, max_size=5), st.integers(2, TOKENS), st.integers(0, 2**31))
+@given(st.lists(edits(), min_size=1, max_size=5), st.integers(2, TOKENS), st.booleans(), st.integers(0, 2**31))
 def test_every_composition_means_what_the_definition_says(
-    engine: Engine, found: list[Any], prompt_len: int, seed: int
+    engine: Engine, found: list[Any], prompt_len: int, dose: bool, seed: int
 ) -> None:
-    spec = {"edits": found}
+    spec = {"edits": found} | ({"return": {"dose": True}} if dose else {})
     try:
         engine.make_row(from_json(spec), prompt_len)
     except SpecError as error:
@@ -227,12 +235,20 @@ def check(engine: Engine, spec: Any, prompt_len: int, seed: int = 0) -> float:
     """Compare; how far the spec moved the stream."""
     x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
     out = forward(engine, [None, spec, None], prompt_len, x)
+    row = engine._filled[2]
+    counts = engine.counted(2, row.counters)
     plain = forward(engine, [None, None, None], prompt_len, x)
     mine = slice(TOKENS, 2 * TOKENS)
-    truth, sure = expected(spec, prompt_len, x[mine])
+    limit = engine.config.max_dose or 0.0
+    truth, sure, doses = expected(spec, prompt_len, x[mine], limit)
     # float32; what edits multiply by up to four, again and again, counts in lengths of the token
     size = 1 + np.abs(truth).max(1, keepdims=True)
     assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
+    names = sites_of(plan(from_json(spec), engine.catalog, prompt_len)) if "return" in spec or limit else ()
+    assert row.doses == len(names)
+    for name, words in zip(names, counts[row.edits :].view(-1, layout.DOSE_WORDS), strict=True):
+        known = doses[sure, SITES.index(name)]
+        judge_doses(words, known[~np.isnan(known)], int((~sure).sum()), limit, 2e-4 * size.max())
     assert torch.equal(out[:TOKENS], plain[:TOKENS]) and torch.equal(out[2 * TOKENS :], plain[2 * TOKENS :])
     return float((out[mine] - plain[mine]).abs().max())
 
@@ -276,6 +292,18 @@ SPECS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", SPECS)
 def test_by_example(engine: Engine, name: str) -> None:
     assert check(engine, {"edits": SPECS[name]}, 5) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make_engine(tmp_path_factory.mktemp("limited"), max_dose=0.3)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_doses_by_example(engine: Engine, limited: Engine, name: str) -> None:
+    """A server with a limit measures everybody who is steered, and holds everybody to it."""
+    check(engine, {"edits": SPECS[name], "return": {"dose": True}}, 5)
+    check(limited, {"edits": SPECS[name]}, 5)
 
 
 def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:

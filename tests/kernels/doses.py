@@ -14,7 +14,7 @@ from tests.kernels.truth import Array
 SLACK = 4e-5
 
 
-def judge_doses(words: Tensor, sure: Array, unsure: int, limit: float) -> None:
+def judge_doses(words: Tensor, sure: Array, unsure: int, limit: float, slack_of_one: float = SLACK) -> None:
     """Hold counted doses, DOSE_WORDS of int32 that were 0 before the step, against the truth.
 
     Args:
@@ -22,10 +22,11 @@ def judge_doses(words: Tensor, sure: Array, unsure: int, limit: float) -> None:
         sure: [T] doses of the tokens that are edited for certain, before the limit.
         unsure: number of other tokens that may be edited.
         limit: of the row; 0 = any.
+        slack_of_one: how far y may be off, in its own lengths.
     """
     tokens, limited = words[[layout.DOSE_TOKENS, layout.DOSE_LIMITED]].tolist()
     most, total = words.view(torch.float32)[[layout.DOSE_MAX, layout.DOSE_SUM]].tolist()
-    slack = SLACK * (1 + sure)
+    slack = slack_of_one * (1 + sure)
     assert len(sure) <= tokens <= len(sure) + unsure
     over = sure - slack > limit if limit else np.zeros(len(sure), dtype=bool)
     near = np.abs(sure - limit) <= slack if limit else over

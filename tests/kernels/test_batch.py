@@ -39,7 +39,12 @@ def alone(case: Case, site: int, path: Path, row: int, skip: int, together: Stat
     if state.second is not None and together.second is not None:
         assert torch.equal(bits(state.second)[new], bits(together.second)[old])
     if not skip:
-        assert torch.equal(state.counts[row], together.counts[row])
+        ours, theirs = state.counts[row].clone(), together.counts[row].clone()
+        if doses := case.doses(row - 1)[site]:  # a sum's last digits depend on who comes first
+            at = doses + layout.DOSE_SUM
+            torch.testing.assert_close(ours[at : at + 1].view(torch.float32), theirs[at : at + 1].view(torch.float32))
+            ours[at] = theirs[at]
+        assert torch.equal(ours, theirs)
     others = [other for other in range(len(case.counts)) if other != row]
     assert torch.equal(state.counts[others], before.counts[others])
 
@@ -58,9 +63,9 @@ def test_a_request_gets_the_same_bits_in_any_company(
 ) -> None:
     width, dtype, form = shape
     rng = np.random.default_rng(seed)
-    runs = [3, 1, 70 if GPU else 2]
+    runs, limits = [3, 1, 70 if GPU else 2], [0.05, None, 0.0]
     wished = [
-        Wish(kind, max(edits // (1 + at), 1) if kind == "clamps" else min(edits, 6), runs[at], gated)
+        Wish(kind, max(edits // (1 + at), 1) if kind == "clamps" else min(edits, 6), runs[at], gated, limits[at])
         for at, kind in enumerate(kinds)
     ]
     drawer = a_world(rng, width, dtype, 100, edits, (1, 37, 130))

@@ -1,0 +1,74 @@
+"""Where a row says that doses are measured, and how they are limited. What its entries mean, test_formulas.py has."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saesteer.kernels import layout
+from saesteer.planned import END, Change, Condition, Direction, Group, Plan
+from saesteer.tables import Arrow, Places, Row, make_row
+
+SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
+ALONG = Direction("v", None)
+PLACES = Places(
+    {name: number for number, name in enumerate(SITES)}, {}, {(name, ALONG): Arrow(3, 1.0) for name in SITES}, 64
+)
+
+
+def plan(*groups: tuple[str, int], conditions: tuple[str, ...] = ()) -> Plan:
+    """Groups of so many additions at a site, and conditions."""
+    change = Change(ALONG, ((0, END),), "saesteer.edits[0]", shift=1.0, unit="vector")
+    gates = [Condition(site, ALONG, 0.0, 1.0, 1 << n, "saesteer") for n, site in enumerate(conditions)]
+    return Plan(tuple(Group(site, (change,) * count) for site, count in groups), tuple(gates))
+
+
+def columns(row: Row) -> list[int]:
+    """Where the doses of each site begin."""
+    return [int(row.words[layout.HEAD + layout.SPAN * at + layout.KIND]) >> layout.DOSE for at in range(len(SITES))]
+
+
+def kinds(row: Row) -> list[int]:
+    every = layout.ANY | layout.LONE | layout.MANY
+    return [int(row.words[layout.HEAD + layout.SPAN * at + layout.KIND]) & every for at in range(len(SITES))]
+
+
+def test_doses_stand_behind_the_edits_site_by_site() -> None:
+    """A site with conditions alone has none; the order is that of a forward pass, whatever the plan's."""
+    found = plan(("resid_post.7", 2), ("resid_mid.0", 1), ("resid_post.7", 1), conditions=("resid_post.0",))
+    row = make_row(found, PLACES, dose=True)
+    assert (row.edits, row.doses, row.counters) == (4, 2, 4 + 2 * layout.DOSE_WORDS)
+    assert columns(row) == [4, 0, 0, 4 + layout.DOSE_WORDS]
+    assert kinds(row) == [layout.ANY, layout.ANY, 0, layout.ANY]
+    assert row.kinds == layout.ANY
+
+
+def test_nothing_is_measured_where_nobody_asks() -> None:
+    found = plan(("resid_post.7", 2), ("resid_mid.0", 1))
+    row = make_row(found, PLACES)
+    assert (row.edits, row.doses, row.counters) == (3, 0, 3)
+    assert columns(row) == [0, 0, 0, 0]
+    assert kinds(row) == [layout.LONE, 0, 0, layout.MANY]
+    # Not a word more than what measures: the rest of the row is the same.
+    measured = make_row(found, PLACES, dose=True)
+    different = np.flatnonzero(row.words != measured.words).tolist()
+    assert different == [layout.HEAD + layout.SPAN * at + layout.KIND for at in (0, 3)]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(SITES), st.integers(1, 5)), min_size=1, max_size=8), st.floats(1e-300, 1e300))
+def test_a_limit_measures_every_site_and_is_never_lost(groups: Any, limit: float) -> None:
+    """As a float32 it might be 0, which is none."""
+    row = make_row(plan(*groups), PLACES, limit=limit)
+    edits, sites = sum(count for _, count in groups), len({site for site, _ in groups})
+    assert (row.edits, row.doses) == (edits, sites)
+    assert row.counters <= layout.counters(len(SITES), PLACES.max_entries)
+    held = float(row.words.view(np.float32)[layout.LIMIT])
+    assert held > 0 and np.isfinite(held)
+    if 1e-37 < limit < 1e38:
+        assert held == pytest.approx(limit, rel=2**-24)
+    used = [at for at in columns(row) if at]
+    assert sorted(used) == list(range(edits, row.counters, layout.DOSE_WORDS))
+    assert not row.words[layout.LIMIT + 1 : layout.HEAD].any()
