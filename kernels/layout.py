@@ -20,8 +20,8 @@ tokens of one request each. It depends on the batch alone: positions are read wh
 
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
 counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
-for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y as
-all groups leave it, both made finite, y not yet rounded and not yet limited. Tokens that no edit changed have none.
+for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y
+as all groups leave it, both made finite, y not yet rounded and not yet limited. What no edit changed has no dose.
 """
 
 from collections.abc import Sequence
