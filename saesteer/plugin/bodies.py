@@ -56,7 +56,8 @@ def _refusing_messages(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_messages
 
 
-def _is_steered(request: Any) -> bool:
+def is_steered(request: Any) -> bool:
+    """Whether a request of the OpenAI API brings a spec, in its body or in vllm_xargs."""
     return KEY in (request.model_extra or ()) or KEY in (request.vllm_xargs or ())
 
 
@@ -118,7 +119,7 @@ def _chat(original: Callable[..., Any]) -> Callable[..., Any]:
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _is_steered(request):
+        if not is_steered(request):
             return await original(self, request, result_generator, *args, **kwargs)
         watched = _Watched(result_generator, request.n or 1)
         response = await original(self, request, watched, *args, **kwargs)
@@ -133,7 +134,7 @@ def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     def chat_completion_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _is_steered(request):
+        if not is_steered(request):
             return original(self, request, result_generator, *args, **kwargs)
         watched = _Watched(result_generator, request.n or 1)
         return _chunks(original(self, request, watched, *args, **kwargs), watched.said)
@@ -147,7 +148,7 @@ def _completion(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, final_res_batch: Sequence[Any], request: Any, *args: Any, **kwargs: Any
     ) -> Any:
         response = original(self, final_res_batch, request, *args, **kwargs)
-        if _is_steered(request):
+        if is_steered(request):
             said: dict[int, Any] = {}
             for number, output in enumerate(final_res_batch):
                 said |= _said(output, number * (request.n or 1))
@@ -162,7 +163,7 @@ def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     def completion_stream_generator(
         self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _is_steered(request):
+        if not is_steered(request):
             return original(self, request, engine_inputs, result_generator, *args, **kwargs)
         watched = _Watched(result_generator, request.n or 1)
         return _chunks(original(self, request, engine_inputs, watched, *args, **kwargs), watched.said)
@@ -195,7 +196,7 @@ def _response_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def responses_stream_generator(self: Any, request: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         events = original(self, request, sampling_params, *args, **kwargs)
-        return _ending(events) if _is_steered(request) else events
+        return _ending(events) if is_steered(request) else events
 
     return responses_stream_generator
 

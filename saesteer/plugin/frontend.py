@@ -28,7 +28,7 @@ from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.identity import content_of, digest
 from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, plan
-from saesteer.plugin import bodies, counts, failures, hooks, metrics, names
+from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, streams
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.conversation import Conversation, conversation_of
 from saesteer.plugin.failures import SpecRefused
@@ -345,6 +345,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
         if config is not None:
             bodies.install()  # whoever asks this awaits answers over HTTP
+            streams.install()
             metrics.pools(self.input_processor.saesteer_names.usage())
             try:
                 statuses = await self.collective_rpc("saesteer_status")

@@ -187,6 +187,14 @@ HOOKS: dict[str, Hook] = {
             "what was applied",
             server=True,
         ),
+        *(
+            Hook(f"{_OPENAI}.{module}.serving", path, ("request", "raw_request"), "refusals of streams", server=True)
+            for module, path in (
+                ("chat_completion", "OpenAIServingChat.create_chat_completion"),
+                ("completion", "OpenAIServingCompletion.create_completion"),
+                ("responses", "OpenAIServingResponses.create_responses"),
+            )
+        ),
         Hook(
             "vllm.entrypoints.anthropic.serving",
             "AnthropicServingMessages.create_messages",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,35 @@ def test_streaming_is_steered(server: httpx.Client, model: str) -> None:
     assert "".join(pieces) == whole
 
 
+def test_a_stream_begins_as_ever(server: httpx.Client, model: str) -> None:
+    """The look at its first event, before HTTP says 200, takes nothing away: all routes, plain and steered."""
+    routes = {
+        "completions": {"prompt": "x", "max_tokens": 3},
+        "chat/completions": {"messages": _turns(), "max_tokens": 3},
+        "responses": {"input": "x", "max_output_tokens": 3},
+    }
+    for path, body in routes.items():
+        told = []
+        extra: dict[str, Any]
+        for extra in ({}, {"saesteer": {"edits": []}}):
+            asked = {"model": model, "stream": True, "temperature": 0, **body, **extra}
+            with server.stream("POST", f"/v1/{path}", json=asked) as response:
+                assert response.status_code == 200
+                lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+            told.append(_story(lines))
+        assert told[0] == told[1]
+
+
+def _story(events: list[Any]) -> tuple[list[Any], str]:
+    """What comes in a stream, in order, and its text; a busy server may put two tokens into one event."""
+    kinds = dict.fromkeys(event.get("type", "role" in str(event)) for event in events)
+    pieces = [
+        choice.get("text") or choice.get("delta", {}).get("content") for e in events for choice in e.get("choices", [])
+    ]
+    pieces += [event["delta"] for event in events if isinstance(event.get("delta"), str)]
+    return list(kinds), "".join(piece or "" for piece in pieces)
+
+
 def test_two_prompts_and_n_of_two_are_all_steered(server: httpx.Client, model: str) -> None:
     one, other = (text(complete(server, model, prompt, saesteer=STEERED)) for prompt in PROMPTS[:2])
     # Greedy with n = 2 is refused by some versions; this is nearly greedy, so the first words are compared.
@@ -135,8 +165,13 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_specs_are_400_and_name_the_field(server: httpx.Client, model: str, spec: Any, field: str) -> None:
     plain = text(complete(server, model))
     queued = _counter(server, "vllm:prompt_tokens_total")
-    for path, extra in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": _turns()})):
-        response = server.post(path, json={"model": model, "max_tokens": 4, "saesteer": spec, **extra})
+    routes = {
+        "completions": {"prompt": "x", "max_tokens": 4},
+        "chat/completions": {"messages": _turns(), "max_tokens": 4},
+        "responses": {"input": "x", "max_output_tokens": 4},
+    }
+    for (path, body), stream in product(routes.items(), (False, True)):
+        response = server.post(f"/v1/{path}", json={"model": model, "saesteer": spec, "stream": stream, **body})
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert str(error["param"]).startswith(field)
