@@ -39,6 +39,8 @@ MODULES = {
     "outer": {"edits": [{"op": "use", "module": "bridge", "scale": 0.5}, OCEAN]},
 }
 
+ADMIN_KEY = "a-key-of-the-tests"
+
 PROMPTS = [
     "Who are you?",
     "The capital of France is",
@@ -196,7 +198,7 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def any_server(model_dir: str, dictionaries: Dictionaries, adapter: Path, server_log: Path) -> Iterator[httpx.Client]:
     """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools.
 
-    It logs every request.
+    It logs every request, and has an admin key.
     """
     folder = server_log.parent
     (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
@@ -205,6 +207,6 @@ def any_server(model_dir: str, dictionaries: Dictionaries, adapter: Path, server
     flags += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
-    flags += ["--enable-log-requests"]
+    flags += ["--enable-log-requests", "--saesteer-admin-key", ADMIN_KEY]
     with served([model_dir, *flags], server_log) as client:
         yield client

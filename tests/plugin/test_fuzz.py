@@ -2,6 +2,7 @@
 
 Specs are valid ones in which Hypothesis changed types, values and keys; around them stand bodies that schemathesis
 makes from the server's own OpenAPI document. A 5xx that the same body without `saesteer` gets as well is vLLM's own.
+The admin routes get the same, with their key and without, while others steer by the names that come and go.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 import os
 import re
 from typing import Any
+from urllib.parse import quote, unquote
 from uuid import uuid4
 
 import httpx
@@ -16,13 +18,16 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schemathesis.core import NotSet
 
 from saesteer.checks import CODES
-from tests.plugin.conftest import BRIDGE, OCEAN
+from tests.plugin.conftest import ADMIN_KEY, BRIDGE, MODULES, OCEAN, VECTORS, WIDTH
 from tests.plugin.test_messages import TURNS
+from tests.plugin.test_routes import app, ask
 from tests.spec.strategies import mutations
 
-pytestmark = pytest.mark.slow
+# Hypothesis shows what failed however long it is.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Generating overly large repr")]
 
 # What a request costs is bounded here; vLLM obeys, say, a million answers.
 LIMITED: dict[str, dict[str, Any]] = {
@@ -35,7 +40,7 @@ AT_ONCE = 16
 EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "80"))  # of each test, of AT_ONCE requests or so
 FUZZ = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
-RAW = {"dtype": "float16", "shape": [576], "data": "AAE=" * 288}
+RAW = {"dtype": "float16", "shape": [576], "data": "ADwAPAA8" * 192}  # ones
 CLAMP = {"op": "clamp", "dictionary": "second", "feature": 1, "value": 2.0}
 WHEN = [{"dictionary": "mid", "feature": 3, "above": 0.5}, {"probe": "probe", "below": 2.0}]
 LISTS: list[list[dict[str, Any]]] = [
@@ -75,17 +80,30 @@ def body_of(path: str, spec: Any, by_string: bool) -> dict[str, Any]:
 
 def send(server: httpx.Client, bodies: list[tuple[str, dict[str, Any]]]) -> list[httpx.Response]:
     """All of them at once, so that the broken and the right are in one batch."""
+    return call(server, [("POST", path, body, {}) for path, body in bodies])
+
+
+Call = tuple[str, str, Any, dict[str, Any]]  # method, path, body (... is none, bytes are sent as they are), headers
+
+
+def call(server: httpx.Client, calls: list[Call]) -> list[httpx.Response]:
+    """The same with other methods."""
 
     async def all_of_them() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as client:
             # Not json=: httpx refuses NaN, other clients send it.
-            calls = [client.post(path, content=json.dumps(body), headers=JSON) for path, body in bodies]
-            return await asyncio.gather(*calls)
+            sent = [
+                client.request(
+                    method,
+                    path,
+                    content=None if body is ... else body if isinstance(body, bytes) else json.dumps(body),
+                    headers={"content-type": "application/json", **headers},
+                )
+                for method, path, body, headers in calls
+            ]
+            return await asyncio.gather(*sent)
 
     return asyncio.run(all_of_them())
-
-
-JSON = {"content-type": "application/json"}
 
 
 def plain(server: httpx.Client) -> Any:
@@ -196,3 +214,133 @@ def test_enormous_values_break_no_answer(any_server: httpx.Client, value: float)
     *found, other = send(any_server, [("/v1/completions", body) for body in [*bodies, beside]])
     assert {one.status_code for one in found} <= {200, 400}, [one.text for one in found]
     assert other.json()["choices"][0]["token_ids"] == plain(any_server)[0][:3]
+
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+ROUTES = ("/v1/saesteer/vectors", "/v1/saesteer/modules")
+OWN = {*VECTORS, *MODULES}  # of the server, which other tests need
+NAMES = ["a", "org/b c", "ü", "d"]
+ROW = [((5 * n) % 7 - 3) / 2 for n in range(WIDTH)]
+GIVEN: list[Any] = [ROW, RAW, *({**RAW, "shape": [1, WIDTH], "layers": [layer]} for layer in (20, 3))]
+BY_NAME = {"op": "add", "vector": "a", "site": "resid_post.20", "scale": 0.5}
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Call:
+    """A right call of an admin route, or one that is broken in a few places."""
+    route = draw(st.sampled_from(ROUTES))
+    if draw(st.sampled_from([False] * 5 + [True])):
+        return "DELETE", f"{route}/{quote(draw(st.sampled_from(NAMES)), safe='')}", ..., ADMIN
+    body: Any = {"name": draw(st.sampled_from(NAMES))}
+    if "vectors" in route:
+        body |= {"vector": draw(st.sampled_from(GIVEN)), "bias": 0.5}
+    else:
+        spec = draw(st.sampled_from([*BASES, {"edits": [BY_NAME]}, {"edits": [{"op": "use", "module": "d"}]}]))
+        body |= {"spec": spec}
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2, 3]))):
+        _, _, body = draw(mutations(body))
+    return "POST", route, body, ADMIN
+
+
+def from_document(any_server: httpx.Client) -> st.SearchStrategy[Call]:
+    """Calls that schemathesis makes from what the server says of its admin routes."""
+    schema = schemathesis.openapi.from_dict(any_server.get("/openapi.json").json())
+    found = [
+        schema[path][method].as_strategy(generation_mode=mode)
+        for path in schema
+        if path.startswith("/v1/saesteer")
+        for method in schema[path]
+        for mode in schemathesis.GenerationMode
+        if method.lower() != "get" or mode.is_positive
+    ]
+    assert len(found) >= 2 + 2 * 4
+
+    def written(case: Any) -> Call:
+        path = case.path
+        for key, value in (case.path_parameters or {}).items():
+            path = path.replace(f"{{{key}}}", quote(str(value), safe=""))
+        body = ... if isinstance(case.body, NotSet) else case.body
+        return case.method.upper(), path, body, ADMIN
+
+    return st.one_of(found).map(written)
+
+
+def harmless(one: Call) -> bool:
+    """It can be sent, and changes no name of the server's own."""
+    _, path, body, _ = one
+    name = body.get("name") if isinstance(body, dict) else None
+    path = unquote(path)
+    return not (isinstance(name, str) and name in OWN) and path.rpartition("/")[2] not in OWN | {".", ".."}
+
+
+def registered(any_server: httpx.Client) -> dict[str, dict[str, str]]:
+    """Versions by name."""
+    lists = {route: any_server.get(route, headers=ADMIN).json()[route.rpartition("/")[2]] for route in ROUTES}
+    return {route: {one["name"]: one["version"] for one in found} for route, found in lists.items()}
+
+
+@pytest.fixture
+def registry(any_server: httpx.Client) -> Any:
+    """What is registered; what comes to it goes again."""
+    before = registered(any_server)
+    yield before
+    for route in reversed(ROUTES):  # a vector goes after the modules that use it, and these after those that use them
+        for _ in range(len(NAMES) + 1):
+            for name in registered(any_server)[route].keys() - before[route].keys():
+                any_server.delete(f"{route}/{quote(name, safe='')}", headers=ADMIN)
+    assert registered(any_server) == before
+
+
+def test_admin_routes(any_server: httpx.Client, registry: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    counts: dict[Any, int] = {}
+    calls = st.one_of(changes(), changes(), from_document(any_server)).filter(harmless)
+
+    @settings(FUZZ, max_examples=EXAMPLES)
+    @given(st.lists(calls, min_size=AT_ONCE, max_size=AT_ONCE))
+    def run(drawn: list[Call]) -> None:
+        steered: Call = ("POST", "/v1/completions", body_of("/v1/completions", {"edits": [BY_NAME]}, False), {})
+        *told, by_name = call(any_server, [*drawn, steered])
+        assert by_name.status_code == 200 or "[unknown_name]" in by_name.text, by_name.text
+        for what, response in zip(drawn, told, strict=True):
+            assert response.status_code in (200, 400, 404, 409), (what, response.text)
+            code = "done" if response.status_code == 200 else response.json()["error"]["code"]
+            assert code in {"done", "no_room", "no_site", "in_use", *CODES}, (what, response.text)
+            key = f"{what[0]} {code}"
+            counts[key] = counts.get(key, 0) + 1
+
+    run()
+    with capsys.disabled():
+        print(f"\n{sum(counts.values())} calls of the admin routes: {counts}")
+    assert counts["POST done"] > AT_ONCE and counts["DELETE done"] > 2 and len(counts) > 9, "of all kinds"
+    assert all(registered(any_server)[route].items() >= registry[route].items() for route in ROUTES)
+
+
+WRONG_KEYS: list[Any] = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": f"Bearer {ADMIN_KEY}x"},
+    {"Authorization": f"Basic {ADMIN_KEY}"},
+    {"Authorization": b"Bearer \xff\xfe"},
+]
+
+
+def test_admin_routes_without_the_key(any_server: httpx.Client, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is sent: 401 with another key, and 403 where the server has none."""
+    monkeypatch.delenv("SAESTEER_ADMIN_KEY", raising=False)
+    off = app()
+
+    @settings(FUZZ, max_examples=EXAMPLES // 4)
+    @given(
+        st.lists(st.one_of(changes(), from_document(any_server)).filter(harmless), min_size=8, max_size=8), st.data()
+    )
+    def run(drawn: list[Call], data: st.DataObject) -> None:
+        calls = [(*one[:3], data.draw(st.sampled_from(WRONG_KEYS))) for one in drawn]
+        for what, response in zip(calls, call(any_server, calls), strict=True):
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "wrong_key"), what
+        method, path, body, headers = calls[0]
+        told = ask(off, method, path.removeprefix("/v1/saesteer/"), headers=headers, content=str(body))
+        assert (told.status_code, told.json()["error"]["code"]) == (403, "admin_off")
+
+    run()
+    assert registered(any_server) == registry
