@@ -147,7 +147,7 @@ def test_sweeps_name_fields_and_cases_that_exist(kernel: str) -> None:
 def test_a_probe_counts_what_is_around_the_original() -> None:
     class Owner:
         def work(self) -> str:
-            sleep(0.02)
+            sleep(0.3)  # far above what a busy machine adds to the other one
             return "done"
 
     owner: Any = Owner()
@@ -166,4 +166,4 @@ def test_a_probe_counts_what_is_around_the_original() -> None:
     probe.attach(owner)
     probe.begin(1, 1, 1)
     assert owner.work() == "done"
-    assert 1e6 <= probe.steps[0].hooks_ns < 10e6
+    assert 1e6 <= probe.steps[0].hooks_ns < 200e6

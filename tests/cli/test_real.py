@@ -60,7 +60,10 @@ def server() -> Iterator[str]:
         yield address
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -178,9 +178,9 @@ def test_describe_of_a_million_features_is_instant(tmp_path: Path) -> None:
         stream.write(struct.pack("<Q", len(head)) + head)
         stream.truncate(8 + len(head) + end)
     (tmp_path / "cfg.json").write_text(json.dumps(writers.saelens_cfg("jumprelu", d_in=width, d_sae=features)))
-    started = time.perf_counter()
+    started = time.process_time()  # others on the machine take no part in it
     info = describe(tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert (info.features, info.bytes_on_disk > 19e9) == (features, True)
     assert "1,048,576" in report(tmp_path)
     assert "19.3 GB" in report(tmp_path)

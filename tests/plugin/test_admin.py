@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.plugin.admin_server import KEY, serving
-from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, WIDTH
+from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
 
 pytestmark = pytest.mark.slow
 
@@ -109,9 +109,10 @@ def test_a_module_with_vectors_of_its_own_needs_no_slots_of_its_requests(server:
 
 
 def test_what_runs_keeps_what_it_started_with(server: httpx.Client) -> None:
-    old, new = (text(complete(server, [add(inline(row))], max_tokens=160)) for row in ROWS[:2])
+    tokens = 1900 if CUDA else 160  # for the changes to come while it runs
+    old, new = (text(complete(server, [add(inline(row))], max_tokens=tokens)) for row in ROWS[:2])
     register(server, "vectors", name="v", vector=inline(ROWS[0]))
-    body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 160, "temperature": 0, "ignore_eos": True}
+    body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     pieces: list[str] = []
     with server.stream(
         "POST", "/v1/completions", json={**body, "stream": True, "saesteer": {"edits": [add("v")]}}
@@ -126,7 +127,9 @@ def test_what_runs_keeps_what_it_started_with(server: httpx.Client) -> None:
                 for row in ROWS[2:6]:  # and its slot be taken
                     register(server, "vectors", name="other", vector=inline(row))
                 assert server.delete("/v1/saesteer/vectors/v", headers=ADMIN).status_code == 200
-    assert len(pieces) > 20, "the changes came while it ran"
+                # The other one, what v was when the last change came, and what the request has.
+                listed = server.get("/v1/saesteer/vectors", headers=ADMIN).json()
+                assert listed["pool_rows_in_use"] == 3, "the changes came while it ran"
     assert "".join(pieces) == old != new
 
 
@@ -258,22 +261,29 @@ def test_no_request_sees_a_mixture(server: httpx.Client) -> None:
                 else:
                     wrong.append(response.text)
 
+    changes, took, start = 0, 0.0, time.monotonic()
+
+    def enough() -> bool:
+        return changes > 20 and len(set(seen)) == 8 and bool(gone)
+
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(generate, client) for client in range(8)]
-        end, changes = time.monotonic() + 40, 0
-        while time.monotonic() < end and not wrong:
-            for name in ("v", "fleeting"):
-                made = register(server, "vectors", name=name, vector=sets[changes % 3])
-                assert made.status_code == 200, made.text
-            changes += 1
-            time.sleep(0.05)
-            assert server.delete("/v1/saesteer/vectors/fleeting", headers=ADMIN).status_code == 200
-        over.set()
+        try:
+            # A busy machine gets more time for what has to have happened.
+            while not wrong and (took < 40 or (not enough() and took < 600)) and not any(job.done() for job in jobs):
+                for name in ("v", "fleeting"):
+                    made = register(server, "vectors", name=name, vector=sets[changes % 3])
+                    assert made.status_code == 200, made.text
+                changes, took = changes + 1, time.monotonic() - start
+                time.sleep(0.05)
+                assert server.delete("/v1/saesteer/vectors/fleeting", headers=ADMIN).status_code == 200
+        finally:
+            over.set()
         for job in jobs:
             job.result()
     assert not wrong, wrong[:3]
     print(f"{changes} rounds of changes, {len(seen)} answers, {len(gone)} refusals of what was gone")
-    assert changes > 20 and len(set(seen)) == 8 and gone
+    assert enough()
     # Nothing of the versions is left behind: the next changes find room, and the cache answers as a cold one.
     for number, one in enumerate(sets):
         register(server, "vectors", name="v", vector=one)

@@ -17,9 +17,9 @@ def fresh(tag: str) -> str:
 
 
 def cold(llm: Any, prompt: str, spec: Any) -> Any:
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache()
     made = generate(llm, [prompt], spec)
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache()
     return made
 
 
