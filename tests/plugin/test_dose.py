@@ -1,0 +1,177 @@
+"""Doses of offline answers, and requests that end on a real engine as the limit is passed or their names are gone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from saesteer import SpecError, hf
+from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, generate
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 1.0
+STRONG = {**BRIDGE, "value": 20.0}  # a dose of 4 to 6, ten times that of BRIDGE
+LATE = {**STRONG, "scope": {"positions": [[12, None]]}}  # in the middle of an answer
+EARLY = {**STRONG, "scope": {"positions": [[1, 3]]}}  # in the first block of a prompt
+
+
+@pytest.fixture
+def refusing(make_engine: Any) -> Any:
+    """Long prompts come in three parts, which the prefix cache keeps."""
+    size = {"max_num_batched_tokens": 128, "block_size": 32}
+    return make_engine(dtype="float32", max_dose=LIMIT, max_dose_action="refuse", **size)
+
+
+def test_an_answer_says_its_doses_where_it_is_asked_to(make_engine: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    asked: Any = {"return": {"dose": True}}
+    gate = {"dictionary": "demo", "feature": 6511, "above": 1e9}
+    specs: list[Any] = [
+        {"edits": [BRIDGE, {"op": "add", "vector": "any", "site": "resid_mid.7"}], **asked},
+        {"edits": [{**BRIDGE, "when": gate}], **asked},
+        {"edits": [], **asked},
+        {"edits": [BRIDGE]},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    both, gated, nothing, unasked = (
+        output.saesteer for output in llm.generate(PROMPTS, params, steer=specs, use_tqdm=False)
+    )
+    edited = {one["site"]: one["tokens_edited"] for one in both["applied"]}
+    assert [one["site"] for one in both["dose"]] == ["resid_mid.7", "resid_post.15"]
+    for one in both["dose"]:
+        assert set(one) == {"site", "max", "mean", "tokens"}
+        assert one["tokens"] == edited[one["site"]] > 8 and 0 < one["mean"] < one["max"]
+    assert gated["dose"] == [{"site": "resid_post.15", "max": None, "mean": None, "tokens": 0}]
+    assert nothing == {"applied": [], "dose": []}
+    assert "dose" not in unasked
+
+
+def test_each_of_several_answers_has_its_own_doses(make_engine: Any, oracle: hf.Model) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    params = SamplingParams(temperature=2.0, seed=5, n=3, max_tokens=6, ignore_eos=True)
+    spec = {"edits": [{**BRIDGE, "scope": {"generated": True}}], "return": {"dose": True}}
+    (output,) = llm.generate([PROMPTS[0]], params, steer=spec, use_tqdm=False)
+    prompt = list(output.prompt_token_ids)
+    for one in output.outputs:
+        (told,) = one.saesteer["dose"]
+        (expected,) = oracle.doses([*prompt, *one.token_ids[:-1]], steer=spec, prompt_len=len(prompt))
+        assert told["tokens"] == 5
+        assert (told["max"], told["mean"]) == pytest.approx((expected["max"], expected["mean"]), rel=2e-3)
+    assert len({str(one.saesteer["dose"]) for one in output.outputs}) == 3
+
+
+def test_a_limit_is_told_whether_asked_for_or_not(refusing: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    answers = [refusing.generate([LONG_PROMPT], params, steer=BRIDGE, use_tqdm=False)[0] for _ in range(2)]
+    for output in answers:
+        (told,) = output.saesteer["dose"]
+        assert told["tokens"] == len(output.prompt_token_ids) - 1 + 3 and told["tokens_limited"] == 0
+        assert 0.1 < told["mean"] < told["max"] < LIMIT
+        assert output.saesteer["applied"][0]["tokens_cached"] == 0, "what is not computed is not measured"
+
+
+@pytest.mark.parametrize("edit", [STRONG, LATE, EARLY], ids=["prompt", "answer", "first part of a prompt"])
+def test_a_call_raises_and_leaves_nothing_behind(refusing: Any, edit: Any) -> None:
+    from vllm import SamplingParams
+
+    prompts, steered = [*PROMPTS, LONG_PROMPT], [None, BRIDGE, None, None, None]
+    assert refusing.reset_prefix_cache()
+    before = generate(refusing, prompts, steered)
+    for n in (1, 2):
+        params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=40, ignore_eos=True)
+        for _ in range(2):  # the prefix cache hides nothing
+            with pytest.raises(SpecError) as told:
+                refusing.generate(prompts, params, steer=[None, BRIDGE, None, None, edit], use_tqdm=False)
+            assert (told.value.code, told.value.field) == ("dose", "saesteer.edits")
+            assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
+            processor = refusing.llm_engine.output_processor
+            assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
+    assert refusing.reset_prefix_cache(), "no block is held"
+    assert generate(refusing, prompts, steered) == before, "to the bit, logprobs as well"
+
+
+def test_every_row_is_free_again(refusing: Any) -> None:
+    """More refused ones than the table has rows; then as many others at once as it has."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for _ in range(5):
+        with pytest.raises(SpecError):
+            refusing.generate([PROMPTS[0]] * 16, params, steer=LATE, use_tqdm=False)
+    specs = [{"edits": [{**BRIDGE, "value": 0.1 * n}]} for n in range(1, 17)]
+    (alone,) = generate(refusing, [PROMPTS[0]], specs[7], tokens=8)
+    crowd = generate(refusing, [PROMPTS[0]] * 16, specs, tokens=8)
+    assert [token for token, _ in crowd[7]] == [token for token, _ in alone]
+
+
+def step(llm: Any, asked: list[tuple[Any, Any]], **more: Any) -> tuple[dict[int, Any], dict[int, int]]:
+    """Requests of one engine, added and stepped by hand: what each made, and in which step it ended."""
+    from vllm import SamplingParams
+
+    engine, made, ends = llm.llm_engine, {}, {}
+    for number, (prompt, spec) in enumerate(asked):
+        extra = {"saesteer": spec} if spec else None
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, extra_args=extra, **more)
+        engine.add_request(f"{number}", {"prompt_token_ids": llm.get_tokenizer().encode(prompt)}, params)
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        for output in engine.step():
+            if output.finished:
+                one = output.outputs[0]
+                logprobs = [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)]
+                made[int(output.request_id)] = one.finish_reason, list(one.token_ids), logprobs
+                ends[int(output.request_id)] = steps
+    return made, ends
+
+
+def test_batchmates_go_on_as_if_it_had_not_been_there(refusing: Any) -> None:
+    others: list[tuple[Any, Any]] = [(PROMPTS[1], None), (PROMPTS[2], {"edits": [BRIDGE]}), (LONG_PROMPT, None)]
+    alone, _ = step(refusing, others)
+    beside, ends = step(refusing, [*others, (PROMPTS[0], {"edits": [LATE]}), (PROMPTS[3], {"edits": [STRONG]})])
+    assert [beside[number][0] for number in range(5)] == ["length"] * 3 + ["error"] * 2
+    for number in range(3):
+        assert beside[number][:2] == alone[number][:2]
+        assert beside[number][2] == pytest.approx(alone[number][2], abs=1e-3)
+    assert ends[4] < ends[3] < min(ends[number] for number in range(3))
+    assert beside[4][1] == [] and 5 < len(beside[3][1]) < 12, "a token that was computed beside the news stays unsaid"
+
+
+def test_it_fails_before_a_prompt_is_through(refusing: Any) -> None:
+    """The first part of the prompt makes no output. Two at once share no block that only one of them has computed."""
+    spec = {"edits": [EARLY]}
+    made, ends = step(refusing, [(LONG_PROMPT, None), (LONG_PROMPT, spec), (LONG_PROMPT, spec)], min_tokens=24)
+    assert [made[number][0] for number in range(3)] == ["length", "error", "error"]
+    assert all(made[number][1] == [] and ends[number] < ends[0] - 20 for number in (1, 2))
+
+
+def test_names_that_are_gone_fail_their_request_alone(refusing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = generate(refusing, PROMPTS[:2], [None, BRIDGE])
+    known = refusing.llm_engine.input_processor.saesteer_names
+    with monkeypatch.context() as patch:
+        patch.setattr(known, "_current", replace(known._current, number=7))  # which no worker has
+        with pytest.raises(SpecError, match=r"send it again \[gone\]"):
+            refusing.generate(PROMPTS[:2], steer=[None, BRIDGE], use_tqdm=False)
+        made, _ = step(refusing, [(PROMPTS[0], None), (LONG_PROMPT, {"edits": [BRIDGE]})])
+        assert [made[number][0] for number in range(2)] == ["length", "error"] and made[1][1] == []
+    assert generate(refusing, PROMPTS[:2], [None, BRIDGE]) == before
+
+
+def test_what_a_request_of_gone_names_computed_is_found_by_nobody(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_engine(dtype="float32", block_size=32)
+    spec = {"edits": [{**BRIDGE, "value": 1.75}]}  # of no other test
+    known = llm.llm_engine.input_processor.saesteer_names
+    with monkeypatch.context() as patch:
+        patch.setattr(known, "_current", replace(known._current, number=7))
+        assert step(llm, [(LONG_PROMPT, spec)])[0][0][0] == "error"
+    cached = [llm.generate([LONG_PROMPT], steer=spec, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached[0] == 0 < cached[1]
