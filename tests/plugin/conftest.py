@@ -19,9 +19,9 @@ from saesteer.demo import DEMO_SAE
 from saesteer.loaders import own
 from saesteer.model import ensure_model
 from tests.plugin.lora import write_adapter
+from tests.plugin.serving import CUDA as CUDA
 from tests.plugin.serving import served
 
-CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
 WIDTH = 576  # of the embedded model
 
@@ -40,6 +40,8 @@ MODULES = {
 }
 
 ADMIN_KEY = "a-key-of-the-tests"
+
+ENGINES = 3  # at once: as many as one test asks for
 
 PROMPTS = [
     "Who are you?",
@@ -163,19 +165,24 @@ def answer(completion: Any) -> Answer:
 
 @pytest.fixture(scope="session")
 def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable[..., Any]]:
-    """Engines by their options, each started once."""
+    """Engines by their options; the last few run on, as all of them would need more memory than a small machine has."""
     from saesteer import LLM
 
     engines: dict[str, Any] = {}
 
     def make(**options: Any) -> Any:
         key = json.dumps(options, sort_keys=True)
-        if key not in engines:
-            engines[key] = LLM(model_dir, **dictionaries.options, inline_rows=2, **engine_options(**options))
+        if key in engines:
+            engines[key] = engines.pop(key)
+            return engines[key]
+        while len(engines) >= ENGINES:
+            engines.pop(next(iter(engines))).llm_engine.engine_core.shutdown()
+        engines[key] = LLM(model_dir, **dictionaries.options, inline_rows=2, **engine_options(**options))
         return engines[key]
 
     yield make
-    engines.clear()
+    for llm in engines.values():
+        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +211,6 @@ def any_server(model_dir: str, dictionaries: Dictionaries, adapter: Path, server
     (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
     flags = ["--saesteer-config", str(folder / "saesteer.yaml"), "--dtype", "float32", "--max-model-len", "1024"]
     flags += ["--max-num-seqs", "16", "--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
-    flags += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
     flags += ["--enable-log-requests", "--saesteer-admin-key", ADMIN_KEY]

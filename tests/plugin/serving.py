@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import torch
+
+CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
+# A client's idle connection must outlive a busy machine's pauses: a server that closes it drops the next request.
+ENVIRONMENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
 
 
 @contextmanager
@@ -19,8 +24,12 @@ def served(arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "saesteer", "serve", *arguments, "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
+    environment = {name: value for name, value in os.environ.items() if name != "SAESTEER_ADMIN_KEY"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment | ENVIRONMENT
+        )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             _wait(client, process, log)

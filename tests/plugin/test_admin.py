@@ -11,12 +11,12 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.plugin.admin_server import KEY, serving
-from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
+from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
+from tests.plugin.serving import served
 
 pytestmark = pytest.mark.slow
 
-ADMIN = {"Authorization": f"Bearer {KEY}"}
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 _DRAW = np.random.default_rng(11)
 ROWS = [(3 * _DRAW.normal(size=WIDTH)).astype(np.float32) for _ in range(6)]
 # Long enough for blocks of the prefix cache, so that a version could find what another one has left.
@@ -41,7 +41,7 @@ def use(module: str) -> dict[str, Any]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     log = tmp_path_factory.mktemp("admin") / "log"
     words = ["--sites", "resid_post.7,resid_post.15,resid_post.20", "--pool-rows", "8"]
-    with serving(log, *words) as address, httpx.Client(base_url=address, timeout=120) as client:
+    with served(["demo", "--saesteer-admin-key", ADMIN_KEY, *words], log) as client:
         yield client
 
 
@@ -152,9 +152,9 @@ def test_the_key_is_asked_for_first(server: httpx.Client) -> None:
     for method, path in routes:
         for headers in (
             {},
-            {"Authorization": f"Bearer {KEY}x"},
-            {"Authorization": KEY},
-            {"Authorization": f"Basic {KEY}"},
+            {"Authorization": f"Bearer {ADMIN_KEY}x"},
+            {"Authorization": ADMIN_KEY},
+            {"Authorization": f"Basic {ADMIN_KEY}"},
         ):
             response = server.request(method, f"/v1/saesteer/{path}", headers=headers, content=b"{")
             assert error(response, 401)["code"] == "wrong_key"

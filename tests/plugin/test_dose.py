@@ -77,13 +77,18 @@ def test_a_limit_is_told_whether_asked_for_or_not(refusing: Any) -> None:
         assert output.saesteer["applied"][0]["tokens_cached"] == 0, "what is not computed is not measured"
 
 
+def exactly(llm: Any, prompts: list[str]) -> list[Any]:
+    """Answers to the bit, with logprobs; one after the other, as the engine may begin with some of a batch."""
+    assert llm.reset_prefix_cache(), "no block is held"
+    return [generate(llm, [prompt], spec)[0] for prompt in prompts for spec in (None, BRIDGE)]
+
+
 @pytest.mark.parametrize("edit", [STRONG, LATE, EARLY], ids=["prompt", "answer", "first part of a prompt"])
 def test_a_call_raises_and_leaves_nothing_behind(refusing: Any, edit: Any) -> None:
     from vllm import SamplingParams
 
-    prompts, steered = [*PROMPTS, LONG_PROMPT], [None, BRIDGE, None, None, None]
-    assert refusing.reset_prefix_cache()
-    before = generate(refusing, prompts, steered)
+    prompts = [*PROMPTS, LONG_PROMPT]
+    before = exactly(refusing, prompts)
     for n in (1, 2):
         params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=40, ignore_eos=True)
         for _ in range(2):  # the prefix cache hides nothing
@@ -93,8 +98,7 @@ def test_a_call_raises_and_leaves_nothing_behind(refusing: Any, edit: Any) -> No
             assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
             processor = refusing.llm_engine.output_processor
             assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
-    assert refusing.reset_prefix_cache(), "no block is held"
-    assert generate(refusing, prompts, steered) == before, "to the bit, logprobs as well"
+    assert exactly(refusing, prompts) == before
 
 
 def test_every_row_is_free_again(refusing: Any) -> None:
@@ -153,7 +157,7 @@ def test_it_fails_before_a_prompt_is_through(refusing: Any) -> None:
 
 
 def test_names_that_are_gone_fail_their_request_alone(refusing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = generate(refusing, PROMPTS[:2], [None, BRIDGE])
+    before = exactly(refusing, PROMPTS)
     known = refusing.llm_engine.input_processor.saesteer_names
     with monkeypatch.context() as patch:
         patch.setattr(known, "_current", replace(known._current, number=7))  # which no worker has
@@ -161,7 +165,7 @@ def test_names_that_are_gone_fail_their_request_alone(refusing: Any, monkeypatch
             refusing.generate(PROMPTS[:2], steer=[None, BRIDGE], use_tqdm=False)
         made, _ = step(refusing, [(PROMPTS[0], None), (LONG_PROMPT, {"edits": [BRIDGE]})])
         assert [made[number][0] for number in range(2)] == ["length", "error"] and made[1][1] == []
-    assert generate(refusing, PROMPTS[:2], [None, BRIDGE]) == before
+    assert exactly(refusing, PROMPTS) == before
 
 
 def test_what_a_request_of_gone_names_computed_is_found_by_nobody(

@@ -15,8 +15,8 @@ import pytest
 
 from saesteer.client import Client
 from saesteer.errors import RequestRefused
-from tests.plugin.admin_server import KEY, serving
-from tests.plugin.conftest import BRIDGE, PROMPTS
+from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS
+from tests.plugin.serving import served
 from tests.plugin.test_dose import LATE, LIMIT, STRONG
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     words = ["--max-dose", str(LIMIT), "--max-dose-action", "refuse", "--dtype", "float32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for the last test
-        with serving(log, *words) as address, httpx.Client(base_url=address, timeout=120) as client:
+        with served(["demo", "--saesteer-admin-key", ADMIN_KEY, *words], log) as client:
             yield client
 
 
@@ -223,7 +223,7 @@ def test_others_read_on_while_requests_are_refused(server: httpx.Client) -> None
 
 def test_names_that_are_gone_are_a_400(server: httpx.Client) -> None:
     plain = post(server, "completions", **ROUTES["completions"])["choices"][0]["text"]
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     drop = {"method": "saesteer_names", "args": [json.dumps({"drop": [0], "number": 1, "base": 0})]}
     assert (
         server.post("/collective_rpc", json=drop, headers=headers).status_code == 200

@@ -1,20 +1,15 @@
 """The same over HTTP: a real `saesteer serve demo`, a real socket, the OpenAI client and httpx."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, PROMPTS
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
+from tests.plugin.serving import served
 
 pytestmark = pytest.mark.slow
 
@@ -23,38 +18,8 @@ STEERED = {"edits": [BRIDGE]}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
-    command = [sys.executable, "-m", "saesteer", "serve", "demo", "--port", str(port), "--host", "127.0.0.1", *options]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
-    try:
-        _wait(client, process, log)
+    with served(["demo"], tmp_path_factory.mktemp("server") / "log") as client:
         yield client
-    finally:
-        client.close()
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-
-
-def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(1)
-    raise AssertionError(log.read_text()[-4000:])
 
 
 @pytest.fixture(scope="module")
