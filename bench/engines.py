@@ -32,9 +32,8 @@ ROOT = Path(__file__).parents[1]
 START_S = 330.0  # that an engine may take
 STOP_S = 6.0  # before it is killed
 TOKENS_A_STEP = 8192  # a server's usual bound on a large GPU; an LLM's would be twice that
-BESIDE = (
-    6 << 30
-)  # of GPU memory, for what is neither weights nor cache: activations of a long step, graphs, CUDA itself
+# Of GPU memory, for what is neither weights nor cache: activations of a long step, graphs, CUDA itself.
+BESIDE = 6 << 30
 # What each engine makes of a request with a spec.
 EXPECTED = {"stock": "ignored", "disabled": "refused", "saesteer": "applied"}
 

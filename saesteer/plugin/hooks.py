@@ -43,10 +43,11 @@ class Hook:
 
     def exists(self) -> bool:
         """Whether this vLLM has it; asked of a late one alone."""
-        found: Any = import_module(self.module)
-        for name in self.path.split("."):
-            found = getattr(found, name, None)
-        return found is not None
+        try:
+            self._look_up()
+        except AttributeError:
+            return False
+        return True
 
     def find(self) -> Callable[..., Any]:
         """The function, checked.
@@ -55,9 +56,7 @@ class Hook:
             UnsupportedError: it is missing, or its parameters are others.
         """
         try:
-            found: Any = import_module(self.module)
-            for name in self.path.split("."):
-                found = getattr(found, name)
+            found = self._look_up()
         except (ImportError, AttributeError) as exc:
             raise UnsupportedError(f"vLLM {vllm_version()} has no {self.module}.{self.path} ({self.why})") from exc
         names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
@@ -67,6 +66,12 @@ class Hook:
                 f"expected it to begin with ({', '.join(self.parameters)}) ({self.why})"
             )
         assert callable(found)
+        return found
+
+    def _look_up(self) -> Any:
+        found: Any = import_module(self.module)
+        for name in self.path.split("."):
+            found = getattr(found, name)
         return found
 
 

@@ -149,7 +149,7 @@ class Steering:
         return row
 
     def _row_of(self, request: Any) -> Row | None:
-        """Made anew only where no recent request was steered alike: for a set of every layer that takes 0.7 ms."""
+        """Made anew only where no recent request was steered alike: a set of every layer takes 1 to 3 ms."""
         params = request.sampling_params
         extra, version = params.extra_args or {}, names.version_of(params)
         if KEY not in extra:

@@ -4,10 +4,7 @@ This file is the test and the process that compiles, since the other tests here 
 It knows no results.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 
 from saesteer.kernels import layout
 from saesteer.kernels.configs import EXACT_ENCODE, blocks, configs
+from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
 WIDTHS = (576, 5376)
@@ -47,16 +45,7 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
 def test_every_launch_fits_the_shared_memory(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="no Triton on this platform")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_resources"],
-        cwd=Path(__file__).parents[2],
-        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = hear("-m", "tests.kernels.test_resources", environment={**env, "TRITON_CACHE_DIR": str(tmp_path)})
     assert len(found) == len(WIDTHS) * (3 + 1 + 1 + 2 + 1)
     assert {name: used for name, used in found.items() if used > MOST} == {}
 
@@ -86,7 +75,7 @@ def shared_memory(kernel: Any, floats: str, warps: int, constants: dict[str, Any
 
 
 def main() -> None:
-    """Print what every launch asks for."""
+    """Tell what every launch asks for."""
     from importlib import import_module
 
     found = {}
@@ -96,7 +85,7 @@ def main() -> None:
                 kernel = getattr(import_module(f"saesteer.kernels.{module}"), name)
                 used = shared_memory(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
                 found[f"{name} {at} {floats} {width}"] = used
-    print(json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

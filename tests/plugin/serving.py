@@ -1,5 +1,6 @@
 """A real `saesteer serve` in a process of its own, for tests over HTTP. Knows no test and no request."""
 
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -40,6 +42,12 @@ def served(arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, as it comes; the mark of its end left out."""
+    begin = "data: "
+    return [json.loads(line.removeprefix(begin)) for line in response.iter_lines() if line.startswith(begin + "{")]
 
 
 def _wait(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from saesteer.client import Client
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
+from tests.plugin.serving import events_of
 from tests.plugin.test_http import STEERED, complete, server  # noqa: F401  # the fixture
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,7 @@ def events(server: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
     body = {"model": "demo", "temperature": 0, "ignore_eos": True, "stream": True, **body}
     with server.stream("POST", f"/v1/{path}", json=body) as response:
         assert response.status_code == 200
-        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    return [json.loads(line[6:]) for line in lines]
+        return events_of(response)
 
 
 def tokens(said: Any) -> list[int]:

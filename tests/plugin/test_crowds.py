@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import tracemalloc
 from collections import Counter
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from saesteer import hf
 from saesteer.errors import SpecError
 from saesteer.spec import OPS, Spec, as_spec
+from tests.apart import hear, tell
 from tests.plugin.conftest import PROMPTS, Dictionaries, engine_options, generate
 from tests.plugin.test_parity import drawn, random_edit
 from tests.plugin.test_requests import same
@@ -83,17 +83,8 @@ def test_thousands_of_specs_leave_nothing_behind(
         enable_prefix_caching=False, max_num_seqs=AT_ONCE, max_model_len=64, distributed_executor_backend="uni"
     )
     job = {"model": model_dir, "options": {**dictionaries.options, "inline_rows": 2, **options}, "many": MANY}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.plugin.test_crowds", json.dumps(job)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    found = json.loads(line.removeprefix("answer "))
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    found = hear("-m", "tests.plugin.test_crowds", json.dumps(job), environment=environment)
     before, after = found["before"], found["after"]
     with capsys.disabled():
         print(f"\n{found['distinct']} specs: {before} -> {after}")
@@ -176,7 +167,7 @@ def main() -> None:
     llm.generate(prompts[:1], params, use_tqdm=False)
     states.append(_state(steering))
     found = {"before": states[0], "after": states[1], "distinct": many, "ops": list(said)}
-    print("\nanswer " + json.dumps({**found, "modules": len(job["options"]["modules"])}))
+    tell({**found, "modules": len(job["options"]["modules"])})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from saesteer.client import Client
 from saesteer.errors import RequestRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS
-from tests.plugin.serving import served
+from tests.plugin.serving import events_of, served
 from tests.plugin.test_dose import LATE, LIMIT, STRONG
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,7 @@ def events(server: httpx.Client, path: str, model: str = "demo", **body: Any) ->
     whole = {"model": model, "temperature": 0, "stream": True, **body}
     with server.stream("POST", f"/v1/{path}", json=whole) as response:
         assert response.status_code == 200
-        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    return [json.loads(line[6:]) for line in lines]
+        return events_of(response)
 
 
 def told(said: Any) -> dict[str, Any]:

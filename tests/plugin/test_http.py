@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
-from tests.plugin.serving import served
+from tests.plugin.serving import events_of, served
 
 pytestmark = pytest.mark.slow
 
@@ -69,8 +69,7 @@ def test_streaming_is_steered(server: httpx.Client, model: str) -> None:
     whole = text(complete(server, model, saesteer=STEERED))
     body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     with server.stream("POST", "/v1/completions", json={**body, "stream": True, "saesteer": STEERED}) as response:
-        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+        pieces = [event["choices"][0]["text"] for event in events_of(response)]
     assert "".join(pieces) == whole
 
 
@@ -88,8 +87,7 @@ def test_a_stream_begins_as_ever(server: httpx.Client, model: str) -> None:
             asked = {"model": model, "stream": True, "temperature": 0, **body, **extra}
             with server.stream("POST", f"/v1/{path}", json=asked) as response:
                 assert response.status_code == 200
-                lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-            told.append(_story(lines))
+                told.append(_story(events_of(response)))
         assert told[0] == told[1]
 
 

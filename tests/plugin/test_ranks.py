@@ -5,9 +5,7 @@ process. The model is tiny and has real weights, as dummy ones are drawn for eac
 """
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.apart import hear, tell
 from tests.plugin.conftest import CUDA
 
 pytestmark = [
@@ -56,17 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     found = {}
     for size in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.plugin.test_ranks", str(folder), str(size)],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-        found[size] = json.loads(line.removeprefix("answer "))
+        found[size] = hear("-m", "tests.plugin.test_ranks", str(folder), str(size), environment=environment)
         assert found[size]["ranks"] == size
     return found
 
@@ -279,7 +268,7 @@ def main(folder: Path, size: int) -> None:
             llm.llm_engine.get_supported_tasks()
         except ConfigError as error:
             found["handshake"] = str(error)
-    print("\nanswer " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

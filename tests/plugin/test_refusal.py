@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.apart import hear
 from tests.plugin.conftest import BRIDGE, Dictionaries, engine_options
 
 pytestmark = pytest.mark.slow
@@ -17,6 +16,7 @@ JOB = """
 import json, sys
 from vllm import SamplingParams
 import saesteer
+from tests.apart import tell
 
 if __name__ == "__main__":
     job = json.load(sys.stdin)
@@ -41,13 +41,11 @@ if __name__ == "__main__":
                         [t, step[t].logprob] for t, step in zip(one.token_ids, one.logprobs)
                     ]
         runs.append([refused, made])
-    print("\\nanswer " + json.dumps(runs))
+    tell(runs)
 """
 
 
-def test_batchmates_of_a_refused_request_keep_their_bits(
-    model_dir: str, dictionaries: Dictionaries, tmp_path: Any
-) -> None:
+def test_batchmates_of_a_refused_request_keep_their_bits(model_dir: str, dictionaries: Dictionaries) -> None:
     bad = {"edits": [{**BRIDGE, "feature": 9216}]}
     good: list[Any] = [[[40 + n, 50, 60, 70 + n], spec] for n, spec in enumerate([None, {"edits": [BRIDGE]}, None])]
     job = {
@@ -56,16 +54,8 @@ def test_batchmates_of_a_refused_request_keep_their_bits(
         "options": engine_options(),
         "runs": [good, [good[0], [[1, 2, 3, 4], bad], *good[1:]]],
     }
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    without, beside = json.loads(line.removeprefix("answer "))
+    without, beside = hear("-c", JOB, environment=environment, given=json.dumps(job), timeout=600)
     assert without[0] == [] and beside[0] == ["saesteer.edits[0].feature"]
     assert len(beside[1]) == 3
     assert beside[1] == without[1]

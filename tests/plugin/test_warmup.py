@@ -6,7 +6,6 @@ file is both the test and that process. It knows no kernel by name.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from saesteer.loaders import own
+from tests.apart import hear, tell
 from tests.plugin.conftest import BRIDGE, OCEAN, WIDTH, Dictionaries, engine_options, random_coder
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
@@ -69,24 +69,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_nothing_is_compiled_while_serving(model_dir: str, dictionaries: Dictionaries, tmp_path: Path) -> None:
-    out = tmp_path / "made.json"
     normed = random_coder("jumprelu", 9)
     own.write(tmp_path / "normed.safetensors", replace(normed, info=replace(normed.info, in_norm="layer_norm")))
     job = {
         "model": model_dir,
         "dictionaries": {**dictionaries.arguments, "normed": f"{tmp_path}/normed.safetensors@resid_post.10"},
-        "out": str(out),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.plugin.test_warmup", json.dumps(job)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    made = json.loads(out.read_text())
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    made = hear("-m", "tests.plugin.test_warmup", json.dumps(job), environment=environment)
     assert made["canary"] == 1, "Triton does not tell of kernels that it makes"
     assert made["warm-up"], "no kernel was made before serving"
     assert made["serving"] == []
@@ -156,7 +146,7 @@ def serve(llm: Any) -> Iterator[str]:
 
 
 def main() -> None:
-    """Serve, and write down which kernels were made when."""
+    """Serve, and tell which kernels were made when."""
     from saesteer import LLM
 
     job = json.loads(sys.argv[1])
@@ -173,7 +163,7 @@ def main() -> None:
         for served in serve(llm):
             made["serving"] += [f"{served}: {kernel}" for kernel in ours(late)]
             late.clear()
-    Path(job["out"]).write_text(json.dumps(made))
+    tell(made)
 
 
 if __name__ == "__main__":

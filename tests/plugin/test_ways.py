@@ -17,6 +17,7 @@ import torch
 from saesteer import hf
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
 from tests.plugin.lora import merge_adapter
+from tests.plugin.serving import events_of
 from tests.plugin.test_messages import TURNS, pieces
 from tests.plugin.test_parity import TOLERANCE
 
@@ -144,8 +145,7 @@ def events(any_server: httpx.Client, path: str, body: dict[str, Any]) -> list[An
     """The JSON of each event of a stream."""
     with any_server.stream("POST", path, json={"model": "base", "stream": True, **body}) as response:
         assert response.status_code == 200
-        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]
+        return events_of(response)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -1,0 +1,45 @@
+"""Code of the tests in a Python process of its own, and what it found: ``tell`` there, ``hear`` here.
+
+For what a process decides once, such as its environment, and for what an engine holds until its process ends.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MARK = "answer "  # libraries print beside it
+
+
+def tell(found: Any) -> None:
+    """Say what was found, as JSON; once in a process."""
+    print(f"\n{_MARK}{json.dumps(found)}")
+
+
+def hear(
+    *words: str, environment: Mapping[str, str] = os.environ, given: str | None = None, timeout: float | None = None
+) -> Any:
+    """Run this Python with these arguments at the root of the project, and take what it tells.
+
+    Args:
+        words: such as ``-m`` and a module.
+        environment: all of it.
+        given: its standard input.
+        timeout: in seconds.
+    """
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    return json.loads(line.removeprefix(_MARK))
