@@ -319,25 +319,24 @@ def edit_kernel(
                             )
                             x1 += tl.sum(some1, axis=0)
 
-            # Not within `changes > 0`, which threads might decide differently for all that ptxas knows: sums in there
-            # cost the whole kernel 50 registers.
+            # Sums, here and in the store, are not within `changes > 0`: see there.
             if (kind >> DOSE) != 0:
                 x0, x1 = dosed(
                     stream, second, at, x0, x1, changes, entries, count + (kind >> DOSE), WIDTH, HEAD, TAIL, FORM
                 )
-            if changes > 0:
-                store(
-                    stream,
-                    second,
-                    at,
-                    x0,
-                    x1,
-                    norm_weight,
-                    eps,
-                    weight_offset,
-                    WIDTH,
-                    HEAD,
-                    TAIL,
-                    FORM,
-                    HAS_WEIGHT,
-                )
+            store(
+                stream,
+                second,
+                at,
+                x0,
+                x1,
+                changes > 0,
+                norm_weight,
+                eps,
+                weight_offset,
+                WIDTH,
+                HEAD,
+                TAIL,
+                FORM,
+                HAS_WEIGHT,
+            )

@@ -76,6 +76,7 @@ def store(
     at,  # of the token
     x0,
     x1,
+    changed,  # False: everything stays as it is
     norm_weight,
     eps,
     weight_offset,
@@ -85,7 +86,11 @@ def store(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """The edited token, rounded once, and what the form asks of its second tensor."""
+    """The edited token, rounded once, and what the form asks of its second tensor.
+
+    Only what is stored hangs on `changed`: ptxas takes it for something that threads might decide differently, and
+    pays for a sum behind such a branch with spills.
+    """
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     mask0 = cols0 < WIDTH
@@ -96,14 +101,16 @@ def store(
         if TAIL > 0:
             gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
     y0 = rounded(x0, dtype)
-    tl.store(stream + at + cols0, y0, mask=mask0)
     if TAIL > 0:
         y1 = rounded(x1, dtype)
-        tl.store(stream + at + cols1, y1, mask=mask1)
-    if FORM == PAIR:
-        tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
+    if changed:
+        tl.store(stream + at + cols0, y0, mask=mask0)
         if TAIL > 0:
-            tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
+            tl.store(stream + at + cols1, y1, mask=mask1)
+        if FORM == PAIR:
+            tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
+            if TAIL > 0:
+                tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
     if FORM == NORMED:
         z0 = y0.to(tl.float32)
         squared = tl.sum(z0 * z0, axis=0)
@@ -114,9 +121,11 @@ def store(
         z0 *= scale
         if HAS_WEIGHT:
             z0 *= gain0.to(tl.float32) + weight_offset
-        tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
         if TAIL > 0:
             z1 *= scale
             if HAS_WEIGHT:
                 z1 *= gain1.to(tl.float32) + weight_offset
-            tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
+        if changed:
+            tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
+            if TAIL > 0:
+                tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
