@@ -128,8 +128,7 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
 def finite(x, dtype: tl.constexpr):
     """x, finite in the stream's dtype whatever the edits asked for: what overflows there would outlive its request."""
     largest: tl.constexpr = LARGEST_HALF if dtype == tl.float16 else LARGEST
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -largest), largest)
+    return tl.clamp(x, -largest, largest)
 
 
 @triton.jit

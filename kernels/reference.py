@@ -70,7 +70,7 @@ def edit_ref_(
 def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What overflows in the stream would outlive its request, in the cache of keys and values."""
     largest = layout.LARGEST_HALF if dtype == torch.float16 else layout.LARGEST
-    return x.nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
+    return x.nan_to_num(largest).clamp(-largest, largest)
 
 
 def _dosed(was: Tensor, x: Tensor, limit: Tensor, counts: Tensor) -> Tensor:
