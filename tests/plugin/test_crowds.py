@@ -97,7 +97,8 @@ def test_thousands_of_specs_leave_nothing_behind(
     assert after["traced"] - before["traced"] < 40 * (MANY // 2)
     # All of the process, vLLM's share of it included, to whose allocator half of this belongs from run to run.
     assert after["resident"] - before["resident"] < 48 * MIB
-    assert after["pinned"] == before["pinned"]
+    # What is in flight has buffers of its own; a row for each spec would be 80 MB.
+    assert after["pinned"] - before["pinned"] < 2 * MIB
 
 
 def _distinct(engine: Any, count: int) -> list[Any]:
@@ -124,6 +125,8 @@ def _state(steering: Any) -> dict[str, int]:
 
     engine = steering.engine
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/saesteer/*")])
     kinds = Counter(type(one).__name__ for one in gc.get_objects() if type(one).__module__.startswith("saesteer."))
     return {
