@@ -109,7 +109,7 @@ class Batches:
             work=map_arguments[0],
             positions=(1 + torch.cat([torch.arange(length) for length in case.lengths])).to(self.device),
             cells=torch.zeros(case.tokens, dtype=torch.int32, device=self.device),
-            counts=torch.zeros(case.requests + 1, _COUNTERS, dtype=torch.int32, device=self.device),
+            counts=self._counts(case),
             dense_size=self.features if case.whole or case.dense else 0,
         )
 
@@ -119,8 +119,10 @@ class Batches:
         slots = torch.arange(case.requests, dtype=torch.int32, device=self.device)
         work = make_work([], case.tokens, self.device)
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
-        counts = torch.zeros(case.requests + 1, _COUNTERS, dtype=torch.int32, device=self.device)
-        return (work, slots, 1, starts.to(self.device), table, counts, case.requests, case.tokens, span)
+        return (work, slots, 1, starts.to(self.device), table, self._counts(case), case.requests, case.tokens, span)
+
+    def _counts(self, case: Case) -> Tensor:
+        return torch.zeros(_COUNTERS, case.requests + 1, dtype=torch.int32, device=self.device).t()
 
     def stream(self, case: Case) -> tuple[Tensor, Tensor]:
         """Stream and normed stream."""

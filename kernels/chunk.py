@@ -57,6 +57,7 @@ def add_chunk(
     dense_base,
     dense_size,
     counts,  # of this row
+    stride_counters,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -128,7 +129,7 @@ def add_chunk(
         bits = bits & ~tl.sum(tl.where(gate, gates, 0), axis=0)
         bits = bits | tl.sum(tl.where(holds, gates, 0), axis=0)
     delta = law(f, write, flags, mul, add, low, high, gain)
-    tl.atomic_add(counts + (flags >> COUNTER), 1, mask=delta != 0.0, sem="relaxed")
+    tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward
     sum0 = tl.sum(change[:, None] * dec0.to(tl.float32), axis=0)
     sum1 = sum0

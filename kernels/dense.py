@@ -179,6 +179,7 @@ def reconstruct(
     dense_base,
     stride_dense,  # features that have a place there; behind it is one for a list of features
     counts,  # of this row
+    stride_counters,
     share,  # which part of the token this is,
     parts,  # of so many
     WIDTH: tl.constexpr,
@@ -243,7 +244,7 @@ def reconstruct(
             sum0 += tl.where(cols0 < WIDTH, shift, 0.0) - x0
             if TAIL > 0:
                 sum1 += tl.where(cols1 < WIDTH, shift, 0.0) - x1
-            tl.atomic_add(counts + (flags >> COUNTER), 1, sem="relaxed")
+            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, sem="relaxed")
         sum0 = sum0 * gain
         sum1 = sum1 * gain
     return sum0, sum1, found

@@ -65,6 +65,7 @@ def _item(work, it, first_item, units, span):
         "weight_offset",
         "stride_table",
         "stride_counts",
+        "stride_counters",
         "stride_dense",
         "kinds",
         "first_token",
@@ -85,13 +86,14 @@ def edit_kernel(
     threshold,  # [slots] fp32
     b_dec,  # [dictionaries, WIDTH] fp32
     cells,  # [tokens] int32
-    counts,  # [rows, stride_counts] int32
+    counts,  # [rows, counters] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
     activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
     eps,
     weight_offset,
     stride_table,
     stride_counts,
+    stride_counters,
     stride_dense,
     kinds,  # bits: rows of these kinds are done here
     first_token,
@@ -209,6 +211,7 @@ def edit_kernel(
                         dense_base,
                         dense_size,
                         count,
+                        stride_counters,
                         WIDTH,
                         HEAD,
                         TAIL,
@@ -231,6 +234,7 @@ def edit_kernel(
                         dense_base,
                         dense_size,
                         count,
+                        stride_counters,
                         WIDTH,
                         HEAD,
                         TAIL,
@@ -264,6 +268,7 @@ def edit_kernel(
                                 dense_base,
                                 stride_dense,
                                 count,
+                                stride_counters,
                                 share,
                                 parts,
                                 WIDTH,
@@ -321,8 +326,9 @@ def edit_kernel(
 
             # Sums, here and in the store, are not within `changes > 0`: see there.
             if (kind >> DOSE) != 0:
+                doses = count + (kind >> DOSE) * stride_counters
                 x0, x1 = dosed(
-                    stream, second, at, x0, x1, changes, entries, count + (kind >> DOSE), WIDTH, HEAD, TAIL, FORM
+                    stream, second, at, x0, x1, changes, entries, doses, stride_counters, WIDTH, HEAD, TAIL, FORM
                 )
             store(
                 stream,

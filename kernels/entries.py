@@ -78,6 +78,7 @@ TILE_ARGUMENTS = (
     "weight_offset",
     "stride_table",
     "stride_counts",
+    "stride_counters",
 )
 
 

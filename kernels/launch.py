@@ -75,7 +75,7 @@ def edit_triton(
         tiled = tokens > TILED_ABOVE and not captured
     tuned = tuned or configs(width)
     common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
-    rest: Any = (eps, weight_offset, table.stride(0), counts.stride(0))
+    rest: Any = (eps, weight_offset, table.stride(0), *counts.stride())
     cores = _multiprocessors(stream.device.index)
     has_weight = norm_weight is not None
     exact = stream.dtype != w_enc.dtype or stream.dtype == torch.float32

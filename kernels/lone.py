@@ -56,11 +56,12 @@ def lone_kernel(
     positions,  # [tokens] of each token in its request
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
-    counts,  # [rows, stride_counts] int32
+    counts,  # [rows, counters] int32
     eps,
     weight_offset,
     stride_table,
     stride_counts,
+    stride_counters,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -171,4 +172,5 @@ def lone_kernel(
                         tl.store(second + at1, z1.to(dtype), mask=mask1)
             many = tl.sum(hits, axis=0)
             if many > 0:
-                tl.atomic_add(counts + row * stride_counts + (flags >> COUNTER), many, sem="relaxed")
+                counter = counts + row * stride_counts + (flags >> COUNTER) * stride_counters
+                tl.atomic_add(counter, many, sem="relaxed")

@@ -54,6 +54,7 @@ def _deltas(
     exists,  # [TOKENS]
     position,  # [TOKENS]
     counts,  # of this row
+    stride_counters,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -91,7 +92,7 @@ def _deltas(
         real(entry + GAIN, inside)[None, :],
     )
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
-    tl.atomic_add(counts + (flags >> COUNTER), many, mask=inside & (many > 0), sem="relaxed")
+    tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
     return delta
 
 
@@ -117,12 +118,13 @@ def many_kernel(
     positions,  # [tokens] of each token in its request
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
-    counts,  # [rows, stride_counts] int32
+    counts,  # [rows, counters] int32
     scratch,  # fp32; behind the arrivals [programs, TOKENS, most_entries]
     eps,
     weight_offset,
     stride_table,
     stride_counts,
+    stride_counters,
     most_entries,  # a multiple of ENTRIES
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program's turn
@@ -170,6 +172,7 @@ def many_kernel(
                     exists,
                     position,
                     counted,
+                    stride_counters,
                     WIDTH,
                     TOKENS,
                     ENTRIES,

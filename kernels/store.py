@@ -33,6 +33,7 @@ def dosed(
     changes,  # of the token so far; 0: it has no dose, and stays as it is
     entries,  # the row's table
     doses,  # where those of the site begin in the row's counts
+    stride_counters,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -59,10 +60,12 @@ def dosed(
     limit = tl.load(entries + LIMIT).to(tl.float32, bitcast=True)
     edited = changes > 0
     over = edited & (limit > 0.0) & (dose > limit)
-    tl.atomic_max(doses + DOSE_MAX, dose.to(tl.int32, bitcast=True), mask=edited, sem="relaxed")
-    tl.atomic_add((doses + DOSE_SUM).to(tl.pointer_type(tl.float32)), dose, mask=edited, sem="relaxed")
-    tl.atomic_add(doses + DOSE_TOKENS, 1, mask=edited, sem="relaxed")
-    tl.atomic_add(doses + DOSE_LIMITED, 1, mask=over, sem="relaxed")
+    tl.atomic_max(doses + DOSE_MAX * stride_counters, dose.to(tl.int32, bitcast=True), mask=edited, sem="relaxed")
+    tl.atomic_add(
+        (doses + DOSE_SUM * stride_counters).to(tl.pointer_type(tl.float32)), dose, mask=edited, sem="relaxed"
+    )
+    tl.atomic_add(doses + DOSE_TOKENS * stride_counters, 1, mask=edited, sem="relaxed")
+    tl.atomic_add(doses + DOSE_LIMITED * stride_counters, 1, mask=over, sem="relaxed")
     x0 = tl.where(over, was0 + off0 * (limit / dose), x0)
     if TAIL > 0:
         x1 = tl.where(over, was1 + off1 * (limit / dose), x1)

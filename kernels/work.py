@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         "table",
         "stride_table",
         "counts",
+        "stride_counts",
+        "stride_counters",
         "counters",
         "num_reqs",
     ],
@@ -37,6 +39,8 @@ def _map_kernel(
     table,  # [rows, stride_table] int32
     stride_table,
     counts,  # [rows, counters] int32
+    stride_counts,
+    stride_counters,
     counters,
     num_reqs,
     MOST: tl.constexpr,  # tokens of an item
@@ -70,7 +74,8 @@ def _map_kernel(
             if tl.load(table + row * stride_table + 3) != 0:
                 for start in range(0, counters, BLOCK):
                     column = start + lanes
-                    tl.store(counts + row * counters + column, tl.zeros([BLOCK], tl.int32), mask=column < counters)
+                    at = row * stride_counts + column * stride_counters
+                    tl.store(counts + at, tl.zeros([BLOCK], tl.int32), mask=column < counters)
                 tl.store(table + row * stride_table + 3, 0)
             begin = tl.load(query_start_loc + request).to(tl.int32)
             length = tl.load(query_start_loc + request + 1).to(tl.int32) - begin
@@ -110,6 +115,7 @@ def map_triton(
         table,
         table.stride(0),
         counts,
+        *counts.stride(),
         counts.shape[1],
         num_reqs,
         MOST=span,

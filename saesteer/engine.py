@@ -101,7 +101,8 @@ class Engine:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         self.kinds = torch.zeros(1, dtype=torch.int32)  # on the host, whatever the device
         self.cells = zeros(max_tokens)
-        self.counts = zeros(max_rows + 1, layout.counters(len(names), config.max_edits))
+        # The first counters of all rows lie side by side: what a step brings to the host is one short copy.
+        self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
         self.scratch = scratch_for(list(self.sites.values()), width, device)
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._rows = np.zeros(self.table.shape, dtype=np.int32)  # as the device will have them

@@ -59,24 +59,36 @@ class Ring:
     """Places on the host for the counts of the last steps, made once: a step costs one copy, and no small kernel.
 
     Args:
-        counts: of all rows, on the device; int32 [rows, counters].
+        counts: of all rows, on the device; int32 [rows, counters], one counter of all rows behind the other.
     """
 
     def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
-        shape, pinned = counts.shape, counts.is_cuda
+        self._columns = counts.t()
+        shape, pinned = self._columns.shape, counts.is_cuda
         self._places = [torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
-        self._events: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(_DEPTH)]  # type: ignore[no-untyped-call]
+        # Asleep, as vLLM waits: who asks the driver again and again slows down all that the worker asks of it.
+        self._events: list[Any] = [torch.cuda.Event(blocking=True) if pinned else None for _ in self._places]  # type: ignore[no-untyped-call]
         self._next = 0
+        self._narrow(0)
 
-    def copy(self, rows: int) -> tuple[NDArray[np.int32], Any]:
-        """The first rows as they stand now on the device's clock, and an event to wait for first, if there is one."""
+    def _narrow(self, counters: int) -> None:
+        self._counters, self._source = counters, self._columns[:counters]
+        self._targets = [(place[:counters], place.numpy().T) for place in self._places]
+
+    def copy(self, counters: int) -> tuple[NDArray[np.int32], Any]:
+        """The first counters of all rows, as they stand now on the device's clock, and an event to wait for first.
+
+        Returns:
+            int32 [rows, at least ``counters``], and the event; None where there is nothing to wait for.
+        """
+        if counters != self._counters:
+            self._narrow(counters)
         at, self._next = self._next, (self._next + 1) % _DEPTH
-        place, event = self._places[at], self._events[at]
-        place[:rows].copy_(self._counts[:rows], non_blocking=True)
+        (target, found), event = self._targets[at], self._events[at]
+        target.copy_(self._source, non_blocking=True)
         if event is not None:
             event.record()
-        return place.numpy(), event
+        return found, event
 
 
 class Snapshot:
@@ -95,7 +107,7 @@ class Snapshot:
         self._listed = listed
         self._kept = kept
         self._failed = dict(failed)
-        self._counts, self._ready = ring.copy(max(listed.rows, default=-1) + 1)
+        self._counts, self._ready = ring.copy(listed.width)
 
     def table(self) -> Table:
         """Wait for the counters: names, a row for each, and who has failed."""
@@ -123,9 +135,11 @@ def attach(worker: Any, steering: Any) -> None:
 
     @wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        # The model has run, so nothing is edited any more, and whoever waits for vLLM's copies, behind this, has these.
+        snapshot = steering.snapshot() if steering.kinds is not None or steering.failed else None
         output = sample(*args, **kwargs)
-        if steering.kinds is not None or steering.failed:
-            _put(output, steering.snapshot())
+        if snapshot is not None:
+            _put(output, snapshot)
         return output
 
     worker.sample_tokens = sample_tokens

@@ -210,7 +210,8 @@ class Case:
         self.room = at + 1
         draw = torch.Generator().manual_seed(self.seed)
         self.cells = torch.randint(-(2**31), 2**31, (self.room + 3,), generator=draw).int()
-        self.counts = torch.randint(1000, (len(self.requests) + 1, self.edits + 9), generator=draw).int()
+        # One counter of all rows behind the other, as an engine has them; test_exact.py has the rows so.
+        self.counts = torch.randint(1000, (self.edits + 9, len(self.requests) + 1), generator=draw).int().t()
         self.counts[:, self.edits : self.edits + 8] = 0  # the doses of two sites begin there, where they are measured
         self.streams = [self._tensor(draw) for _ in (0, 1)]
         self.seconds = [self._tensor(draw) if self.form == PAIR else None for _ in (0, 1)]

@@ -238,7 +238,6 @@ WRONG: dict[str, tuple[int, Callable[[Any], object], str]] = {
     "cells-strided": (CELLS, lambda a: a.repeat(2)[::2], "cells"),
     "counts-rows": (COUNTS, lambda a: a[:-1], "counts"),
     "counts-int64": (COUNTS, lambda a: a.long(), "counts"),
-    "counts-strided": (COUNTS, lambda a: a.T.contiguous().T, "counts"),
     "form": (FORM, lambda a: 3, "form 3"),
 }
 

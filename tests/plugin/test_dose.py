@@ -116,14 +116,16 @@ def test_every_row_is_free_again(refusing: Any) -> None:
 
 
 def step(llm: Any, asked: list[tuple[Any, Any]], **more: Any) -> tuple[dict[int, Any], dict[int, int]]:
-    """Requests of one engine, added and stepped by hand: what each made, and in which step it ended."""
+    """Requests of one engine that begin at once, stepped by hand: what each made, and in which step it ended."""
     from vllm import SamplingParams
 
     engine, made, ends = llm.llm_engine, {}, {}
+    engine.engine_core.call_utility("pause_scheduler", "keep", False)
     for number, (prompt, spec) in enumerate(asked):
         extra = {"saesteer": spec} if spec else None
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, extra_args=extra, **more)
         engine.add_request(f"{number}", {"prompt_token_ids": llm.get_tokenizer().encode(prompt)}, params)
+    engine.engine_core.call_utility("resume_scheduler")
     steps = 0
     while engine.has_unfinished_requests():
         steps += 1
