@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.chunk import add_chunk
 from saesteer.kernels.dense import reconstruct
@@ -111,7 +112,10 @@ def edit_kernel(
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
+    if PDL:
+        gdc_wait()
     first = tl.program_id(0)
     step = tl.num_programs(0)
     # The usual first item comes with the header, in one round trip.

@@ -26,6 +26,12 @@ def _multiprocessors(device: int | None) -> int:
     return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def _overlaps(device: int | None) -> bool:
+    """Whether the device knows programmatic dependent launch, with which a kernel is set up while another one ends."""
+    return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def edit_triton(
     stream: Tensor,
     second: Tensor | None,
@@ -77,6 +83,7 @@ def edit_triton(
     common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
     rest: Any = (eps, weight_offset, table.stride(0), *counts.stride())
     cores = _multiprocessors(stream.device.index)
+    overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
     has_weight = norm_weight is not None
     exact = stream.dtype != w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
@@ -182,5 +189,7 @@ def edit_triton(
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=has_norms,
             ROUNDS=at_once < places,
+            PDL=bool(overlaps),
             num_warps=edit.num_warps,
+            **overlaps,
         )

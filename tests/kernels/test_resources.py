@@ -1,12 +1,13 @@
-"""Every launch fits the shared memory of an H100 or H200, in 16 bit and in fp32: compiled for them, no GPU needed.
+"""Every launch fits the shared memory of an H100 or H200, in 16 bit and in fp32, and a kernel that is set up while the
+one in front of it ends waits before it reads: compiled for them, no GPU needed.
 
 This file is the test and the process that compiles, since the other tests here run the kernels in Triton's interpreter.
 It knows no results.
 """
 
 import os
+import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,51 +42,70 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
     yield "lone", "lone_kernel", lone.num_warps, {**turns, **row}
 
 
-@pytest.mark.slow
-def test_every_launch_fits_the_shared_memory(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("triton", reason="no Triton on this platform")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    found = hear("-m", "tests.kernels.test_resources", environment={**env, "TRITON_CACHE_DIR": str(tmp_path)})
-    assert len(found) == len(WIDTHS) * (3 + 1 + 1 + 2 + 1)
-    assert {name: used for name, used in found.items() if used > MOST} == {}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    told: dict[str, Any] = hear("-m", "tests.kernels.test_resources", environment=env)
+    return told
 
 
-def shared_memory(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) -> int:
-    """Bytes that the kernel asks for, with streams and weights of one dtype."""
+@pytest.mark.slow
+def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
+    shared = found["shared"]
+    assert len(shared) == len(WIDTHS) * (3 + 1 + 1 + 2 + 1)
+    assert {name: used for name, used in shared.items() if used > MOST} == {}
+
+
+@pytest.mark.slow
+def test_an_early_kernel_waits_before_it_reads(found: dict[str, Any]) -> None:
+    instructions = found["early"]
+    assert instructions.count("wait") == 1, "whatever the work: the kernel behind it relies on that"
+    assert instructions[0] == "wait" and "read" in instructions
+
+
+def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) -> Any:
+    """The kernel for streams and weights of one dtype."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     same = ("stream", "second", "norm_weight", "w_enc", "w_dec")
-    integers = ("table", "site", "work", "counts")
+    integers = ("table", "site", "work", "counts", "cells")
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
-        kinds |= {"b_enc": "*fp32", "scratch": "*fp32", "activations": "*fp32", "eps": "fp32", "weight_offset": "fp32"}
+        kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "scratch", "activations"), "*fp32")
+        kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
         if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):
             attributes[at,] = [["tt.divisibility", 16]]
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=named, attrs=attributes)
-    made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return int(made.metadata.shared)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 def main() -> None:
-    """Tell what every launch asks for."""
+    """Tell what every launch asks for, and in which order a launch of the edit kernel waits and reads."""
     from importlib import import_module
 
-    found = {}
+    shared = {}
     for width in WIDTHS:
         for floats, exact in (("bf16", False), ("fp32", True)):
             for at, (module, name, warps, constants) in enumerate(launches(width, exact)):
                 kernel = getattr(import_module(f"saesteer.kernels.{module}"), name)
-                used = shared_memory(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
-                found[f"{name} {at} {floats} {width}"] = used
-    tell(found)
+                made = compiled(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
+                shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
+    sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
+    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "ROUNDS": True}
+    early = compiled(import_module("saesteer.kernels.edit").edit_kernel, "bf16", 1, {**sizes, **given, "PDL": True})
+    words = {"griddepcontrol.wait": "wait", "ld.global": "read"}
+    order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]
+    tell({"shared": shared, "early": order})
 
 
 if __name__ == "__main__":

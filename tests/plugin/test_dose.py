@@ -7,10 +7,12 @@ import pytest
 
 from saesteer import SpecError, hf
 from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, generate
+from tests.plugin.serving import CUDA
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 1.0
+CLOSE = 2e-2 if CUDA else 1e-3  # logprobs in batches of other sizes; a GPU rounds products of float32 to tf32
 STRONG = {**BRIDGE, "value": 20.0}  # a dose of 4 to 6, ten times that of BRIDGE
 LATE = {**STRONG, "scope": {"positions": [[12, None]]}}  # in the middle of an answer
 EARLY = {**STRONG, "scope": {"positions": [[1, 3]]}}  # in the first block of a prompt
@@ -145,7 +147,7 @@ def test_batchmates_go_on_as_if_it_had_not_been_there(refusing: Any) -> None:
     assert [beside[number][0] for number in range(5)] == ["length"] * 3 + ["error"] * 2
     for number in range(3):
         assert beside[number][:2] == alone[number][:2]
-        assert beside[number][2] == pytest.approx(alone[number][2], abs=1e-3)
+        assert beside[number][2] == pytest.approx(alone[number][2], abs=CLOSE)
     assert ends[4] < ends[3] < min(ends[number] for number in range(3))
     assert beside[4][1] == [] and 5 < len(beside[3][1]) < 12, "a token that was computed beside the news stays unsaid"
 
