@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from base64 import b64encode
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ FEATURES = 16384  # of the dictionary at the middle layer
 DICTIONARY, VECTOR, MODULE = "random", "all", "all"  # names in the settings
 SCALE = 0.01  # small beside the stream: the text does not matter, but nothing may overflow
 BEGIN = 2  # first token of every prompt
+APART = 4  # tokens between two ends of the run-in, and so between all that begin and end behind it
 
 Spec = dict[str, Any]
 
@@ -69,7 +70,11 @@ USUAL = tuple(name for name in MODES if name != "fresh")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run: this many requests, at most so many at a time."""
+    """One run: this many requests, at most so many at a time, behind a run-in that takes no times.
+
+    The run-in has a request for each place, and they end one after the other. Requests of one length that begin
+    together would end together: each time to a first token would be that of a queue, and jump with the steps it takes.
+    """
 
     mode: str
     seed: int  # of the prompts; no two runs of one engine may share it, or the second finds them in the prefix cache
@@ -79,9 +84,9 @@ class Load:
     tokens: int  # that come out
 
 
-def wake(load: Load) -> Load:
-    """What runs just before a load, untimed: vectors take a while to encode, and an idle GPU lowers its clocks."""
-    return replace(load, mode=STOCK.name, requests=load.at_once, prompt=8, tokens=8)
+def answers(load: Load) -> list[int]:
+    """Tokens of every answer, those of the run-in first."""
+    return [min(2 + APART * n, load.tokens) for n in range(load.at_once)] + [load.tokens] * load.requests
 
 
 def mode_of(load: Load) -> Mode:
@@ -90,17 +95,18 @@ def mode_of(load: Load) -> Mode:
 
 
 def prompts(load: Load, shape: Shape) -> list[list[int]]:
-    """Token ids of every request, which share no block of the prefix cache."""
+    """Token ids of every request, those of the run-in first; they share no block of the prefix cache."""
     draw = random.Random(load.seed)
     return [
         [BEGIN, *(draw.randrange(BEGIN + 1, shape.vocabulary) for _ in range(load.prompt - 1))]
-        for _ in range(load.requests)
+        for _ in range(load.at_once + load.requests)
     ]
 
 
 def specs(load: Load, shape: Shape) -> list[Spec | None]:
-    """What every request asks saesteer for; None is nothing."""
-    return [_spec(mode_of(load), shape, load.seed * load.requests + n, n) for n in range(load.requests)]
+    """What every request asks saesteer for, those of the run-in first; None is nothing."""
+    total = load.at_once + load.requests
+    return [_spec(mode_of(load), shape, load.seed * total + n, n) for n in range(total)]
 
 
 def probe() -> Spec:

@@ -15,8 +15,8 @@ TITLES = {"ttft": "time to first token", "per_token": "time per token", "end_to_
 
 
 class Figures(NamedTuple):
-    """Of one run, means over its requests in ms. Requests that begin together come in one or two steps, so the median
-    of their first tokens would jump from the one step to the other."""
+    """Of one run, means over its requests in ms. Some begin in a step in which another one begins, so the median of
+    their first tokens would jump from the one kind of step to the other."""
 
     ttft: float
     per_token: float

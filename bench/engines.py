@@ -24,7 +24,7 @@ import httpx
 import torch
 
 from bench import streams
-from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, vectors, wake
+from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, vectors
 from bench.dummy import cache_bytes, dictionary_file, model_folder, tokenizer_folder, vector_file, weight_bytes
 from bench.offline import Times, has_edited
 
@@ -251,10 +251,7 @@ class Server(Engine):
         return "refused" if answer.status_code == 400 else f"answered {answer.status_code} to"
 
     def _times(self, load: Load) -> Times:
-        requests = streams.prepare(load, self.shape)
-        first = wake(load)
-        streams.drive(self.port, streams.prepare(first, self.shape), first.at_once, first.tokens)
-        return streams.drive(self.port, requests, load.at_once, load.tokens)
+        return streams.drive(self.port, streams.prepare(load, self.shape), load.at_once, run_in=load.at_once)
 
 
 WAYS: Mapping[str, type[Engine]] = {"llm": Offline, "http": Server}

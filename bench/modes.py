@@ -7,19 +7,19 @@
 
 Stock vLLM, vLLM with saesteer installed and unused, and saesteer at work are processes on one GPU that take turns. In a
 round each mode runs between two runs of stock and is compared with the line between them. A run is 64 requests, 16 at a
-time, of 256 tokens and 256 tokens out; whenever one ends the next begins. No prompt comes twice to an engine, prefix
-caching is on. A request begins when it is handed over, its bytes made before. Results are written after every round,
-and --budget ends the last one in time.
+time, of 256 tokens and 256 tokens out; whenever one ends the next begins, and a run-in of shorter ones sees to it that
+they do so one by one. No prompt comes twice to an engine, prefix caching is on. A request begins when it is handed
+over, its bytes made before. Results are written after every round, and --budget ends the last one in time.
 
-Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.3 a run, 3 engines of 15 GiB, their start
-90; 27B: 19 a run, 2 of 62 GiB, 110). The steps of a server may be a fifth longer, on the 4B.
+Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4 a run, 3 engines of 15 GiB, their start
+120; 27B: 25 a run, 2 of 62 GiB, 80). The steps of a server may be a fifth longer, on the 4B.
 
-    --model gemma-3-4b                                                        5 rounds of 14 runs    400, http 475
-    --model gemma-3-27b --modes disabled                                      5 rounds of 2          330
-    --model gemma-3-27b --modes idle named clamp --share 3 --budget 570       5 rounds of 4          520
-    --model gemma-3-27b --modes shared inline-4 inline-16 --share 3 --budget 570                     520
-    --model gemma-3-27b --modes idle named clamp shared inline-4 inline-16 --share 3 --prompts 32    510
-    --model gemma-2-2b --modes idle clamp --concurrency 1 16 64               5 rounds of 12         270
+    --model gemma-3-4b                                              5 rounds of 14 runs    430, http 510
+    --model gemma-3-27b --modes disabled                            5 rounds of 2          355
+    --model gemma-3-27b --modes idle named --share 2                5 rounds of 3          480
+    --model gemma-3-27b --modes shared clamp --share 2                                     480
+    --model gemma-3-27b --modes inline-4 inline-16 --share 2                               480
+    --model gemma-2-2b --modes idle clamp --concurrency 1 16 64     5 rounds of 12         270
 """
 
 from __future__ import annotations

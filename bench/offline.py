@@ -15,17 +15,16 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from bench.asks import Load, Shape, probe, prompts, specs, wake
+from bench.asks import Load, Shape, answers, probe, prompts, specs
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of the requests of one run, in seconds from when each began."""
+    """Of the requests of one run behind its run-in, in seconds from when each began."""
 
     first: list[float]  # its first token is there
     whole: list[float]  # its last one
     edited: int  # answers that say that every edit has changed tokens
-    seconds: float  # of the whole run
 
 
 Prepared = tuple[Any, Any]  # prompt and sampling params
@@ -41,18 +40,18 @@ def prepare(load: Load, shape: Shape) -> list[Prepared]:
             {"prompt_token_ids": ids},
             SamplingParams(
                 temperature=0,
-                max_tokens=load.tokens,
+                max_tokens=tokens,
                 ignore_eos=True,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args=None if spec is None else {"saesteer": spec},
             ),
         )
-        for ids, spec in zip(prompts(load, shape), specs(load, shape), strict=True)
+        for ids, spec, tokens in zip(prompts(load, shape), specs(load, shape), answers(load), strict=True)
     ]
 
 
-def drive(engine: Any, requests: list[Prepared], at_once: int) -> Times:
-    """Run them through an ``LLMEngine``; one begins whenever another has ended."""
+def drive(engine: Any, requests: list[Prepared], at_once: int, run_in: int = 0) -> Times:
+    """Run them through an ``LLMEngine``; one begins whenever another has ended, and the first few take no times."""
     waiting: Iterator[tuple[int, Prepared]] = iter(enumerate(requests))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
@@ -65,7 +64,6 @@ def drive(engine: Any, requests: list[Prepared], at_once: int) -> Times:
             begun[str(number)] = perf_counter()
             engine.add_request(str(number), prompt, params)
 
-    start = perf_counter()
     for _ in range(at_once):
         admit()
     while engine.has_unfinished_requests():
@@ -77,15 +75,11 @@ def drive(engine: Any, requests: list[Prepared], at_once: int) -> Times:
             if output.finished:
                 whole[output.request_id] = now
                 assert not output.num_cached_tokens, "a prompt was in the prefix cache: two runs with one seed"
-                edited += has_edited(getattr(output.outputs[0], "saesteer", None))
+                edited += int(output.request_id) >= run_in and has_edited(getattr(output.outputs[0], "saesteer", None))
                 admit()
     assert len(whole) == len(requests)
-    return Times(
-        [first[key] - begun[key] for key in whole],
-        [whole[key] - begun[key] for key in whole],
-        edited,
-        perf_counter() - start,
-    )
+    timed = [key for key in whole if int(key) >= run_in]
+    return Times([first[key] - begun[key] for key in timed], [whole[key] - begun[key] for key in timed], edited)
 
 
 def has_edited(said: Any) -> bool:
@@ -121,9 +115,7 @@ def main() -> None:
     print(json.dumps(judge(llm.llm_engine, shape)), file=answers, flush=True)
     for line in sys.stdin:
         load = Load(**json.loads(line))
-        requests, first = prepare(load, shape), wake(load)
-        drive(llm.llm_engine, prepare(first, shape), first.at_once)
-        times = drive(llm.llm_engine, requests, load.at_once)
+        times = drive(llm.llm_engine, prepare(load, shape), load.at_once, run_in=load.at_once)
         print(json.dumps(asdict(times)), file=answers, flush=True)
 
 

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from bench import offline
-from bench.asks import Load, Shape, Spec, prompts, specs
+from bench.asks import Load, Shape, Spec, answers, prompts, specs
 from bench.offline import Times
 
 MODEL = "dummy"  # --served-model-name
 _END = b"0\r\n\r\n"  # the last piece of a chunked body
 
+Prepared = tuple[bytes, int]  # a whole request, and the tokens of its answer
 
-def body(ids: Sequence[int], tokens: int, spec: Spec | None) -> bytes:
-    """A whole request, head and body."""
+
+def prepared(ids: Sequence[int], tokens: int, spec: Spec | None) -> Prepared:
+    """One request, head and body."""
     asked = {
         "model": MODEL,
         "prompt": list(ids),
@@ -35,21 +37,22 @@ def body(ids: Sequence[int], tokens: int, spec: Spec | None) -> bytes:
         "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
-    return head.encode() + content
+    return head.encode() + content, tokens
 
 
-def prepare(load: Load, shape: Shape) -> list[bytes]:
+def prepare(load: Load, shape: Shape) -> list[Prepared]:
     """The requests of a run."""
-    return [body(ids, load.tokens, spec) for ids, spec in zip(prompts(load, shape), specs(load, shape), strict=True)]
+    asked = zip(prompts(load, shape), answers(load), specs(load, shape), strict=True)
+    return [prepared(ids, tokens, spec) for ids, tokens, spec in asked]
 
 
-def drive(port: int, requests: Sequence[bytes], at_once: int, tokens: int) -> Times:
-    """Send them to a server on this machine; one begins whenever another has ended.
+def drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: int = 0) -> Times:
+    """Send them to a server on this machine; one begins whenever another has ended, and the first few take no times.
 
     Raises:
-        RuntimeError: an answer is no whole stream of so many tokens; the message holds its beginning and end.
+        RuntimeError: an answer is no whole stream of its tokens; the message holds its beginning and end.
     """
-    return asyncio.run(_drive(port, requests, at_once, tokens))
+    return asyncio.run(_drive(port, requests, at_once, run_in))
 
 
 class _Stream(asyncio.Protocol):
@@ -98,34 +101,33 @@ async def _connected(port: int) -> _Stream:
     return stream
 
 
-async def _drive(port: int, requests: Sequence[bytes], at_once: int, tokens: int) -> Times:
-    waiting = iter(requests)
+async def _drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: int) -> Times:
+    waiting = enumerate(requests)
     first: list[float] = []
     whole: list[float] = []
     ends: list[bytes] = []
 
     async def place(stream: _Stream) -> None:
-        for request in waiting:
+        for number, (request, tokens) in waiting:
             await stream.answer(request)
             end = bytes(stream.came[-65536:])
             if not stream.first or not stream.ended or b'"completion_tokens":%d' % tokens not in end:
                 raise RuntimeError(
                     f"expected {tokens} tokens in a stream, got {bytes(stream.came[:600])!r}...{end[-600:]!r}"
                 )
-            first.append(stream.first - stream.begun)
-            whole.append(stream.ended - stream.begun)
-            ends.append(end)
+            if number >= run_in:
+                first.append(stream.first - stream.begun)
+                whole.append(stream.ended - stream.begun)
+                ends.append(end)
 
     streams = [await _connected(port) for _ in range(min(at_once, len(requests)))]
     try:
-        start = perf_counter()
         await asyncio.gather(*map(place, streams))
-        seconds = perf_counter() - start
     finally:
         for stream in streams:
             stream.close()
         await asyncio.sleep(0)  # or the loop would end before they have closed
-    return Times(first, whole, sum(map(has_edited, ends)), seconds)
+    return Times(first, whole, sum(map(has_edited, ends)))
 
 
 def has_edited(answer: bytes) -> bool:

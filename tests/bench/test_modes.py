@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import deltas, modes, streams
-from bench.asks import MODES, USUAL, Load, Shape, prompts, specs
+from bench.asks import MODES, USUAL, Load, Shape, answers, prompts, specs
 from bench.deltas import METRICS, TARGETS, Figures, Run, figures, paired, summary, table
 from bench.dummy import MODELS, cache_bytes, tokenizer_folder, weight_bytes
 from bench.engines import memory, options, settings
@@ -72,7 +72,7 @@ def test_every_mode_stands_between_two_runs_of_stock() -> None:
     class Fake:
         def run(self, load: Load) -> Times:
             asked.append(load)
-            return Times([0.1], [1.1], 0, 1.1)
+            return Times([0.1], [1.1], 0)
 
     given = modes.arguments(["--modes", "idle", "clamp", "disabled", "--concurrency", "2", "8", "--rounds", "2"])
     engines: Any = {kind: Fake() for kind in modes.kinds(given.modes)}
@@ -133,7 +133,7 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
     catalog = config.catalog(config.describe(), width=shape.width)
     asked = specs(Load(name, 3, 6, 2, 16, 8), shape)
     if name in ("disabled", "idle"):
-        assert asked == [None] * 6
+        assert asked == [None] * (2 + 6)
         return
     for spec in asked:
         if name == "clamp" and model != "tiny":
@@ -148,8 +148,8 @@ def test_sets_are_as_many_as_the_mode_says_and_no_mode_has_anothers() -> None:
         return [json.dumps(spec, sort_keys=True) for spec in found]
 
     count = {name: len(set(brought(name, 1))) for name in MODES}
-    assert count == {"disabled": 1, "idle": 1, "named": 1, "shared": 1, "inline-4": 4, "inline-16": 16, "clamp": 48,
-                     "fresh": 48}  # fmt: skip
+    assert count == {"disabled": 1, "idle": 1, "named": 1, "shared": 1, "inline-4": 4, "inline-16": 16, "clamp": 64,
+                     "fresh": 64}  # fmt: skip
     inline = [set(brought(name, 1)) for name in ("shared", "inline-4", "inline-16", "fresh")]
     assert len(set.union(*inline)) == sum(map(len, inline))
     assert brought("inline-16", 1) == brought("inline-16", 2), "sets come again from run to run"
@@ -162,7 +162,7 @@ def test_prompts_are_alike_for_one_seed_and_share_nothing_else() -> None:
     assert found == prompts(Load("stock", 5, 8, 4, 64, 8), TINY)
     other = prompts(Load("idle", 6, 8, 4, 64, 8), TINY)
     beginnings = {tuple(ids[:16]) for ids in [*found, *other]}  # a block of the prefix cache
-    assert len(beginnings) == 16
+    assert len(beginnings) == 2 * (4 + 8)
     assert all(len(ids) == 64 and max(ids) < TINY.vocabulary for ids in found)
 
 
@@ -203,13 +203,19 @@ class Engine:
         return made
 
 
-def test_offline_keeps_so_many_requests_going() -> None:
+@pytest.mark.parametrize("run_in", [0, 2, 4])
+def test_offline_keeps_so_many_requests_going(run_in: int) -> None:
     engine = Engine()
-    times = drive(engine, [("prompt", "params")] * 10, 4)
+    times = drive(engine, [("prompt", "params")] * 10, 4, run_in)
     assert engine.most == 4
-    assert len(times.first) == len(times.whole) == 10
+    assert len(times.first) == len(times.whole) == 10 - run_in
     assert all(0 <= first <= whole for first, whole in zip(times.first, times.whole, strict=True))
-    assert times.edited == 9, "an edit that changed nothing does not count"
+    assert times.edited == 9 - run_in + (run_in > 3), "an edit that changed nothing does not count"
+
+
+def test_a_run_in_has_a_request_for_each_place_and_they_end_apart() -> None:
+    assert answers(Load("idle", 1, 3, 4, 16, 256)) == [2, 6, 10, 14, 256, 256, 256]
+    assert answers(Load("idle", 1, 1, 4, 16, 8)) == [2, 6, 8, 8, 8]
 
 
 def stream_of(tokens: int) -> bytes:
@@ -250,17 +256,19 @@ OK = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def test_streams_are_read_to_their_end() -> None:
-    requests = [streams.body([2, 3], 3, None)] * 5
-    times = served(lambda _: OK + stream_of(3), lambda port: streams.drive(port, requests, 2, 3))
-    assert len(times.first) == 5 and times.edited == 5
+    requests = [streams.prepared([2, 3], tokens, None) for tokens in (2, 3, 3, 3, 3)]
+    times = served(lambda n: OK + stream_of(2 if n == 1 else 3), lambda port: streams.drive(port, requests, 1, 1))
+    assert len(times.first) == 4 and times.edited == 4
+    times = served(lambda _: OK + stream_of(3), lambda port: streams.drive(port, requests[1:], 2))
+    assert len(times.first) == 4 and times.edited == 4
     assert all(0 < first <= whole for first, whole in zip(times.first, times.whole, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [OK + stream_of(2), b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}", b""])
 def test_a_stream_that_is_cut_short_or_refused_is_no_time(wrong: bytes) -> None:
-    requests = [streams.body([2, 3], 3, None)] * 2
+    requests = [streams.prepared([2, 3], 3, None)] * 2
     with pytest.raises(RuntimeError, match="expected 3 tokens"):
-        served(lambda n: wrong if n == 2 else OK + stream_of(3), lambda port: streams.drive(port, requests, 1, 3))
+        served(lambda n: wrong if n == 2 else OK + stream_of(3), lambda port: streams.drive(port, requests, 1))
 
 
 def test_lines_of_earlier_commands_stay(tmp_path: Path) -> None:
