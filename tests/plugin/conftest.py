@@ -202,17 +202,39 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def any_server(model_dir: str, dictionaries: Dictionaries, adapter: Path, server_log: Path) -> Iterator[httpx.Client]:
+def server_flags(model_dir: str, dictionaries: Dictionaries, server_log: Path) -> list[str]:
+    """Of any_server, the dtype and adapters left out."""
+    config = server_log.parent / "saesteer.yaml"
+    config.write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
+    flags = [model_dir, "--saesteer-config", str(config), "--max-model-len", "1024", "--max-num-seqs", "16"]
+    flags += ["--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    return [*flags, "--enable-log-requests", "--saesteer-admin-key", ADMIN_KEY]
+
+
+@pytest.fixture(scope="session")
+def lora_flags(adapter: Path) -> list[str]:
+    """An adapter by the name of `tiny`."""
+    return ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
+
+
+@pytest.fixture(scope="session")
+def any_server(server_flags: list[str], lora_flags: list[str], server_log: Path) -> Iterator[httpx.Client]:
     """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools.
 
-    It logs every request, and has an admin key.
+    It logs every request, and has an admin key. vLLM's kernels for adapters take 16 bits alone: on a GPU it has none.
     """
-    folder = server_log.parent
-    (folder / "saesteer.yaml").write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
-    flags = ["--saesteer-config", str(folder / "saesteer.yaml"), "--dtype", "float32", "--max-model-len", "1024"]
-    flags += ["--max-num-seqs", "16", "--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
-    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
-    flags += ["--enable-log-requests", "--saesteer-admin-key", ADMIN_KEY]
-    with served([model_dir, *flags], server_log) as client:
+    with served([*server_flags, "--dtype", "float32", *([] if CUDA else lora_flags)], server_log) as client:
+        yield client
+
+
+@pytest.fixture
+def lora_server(
+    any_server: httpx.Client, server_flags: list[str], lora_flags: list[str], tmp_path: Path
+) -> Iterator[httpx.Client]:
+    """The same where it has the adapter; on a GPU another one, in bfloat16."""
+    if not CUDA:
+        yield any_server
+        return
+    with served([*server_flags, "--dtype", "bfloat16", *lora_flags], tmp_path / "log") as client:
         yield client

@@ -17,7 +17,7 @@ import torch
 from saesteer import hf
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
 from tests.plugin.lora import merge_adapter
-from tests.plugin.serving import events_of
+from tests.plugin.serving import CUDA, events_of
 from tests.plugin.test_messages import TURNS, pieces
 from tests.plugin.test_parity import TOLERANCE
 
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 ADD = {"op": "add", "vector": "any", "site": "resid_mid.7", "scale": 1.5}
 CAP = {"op": "cap", "vector": "each", "site": "resid_post.20", "max": 2.0}
 SPEC: dict[str, Any] = {"edits": [BRIDGE, ADD, CAP, {"op": "use", "module": "outer", "scale": 0.3}]}
+# The adapter's product is rounded in another order, and on a GPU the whole model to bfloat16.
+LORA_TOLERANCE = 0.5 if CUDA else 2 * TOLERANCE
 LIMIT = {"max_tokens": 10, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
 CHOICE = {"type": "object", "properties": {"what": {"enum": ["sea", "hill"]}}, "required": ["what"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {**CHOICE, "additionalProperties": False}}}
@@ -235,21 +237,21 @@ def test_tool_calls(any_server: httpx.Client, oracle: hf.Model) -> None:
 
 
 def test_a_lora_adapter_and_steering_together(
-    any_server: httpx.Client, oracle: hf.Model, adapter: Path, model_dir: str, dictionaries: Dictionaries
+    lora_server: httpx.Client, oracle: hf.Model, adapter: Path, model_dir: str, dictionaries: Dictionaries
 ) -> None:
     ids = oracle.encode(PROMPTS[0])
     asked = {"prompt": PROMPTS[0], "logprobs": 1}
     answers = [
-        said(post(any_server, "/v1/completions", {**asked, "model": model}, spec)["choices"][0])
+        said(post(lora_server, "/v1/completions", {**asked, "model": model}, spec)["choices"][0])
         for model in ("base", "tiny")
         for spec in (None, SPEC)
     ]
     assert len({str(one) for one in answers}) == 4
-    check(oracle, ids, answers[1])
+    check(oracle, ids, answers[1], tolerance=LORA_TOLERANCE)
     merged = hf.Model(model_dir, **dictionaries.options, dtype=torch.float32)
     merge_adapter(adapter, merged.model)
-    assert difference(merged, ids, answers[2]) < 2 * TOLERANCE  # the adapter's product is rounded in another order
-    check(merged, ids, answers[3], tolerance=2 * TOLERANCE)
+    assert difference(merged, ids, answers[2]) < LORA_TOLERANCE
+    check(merged, ids, answers[3], tolerance=LORA_TOLERANCE)
 
 
 def test_async_engine_with_requests_of_every_kind_at_once(
