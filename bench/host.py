@@ -106,6 +106,7 @@ def whole(model: str) -> list[Row]:
         return str(runner.device)
 
     [device] = llm.collective_rpc(attach)
+    probe.attach(type(llm.llm_engine.engine_core.engine_core.scheduler))
     if device.startswith("cuda"):
         probe.on_ops()
     print(f"clocks around {', '.join(probe.names)}")
@@ -175,7 +176,7 @@ def fake(steps: int = 2000) -> list[Row]:
     ids = [f"request-{n}" for n in range(REQUESTS)]
 
     def admit(slot: int, number: int, steered: bool) -> None:
-        params = SimpleNamespace(extra_args={"saesteer": clamp(number)} if steered else None)
+        params = SimpleNamespace(extra_args={"saesteer": clamp(number)} if steered else None, stop=[])
         data = SimpleNamespace(
             req_id=ids[slot], prompt_token_ids=[2] * 24, sampling_params=params, num_computed_tokens=0
         )

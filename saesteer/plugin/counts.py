@@ -12,7 +12,7 @@ copies nothing, and an output that is not steered is left as it is.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,15 @@ from saesteer.kernels import layout
 from saesteer.plugin import failures, hooks, metrics
 from saesteer.tables import Row
 
-# Requests, for each of them its cached tokens and then its counters, and a word for each that has failed.
-Table = tuple[list[str], NDArray[np.int32], dict[str, str]]
+
+class Table(NamedTuple):
+    """What leaves with a step's output."""
+
+    names: list[str]  # of the steered requests
+    counted: NDArray[np.int32]  # [requests, 1 + counters]: cached tokens, and then the counters of each
+    failed: dict[str, str]  # a word for each request that has failed
+    stops: frozenset[str]  # requests with stop strings, which the front end finds: any output may be the last
+
 
 _DEPTH = 4  # steps whose counts may be on their way at once; vLLM has two in flight at most
 
@@ -40,6 +47,7 @@ class Listed:
     cached: list[int]  # tokens of the prompt that they did not compute themselves
     rows: list[int]  # of the table
     contents: list[Row]  # of these rows
+    stops: frozenset[str] = frozenset()  # those with stop strings
     refusing: bool = False  # a request with a dose above the limit fails
     width: int = field(init=False)  # counters of the request that has the most
     limited: tuple[NDArray[np.intp], NDArray[np.intp]] | None = field(init=False)  # where such doses are counted
@@ -125,8 +133,8 @@ class Snapshot:
                 own[:] = dose.merge(more.cpu().numpy(), own, row.edits)
         if listed.limited is not None and (limited := table[listed.limited]).any():
             above = {listed.names[number] for number in listed.limited[0][limited > 0]}
-            return listed.names, table, dict.fromkeys(above, failures.DOSE) | self._failed
-        return listed.names, table, self._failed
+            return Table(listed.names, table, dict.fromkeys(above, failures.DOSE) | self._failed, listed.stops)
+        return Table(listed.names, table, self._failed, listed.stops)
 
 
 def attach(worker: Any, steering: Any) -> None:
@@ -175,26 +183,20 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
         found: Table | None = getattr(model_runner_output, KEY, None)
         if found is None:
             return original(self, scheduler_output, model_runner_output, *args, **kw)
-        names, table, failed = found
+        names, counted, failed, stops = found
         ended = failures.end(self, failed) if failed else []
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-        numbers = {name: number for number, name in enumerate(names)}
-        for batch in outputs.values():
-            for one in batch.outputs:
-                number = numbers.get(one.request_id)
-                if number is not None and (one.finish_reason is not None or _may_end_later(self, one.request_id)):
-                    one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: table[number].tobytes()}
-        if ended:
-            failures.tell(outputs, ended, {name: table[number].tobytes() for name, number in numbers.items()})
+        made = (one for batch in outputs.values() for one in batch.outputs)
+        last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
+        if last or ended:  # which most steps have not
+            told = {name: row.tobytes() for name, row in zip(names, counted, strict=True)}
+            for one in last:
+                if one.request_id in told:
+                    one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: told[one.request_id]}
+            failures.tell(outputs, ended, told)
         return outputs
 
     return update_from_output
-
-
-def _may_end_later(scheduler: Any, request: str) -> bool:
-    """Stop strings are found by the front end: any output may turn out to be the last."""
-    known = scheduler.requests.get(request)
-    return known is None or bool(known.sampling_params.stop)
 
 
 @dataclass(slots=True)

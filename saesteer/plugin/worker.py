@@ -132,6 +132,7 @@ class Steering:
         self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
         self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
         self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
+        self._stops: set[str] = set()  # steered requests with stop strings
         self._ring = counts.Ring(engine.counts)
         self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
         self._batch: list[str] | None = None  # None: something has changed since
@@ -146,6 +147,8 @@ class Steering:
             self._batch = None
             self.rows[request.req_id] = row
             self._cached[request.req_id] = request.num_computed_tokens
+            if request.sampling_params.stop:
+                self._stops.add(request.req_id)
         return row
 
     def _row_of(self, request: Any) -> Row | None:
@@ -203,6 +206,7 @@ class Steering:
             self._batch = None
             self._drop(request)
             del self.rows[request], self._cached[request]
+            self._stops.discard(request)
 
     def snapshot(self) -> counts.Snapshot:
         """What was counted so far for the steered requests of the last batch."""
@@ -213,6 +217,7 @@ class Steering:
                 [self._cached[name] for name in names],
                 [self._places[name] for name in names],
                 [self.rows[name] for name in names],
+                frozenset(self._stops.intersection(names)),
                 refusing=self.engine.config.max_dose_action == "refuse",
             )
         # Copies, as another thread reads them.

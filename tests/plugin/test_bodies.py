@@ -29,20 +29,16 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     made = [output("runs"), output("ends", 1), output("stops"), output("plain", 1), output("other", 1)]
     made[4].kv_transfer_params = {"block": 7}
     send = counts._sending(lambda *_: {0: SimpleNamespace(outputs=made)})
-    known = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(stop=["."] if name == "stops" else []))
-        for name in ("runs", "stops")
-    }
-    table = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=np.int32)
-    scheduler = SimpleNamespace(requests=known)
-    send(scheduler, None, SimpleNamespace())
+    counted = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=np.int32)
+    table = counts.Table(["runs", "ends", "stops", "other"], counted, {}, frozenset(["stops"]))
+    send(None, None, SimpleNamespace())
     assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
-    send(scheduler, None, SimpleNamespace(saesteer=(["runs", "ends", "stops", "other"], table, {})))
+    send(None, None, SimpleNamespace(saesteer=table))
     runs, ends, stops, plain, other = (one.kv_transfer_params for one in made)
     assert runs is None and plain is None
     assert np.frombuffer(ends["saesteer"], np.int32).tolist() == [2, 3]
     assert np.frombuffer(stops["saesteer"], np.int32).tolist() == [4, 5]
-    assert other == {"block": 7, "saesteer": table[3].tobytes()}
+    assert other == {"block": 7, "saesteer": counted[3].tobytes()}
 
     # And at the other end of the wire.
     params, states = SimpleNamespace(), {"ends": SimpleNamespace(), "other": object()}

@@ -1,5 +1,6 @@
 """Counts and doses, from the device over rows that change hands into a step's output. Starts no vLLM engine."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,9 @@ from tests.test_meaning import TOKENS, WIDTH, make_engine
 SPEC = {"edits": [{"op": "clamp", "dictionary": "rect", "feature": 1, "value": 50.0}]}
 
 
-def request(name: str, spec: Any = SPEC, computed: int = 0) -> Any:
+def request(name: str, spec: Any = SPEC, computed: int = 0, stop: Sequence[str] = ()) -> Any:
     """As much of vLLM's new request as the worker reads."""
-    params = SimpleNamespace(extra_args={KEY: spec})
+    params = SimpleNamespace(extra_args={KEY: spec}, stop=stop)
     return SimpleNamespace(req_id=name, prompt_token_ids=[1] * 5, sampling_params=params, num_computed_tokens=computed)
 
 
@@ -38,7 +39,7 @@ def run(steering: worker.Steering, name: str, row: int) -> list[int]:
     engine.schedule(torch.tensor([row]), 0, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, 7)
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
-    found, table, failed = steering.snapshot().table()
+    found, table, failed, _ = steering.snapshot().table()
     assert (found, failed) == ([name], {})
     return list(table[0].tolist())
 
@@ -53,6 +54,18 @@ def move(steering: worker.Steering, name: str, row: int) -> None:
     """As V1 does for a request that is in the batch again."""
     steering.place(name, row)
     steering.engine.fill(row, steering.rows[name])
+
+
+def test_a_step_says_who_has_stop_strings(steering: worker.Steering) -> None:
+    for row, (name, stop) in enumerate([("a", ["."]), ("b", []), ("c", ["."])], 1):
+        steering.add(request(name, stop=stop))
+        steering.place(name, row)
+    steering.look(["a", "b", "plain"], 3)
+    assert steering.snapshot().table().stops == {"a"}
+    steering.add(request("a"))  # another one of this id
+    steering.place("a", 1)
+    steering.look(["a", "b", "c", "plain"], 4)
+    assert steering.snapshot().table().stops == {"c"}
 
 
 def test_a_row_counts_for_its_own_request(steering: worker.Steering) -> None:
@@ -121,7 +134,7 @@ def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
         steering.engine.fill(row, found)
         write(steering, row, largest, total, tokens, limited=1)
     steering.look(["plain", "a"], 2)
-    names, table, failed = steering.snapshot().table()
+    names, table, failed, _ = steering.snapshot().table()
     assert (names, doses(table), failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
 
 
@@ -133,7 +146,7 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
             steering.engine.fill(row, found)
             write(steering, row, 2.0, 2.0, 3, limited=limited if name == "b" else 0)
         steering.look(["c", "b", "a"], 3)
-        return steering.snapshot().table()[2]
+        return steering.snapshot().table().failed
 
     assert run(1) == {}
     steering.engine.config = replace(steering.engine.config, max_dose=1.0)
@@ -151,7 +164,7 @@ def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(stee
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
     steering.look(["plain", "a"], 2)
-    found, table, failed = place.sample_tokens(None).saesteer
+    found, table, failed, _ = place.sample_tokens(None).saesteer
     assert (found, table.shape, failed) == ([], (0, 1), {"a": "gone"})
     steering.forget("a")
     assert "saesteer" not in vars(place.sample_tokens(None))
@@ -192,5 +205,5 @@ def test_a_step_takes_counts_along_only_where_somebody_is_steered(steering: work
     run(steering, "a", 1)
     output = place.sample_tokens(None)
     run(steering, "a", 1)  # the next step is on its way before the host reads this one's
-    names, table, failed = (output.get_output() if late else output).saesteer
+    names, table, failed, _ = (output.get_output() if late else output).saesteer
     assert (names, table.tolist(), failed) == (["a"], [[0, TOKENS - 1]], {})

@@ -70,7 +70,7 @@ def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
 
     table = np.array([[0, 4], [2, 9]], dtype=np.int32)
     failed = {"b": "gone", "a": "dose", "over": "dose", "unknown": "gone"}
-    step = SimpleNamespace(saesteer=(["a", "c"], table, failed))
+    step = SimpleNamespace(saesteer=counts.Table(["a", "c"], table, failed, frozenset()))
     outputs = counts._sending(update_from_output)(scheduler, None, step)
     told = {client: {one.request_id: one for one in batch.outputs} for client, batch in outputs.items()}
     assert {client: set(found) for client, found in told.items()} == {0: {"a", "c"}, 3: {"b"}}

@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
     """A request as the worker gets it, through the front end."""
-    params = SimpleNamespace(extra_args={KEY: spec, **brought})
+    params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[])
     request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
     frontend.admit(from_json(spec), engine.catalog, "server", request)
     return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)
@@ -91,7 +91,10 @@ def test_nobody_borrows_a_row(engine: Engine) -> None:
     assert steering.add(request) is not None
     word = {frontend.SAME: request.sampling_params.extra_args[frontend.SAME]}
     plain = SimpleNamespace(
-        req_id="p", prompt_token_ids=[1], sampling_params=SimpleNamespace(extra_args=word), num_computed_tokens=0
+        req_id="p",
+        prompt_token_ids=[1],
+        sampling_params=SimpleNamespace(extra_args=word, stop=[]),
+        num_computed_tokens=0,
     )
     assert steering.add(plain) is None
     assert steering.add(admitted(engine, {"edits": []}, 4, **word)) is None
