@@ -1,7 +1,7 @@
 """How long saesteer's own code runs on the host in each step: its wraps less what they wrap. Knows no engine.
 
-A wrap of saesteer.plugin is a function on an instance that holds vLLM's original in a closure. The wrap gets a clock
-around it and the original one inside it; what is between the two is ours, whatever the wraps of a version are.
+A wrap of saesteer.plugin is a function on an instance or a class that holds vLLM's original in a closure. The wrap gets
+a clock around it and the original one inside it; what is between the two is ours, whatever the wraps of a version are.
 """
 
 from __future__ import annotations

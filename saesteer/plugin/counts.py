@@ -47,7 +47,7 @@ class Listed:
     cached: list[int]  # tokens of the prompt that they did not compute themselves
     rows: list[int]  # of the table
     contents: list[Row]  # of these rows
-    stops: frozenset[str] = frozenset()  # those with stop strings
+    stops: frozenset[str]  # those with stop strings
     refusing: bool = False  # a request with a dose above the limit fails
     width: int = field(init=False)  # counters of the request that has the most
     limited: tuple[NDArray[np.intp], NDArray[np.intp]] | None = field(init=False)  # where such doses are counted
@@ -189,7 +189,8 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
         made = (one for batch in outputs.values() for one in batch.outputs)
         last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
         if last or ended:  # which most steps have not
-            told = {name: row.tobytes() for name, row in zip(names, counted, strict=True)}
+            ending = {one.request_id for one in last} | {request.request_id for request, _ in ended}
+            told = {name: counted[number].tobytes() for number, name in enumerate(names) if name in ending}
             for one in last:
                 if one.request_id in told:
                     one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: told[one.request_id]}
