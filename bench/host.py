@@ -3,9 +3,7 @@
     python -m bench.host                  a dummy Gemma 3 4B in vLLM, 64 requests, none to all of them steered
     python -m bench.host --fake           the worker's hooks alone on a batch that nobody computes; needs no GPU
 
-What stands under `busy` is without the waits of the engine's thread, for the interpreter's lock above all: whoever asks
-CUDA for something gives the lock away. Without a GPU the fake leaves out the launch of the map kernel, and its figures
-compare with each other only.
+Without a GPU the fake leaves out the launch of the map kernel, and its figures compare with each other only.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ def summary(mode: str, steered: int, steps: Sequence[Step]) -> Row:
         "p20": round(times[round(0.2 * last)], 2),
         "p80": round(times[round(0.8 * last)], 2),
         "max": round(times[-1], 2),
-        "busy_us": round(statistics.median(max(step.busy_ns, 0) / 1e3 for step in steps), 2),
         "ops_us": round(statistics.median(step.ops_ns / 1e3 for step in steps), 2),
         "admitted": round(statistics.mean(step.admitted for step in steps), 2),
         "limit_us": LIMIT_US if judged else None,
@@ -224,13 +221,13 @@ def main() -> int:
     rows = fake() if options.fake else whole(options.model)
     print(
         f"{'mode':20}{'steered':>8}{'steps':>7}{'new':>6}"
-        f"{'us':>8}{'p20':>8}{'p80':>8}{'max':>9}{'busy':>8}{'ops':>8}  under the limit"
+        f"{'us':>8}{'p20':>8}{'p80':>8}{'max':>9}{'ops':>8}  under the limit"
     )
     for r in rows:
         reached = {None: "", True: f"yes, {LIMIT_US:.0f}", False: f"MISSED, {LIMIT_US:.0f}"}[r["reached"]]
         print(
             f"{r['mode']:20}{r['steered']:8}{r['steps']:7}{r['admitted']:6.1f}{r['us']:8.1f}{r['p20']:8.1f}"
-            f"{r['p80']:8.1f}{r['max']:9.1f}{r['busy_us']:8.1f}{r['ops_us']:8.1f}  {reached}".rstrip()
+            f"{r['p80']:8.1f}{r['max']:9.1f}{r['ops_us']:8.1f}  {reached}".rstrip()
         )
     if options.out is not None:
         from bench.timing import machine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns
 from typing import Any
 
 Function = Callable[..., Any]
@@ -22,7 +22,6 @@ class Step:
     requests: int = 0
     tokens: int = 0
     hooks_ns: int = 0  # in saesteer's wraps
-    busy_ns: int = 0  # of these, without what the thread waited: for the interpreter's lock, or for the device
     ops_ns: int = 0  # in the op's Python body, outside of graphs
 
 
@@ -82,19 +81,17 @@ class Probe:
         assert len(cells) == 1, f"{name}: saesteer's wrap does not hold the original that it wraps"
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            begin, busy = perf_counter_ns(), thread_time_ns()
+            begin = perf_counter_ns()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._step.busy_ns -= thread_time_ns() - busy
                 self._step.hooks_ns -= perf_counter_ns() - begin
 
         def around(*args: Any, **kwargs: Any) -> Any:
-            begin, busy = perf_counter_ns(), thread_time_ns()
+            begin = perf_counter_ns()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._step.busy_ns += thread_time_ns() - busy
                 self._step.hooks_ns += perf_counter_ns() - begin
 
         cells[0].cell_contents = inside

@@ -28,11 +28,11 @@ from saesteer.tables import Row
 
 
 class Table(NamedTuple):
-    """What leaves with a step's output."""
+    """What leaves with a step's output, as it is sent from process to process."""
 
     names: list[str]  # of the steered requests
     counted: NDArray[np.int32]  # [requests, 1 + counters]: cached tokens, and then the counters of each
-    failed: dict[str, str]  # a word for each request that has failed
+    failed: Mapping[str, str]  # a word for each request that has failed
     stops: frozenset[str]  # requests with stop strings, which the front end finds: any output may be the last
 
 
@@ -74,8 +74,6 @@ class Ring:
         self._columns = counts.t()
         shape, pinned = self._columns.shape, counts.is_cuda
         self._places = [torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
-        # Asleep, as vLLM waits: who asks the driver again and again slows down all that the worker asks of it.
-        self._events: list[Any] = [torch.cuda.Event(blocking=True) if pinned else None for _ in self._places]  # type: ignore[no-untyped-call]
         self._next = 0
         self._narrow(0)
 
@@ -83,90 +81,88 @@ class Ring:
         self._counters, self._source = counters, self._columns[:counters]
         self._targets = [(place[:counters], place.numpy().T) for place in self._places]
 
-    def copy(self, counters: int) -> tuple[NDArray[np.int32], Any]:
-        """The first counters of all rows, as they stand now on the device's clock, and an event to wait for first.
+    def copy(self, counters: int) -> NDArray[np.int32]:
+        """The first counters of all rows, int32 [rows, at least ``counters``], as they stand now on the device's clock.
 
-        Returns:
-            int32 [rows, at least ``counters``], and the event; None where there is nothing to wait for.
+        The host may read them once it has anything that the stream's next work has made; there is no event to wait for.
         """
         if counters != self._counters:
             self._narrow(counters)
-        at, self._next = self._next, (self._next + 1) % _DEPTH
-        (target, found), event = self._targets[at], self._events[at]
+        at = self._next
+        self._next = (at + 1) % _DEPTH
+        target, found = self._targets[at]
         target.copy_(self._source, non_blocking=True)
-        if event is not None:
-            event.record()
-        return found, event
+        return found
 
 
+@dataclass(slots=True)
 class Snapshot:
-    """Counters as they stand when this is made, on the device's clock; the host has not waited for them yet.
+    """A Table that is made when somebody asks for it, which in most steps nobody does.
 
-    Args:
-        listed: whose counters.
-        ring: of the counters.
-        kept: what some of them had counted in other rows.
-        failed: a word for each request that has failed for another reason than its counters.
+    To be read while the host has this step's tokens and not yet those of the step after the next.
     """
 
-    def __init__(
-        self, listed: Listed, ring: Ring, kept: Mapping[str, Sequence[Tensor]], failed: Mapping[str, str]
-    ) -> None:
-        self._listed = listed
-        self._kept = kept
-        self._failed = dict(failed)
-        self._counts, self._ready = ring.copy(listed.width)
+    listed: Listed  # whose counters
+    found: NDArray[np.int32]  # as Ring.copy gives them
+    kept: Mapping[str, Sequence[Tensor]]  # what some of them had counted in other rows
+    lost: Mapping[str, str]  # a word for each request that has failed for another reason than its counters
 
-    def table(self) -> Table:
-        """Wait for the counters: names, a row for each, and who has failed."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        listed = self._listed
+    @property
+    def names(self) -> list[str]:
+        """As in Table."""
+        return self.listed.names
+
+    @property
+    def stops(self) -> frozenset[str]:
+        """As in Table."""
+        return self.listed.stops
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """As in Table."""
+        limited = self.listed.limited
+        if limited is None or not (above := self.counted[limited]).any():
+            return self.lost
+        return {self.names[number]: failures.DOSE for number in limited[0][above > 0]} | dict(self.lost)
+
+    @property
+    def counted(self) -> NDArray[np.int32]:
+        """As in Table."""
+        listed = self.listed
         table = np.empty((len(listed.names), 1 + listed.width), dtype=np.int32)
         table[:, 0] = listed.cached
-        table[:, 1:] = self._counts[listed.rows, : listed.width]
-        for name, several in self._kept.items():
+        table[:, 1:] = self.found[listed.rows, : listed.width]
+        for name, several in self.kept.items():
             number = listed.names.index(name)
             row = listed.contents[number]
             own = table[number, 1 : 1 + row.counters]
             for more in several:
                 own[:] = dose.merge(more.cpu().numpy(), own, row.edits)
-        if listed.limited is not None and (limited := table[listed.limited]).any():
-            above = {listed.names[number] for number in listed.limited[0][limited > 0]}
-            return Table(listed.names, table, dict.fromkeys(above, failures.DOSE) | self._failed, listed.stops)
-        return Table(listed.names, table, self._failed, listed.stops)
+        return table
+
+    def __reduce__(self) -> tuple[type[Table], tuple[Any, ...]]:
+        return Table, (self.names, self.counted, self.failed, self.stops)
 
 
 def attach(worker: Any, steering: Any) -> None:
     """Let what is counted leave with each step's output of this worker."""
     sample = worker.sample_tokens
+    # Tokens may still be on their way; then this is what vLLM will put them into.
+    made_of = "model_runner_output" if hasattr(worker.model_runner, "model_state") else "_model_runner_output"
 
     @wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        # The model has run, so nothing is edited any more, and whoever waits for vLLM's copies, behind this, has these.
-        snapshot = steering.snapshot() if steering.kinds is not None or steering.failed else None
+        if steering.kinds is None and not steering.failed:
+            return sample(*args, **kwargs)
+        # The model has run, so nothing is edited any more, and this copy is done before there is a token of this step.
+        snapshot = steering.snapshot()
         output = sample(*args, **kwargs)
-        if snapshot is not None:
-            _put(output, snapshot)
+        made = getattr(output, made_of, output)
+        if made is not None and made.req_ids:  # vLLM's empty output is one object for all
+            made.saesteer = snapshot
         return output
 
     worker.sample_tokens = sample_tokens
-
-
-def _put(output: Any, snapshot: Snapshot) -> None:
-    wait = getattr(output, "get_output", None)
-    if wait is None:
-        if getattr(output, "req_ids", None):  # vLLM's empty output is one object for all
-            output.saesteer = snapshot.table()
-        return
-
-    @wraps(wait)
-    def get_output() -> Any:
-        made = wait()
-        made.saesteer = snapshot.table()
-        return made
-
-    output.get_output = get_output
 
 
 def install() -> None:
@@ -180,17 +176,18 @@ def install() -> None:
 def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kw: Any) -> Any:
-        found: Table | None = getattr(model_runner_output, KEY, None)
+        found: Table | Snapshot | None = getattr(model_runner_output, KEY, None)
         if found is None:
             return original(self, scheduler_output, model_runner_output, *args, **kw)
-        names, counted, failed, stops = found
+        failed, stops = found.failed, found.stops
         ended = failures.end(self, failed) if failed else []
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-        made = (one for batch in outputs.values() for one in batch.outputs)
-        last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
-        if last or ended:  # which most steps have not
+        if self.finished_req_ids or stops:  # which most steps have not
+            made = (one for batch in outputs.values() for one in batch.outputs)
+            last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
             ending = {one.request_id for one in last} | {request.request_id for request, _ in ended}
-            told = {name: counted[number].tobytes() for number, name in enumerate(names) if name in ending}
+            counted = found.counted
+            told = {name: counted[number].tobytes() for number, name in enumerate(found.names) if name in ending}
             for one in last:
                 if one.request_id in told:
                     one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: told[one.request_id]}

@@ -26,6 +26,7 @@ from saesteer.plugin import counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
+_NONE: dict[str, list[Tensor]] = {}
 _RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
 
 
@@ -220,9 +221,9 @@ class Steering:
                 frozenset(self._stops.intersection(names)),
                 refusing=self.engine.config.max_dose_action == "refuse",
             )
-        # Copies, as another thread reads them.
-        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
-        return counts.Snapshot(self._listed, self._ring, kept, self.failed)
+        # Copies, as it is read later.
+        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else _NONE
+        return counts.Snapshot(self._listed, self._ring.copy(self._listed.width), kept, dict(self.failed))
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,9 +31,10 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     send = counts._sending(lambda *_: {0: SimpleNamespace(outputs=made)})
     counted = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=np.int32)
     table = counts.Table(["runs", "ends", "stops", "other"], counted, {}, frozenset(["stops"]))
-    send(None, None, SimpleNamespace())
+    scheduler = SimpleNamespace(finished_req_ids={"ends", "plain", "other"})
+    send(scheduler, None, SimpleNamespace())
     assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
-    send(None, None, SimpleNamespace(saesteer=table))
+    send(scheduler, None, SimpleNamespace(saesteer=table))
     runs, ends, stops, plain, other = (one.kv_transfer_params for one in made)
     assert runs is None and plain is None
     assert np.frombuffer(ends["saesteer"], np.int32).tolist() == [2, 3]
@@ -49,6 +50,16 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     completion = counts._telling(lambda *_: SimpleNamespace())(states["ends"], [5], 1)
     assert completion.saesteer == {"applied": [{"positions": [[1, None]], "tokens_edited": 3, "tokens_cached": 1}]}
     assert [one.kv_transfer_params for one in made] == [None] * 4 + [{"block": 7}]
+
+
+def test_the_scheduler_reads_no_counts_where_nobody_ends() -> None:
+    class Unread:
+        failed: ClassVar[dict[str, str]] = {}
+        stops: ClassVar[frozenset[str]] = frozenset()  # and nothing to read besides
+
+    outputs = {0: SimpleNamespace(outputs=[object()])}
+    send = counts._sending(lambda *_: outputs)
+    assert send(SimpleNamespace(finished_req_ids=set()), None, SimpleNamespace(saesteer=Unread())) is outputs
 
 
 def test_a_chunk_keeps_its_bytes_and_only_the_end_of_a_choice_is_longer() -> None:

@@ -1,6 +1,7 @@
 """Counts and doses, from the device over rows that change hands into a step's output. Starts no vLLM engine."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,9 +40,9 @@ def run(steering: worker.Steering, name: str, row: int) -> list[int]:
     engine.schedule(torch.tensor([row]), 0, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, 7)
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
-    found, table, failed, _ = steering.snapshot().table()
-    assert (found, failed) == ([name], {})
-    return list(table[0].tolist())
+    found: counts.Table = pickle.loads(pickle.dumps(steering.snapshot()))  # as it goes to the scheduler of many ranks
+    assert (found.names, found.failed) == ([name], {})
+    return list(found.counted[0].tolist())
 
 
 def start(steering: worker.Steering, name: str, row: int, computed: int = 0) -> None:
@@ -61,11 +62,11 @@ def test_a_step_says_who_has_stop_strings(steering: worker.Steering) -> None:
         steering.add(request(name, stop=stop))
         steering.place(name, row)
     steering.look(["a", "b", "plain"], 3)
-    assert steering.snapshot().table().stops == {"a"}
+    assert steering.snapshot().stops == {"a"}
     steering.add(request("a"))  # another one of this id
     steering.place("a", 1)
     steering.look(["a", "b", "c", "plain"], 4)
-    assert steering.snapshot().table().stops == {"c"}
+    assert steering.snapshot().stops == {"c"}
 
 
 def test_a_row_counts_for_its_own_request(steering: worker.Steering) -> None:
@@ -134,19 +135,19 @@ def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
         steering.engine.fill(row, found)
         write(steering, row, largest, total, tokens, limited=1)
     steering.look(["plain", "a"], 2)
-    names, table, failed, _ = steering.snapshot().table()
-    assert (names, doses(table), failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
+    left = steering.snapshot()
+    assert (left.names, doses(left.counted), left.failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
 
 
 def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses(steering: worker.Steering) -> None:
-    def run(limited: int) -> dict[str, str]:
+    def run(limited: int) -> Mapping[str, str]:
         for row, name in enumerate("abc", start=1):
             found = steering.add(request(name, SPEC if name == "a" else DOSED))
             steering.place(name, row)
             steering.engine.fill(row, found)
             write(steering, row, 2.0, 2.0, 3, limited=limited if name == "b" else 0)
         steering.look(["c", "b", "a"], 3)
-        return steering.snapshot().table().failed
+        return steering.snapshot().failed
 
     assert run(1) == {}
     steering.engine.config = replace(steering.engine.config, max_dose=1.0)
@@ -160,12 +161,12 @@ def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(stee
     gone, plain = request("a"), request("plain")
     gone.sampling_params.extra_args[names.VERSION] = 7
     plain.sampling_params.extra_args = {names.VERSION: 7}
-    place = SimpleNamespace(sample_tokens=lambda _: _Output())
+    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None)
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
     steering.look(["plain", "a"], 2)
-    found, table, failed, _ = place.sample_tokens(None).saesteer
-    assert (found, table.shape, failed) == ([], (0, 1), {"a": "gone"})
+    found = place.sample_tokens(None).saesteer
+    assert (found.names, found.counted.shape, found.failed) == ([], (0, 1), {"a": "gone"})
     steering.forget("a")
     assert "saesteer" not in vars(place.sample_tokens(None))
     steering.add(gone)
@@ -175,7 +176,7 @@ def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(stee
 
 
 class _Output:
-    """A step's output of either kind, as much of it as is read."""
+    """A step's output, as much of it as is read."""
 
     def __init__(self) -> None:
         self.req_ids = ["a"]
@@ -183,27 +184,50 @@ class _Output:
     saesteer: Any
 
 
-class _Waiting:
-    def get_output(self) -> _Output:
-        return _Output()
+class _WaitingV1:
+    def __init__(self) -> None:
+        self._model_runner_output = _Output()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "asynchronous"])
-def test_a_step_takes_counts_along_only_where_somebody_is_steered(steering: worker.Steering, late: bool) -> None:
-    made: list[Any] = []
+class _WaitingV2:
+    def __init__(self) -> None:
+        self.model_runner_output = _Output()
 
-    def sample_tokens(grammar_output: Any) -> Any:
-        made.append(_Waiting() if late else _Output())
-        return made[-1]
 
-    place = SimpleNamespace(sample_tokens=sample_tokens)
+RUNNERS: dict[str, tuple[Any, Any]] = {
+    "at once": (SimpleNamespace(), _Output),
+    "asynchronous, V1": (SimpleNamespace(), _WaitingV1),
+    "asynchronous, V2": (SimpleNamespace(model_state=None), _WaitingV2),
+}
+
+
+@pytest.mark.parametrize(("runner", "kind"), RUNNERS.values(), ids=RUNNERS)
+def test_a_step_takes_counts_along_only_where_somebody_is_steered(
+    steering: worker.Steering, runner: Any, kind: Any
+) -> None:
+    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner)
     counts.attach(place, steering)
+
+    def step() -> Any:
+        output = place.sample_tokens(None)
+        return vars(output if kind is _Output else vars(output).popitem()[1])
+
     steering.look(["plain"], 1)
-    output = place.sample_tokens(None)
-    assert "get_output" not in vars(output) and "saesteer" not in vars(output)
+    assert "saesteer" not in step()
     start(steering, "a", 1)
     run(steering, "a", 1)
-    output = place.sample_tokens(None)
+    found = step()["saesteer"]
     run(steering, "a", 1)  # the next step is on its way before the host reads this one's
-    names, table, failed, _ = (output.get_output() if late else output).saesteer
-    assert (names, table.tolist(), failed) == (["a"], [[0, TOKENS - 1]], {})
+    assert (found.names, found.counted.tolist(), found.failed) == (["a"], [[0, TOKENS - 1]], {})
+
+
+def test_an_output_of_nobody_is_left_alone(steering: worker.Steering) -> None:
+    """vLLM has one empty output for all steps, and a rank that does not sample has none."""
+    empty = _Output()
+    empty.req_ids = []
+    made = iter([empty, None])
+    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None)
+    counts.attach(place, steering)
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    assert vars(place.sample_tokens(None)) == {"req_ids": []} and place.sample_tokens(None) is None

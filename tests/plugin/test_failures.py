@@ -41,12 +41,14 @@ class Scheduler:
 
     def __init__(self, *requests: Any) -> None:
         self.requests = {one.request_id: one for one in requests}
+        self.finished_req_ids: set[str] = set()
         self.kv_cache_manager = Blocks()
 
     def finish_requests(self, names: list[str], status: Any) -> None:
         assert "ERROR" in status.name
         for name in names:
             self.requests.pop(name).done = True
+            self.finished_req_ids.add(name)
 
 
 def running(name: str, client: int = 0, done: bool = False) -> Any:
