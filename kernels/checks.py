@@ -142,6 +142,28 @@ def check_map(
         raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, places of `work`")
 
 
+def check_publish(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+    """Arguments of ops.publish_.
+
+    Raises:
+        ValueError: naming the tensor, what it is and what was expected.
+    """
+    _check_work(work)
+    _check_table(table)
+    _check_counts(counts, table)
+    _need(counts.t().is_contiguous(), counts, "counts", "the columns of a contiguous tensor")
+    _need(steps.shape == (1,) and steps.dtype == torch.int32, steps, "steps", "int32 [1]")
+    _need(
+        published.shape == (layout.PUBLISHED, 1 + counts.numel())
+        and published.dtype == torch.int32
+        and published.is_contiguous()
+        and not published.is_cuda,
+        published,
+        "published",
+        f"contiguous int32 [{layout.PUBLISHED}, {1 + counts.numel()}], CPU",
+    )
+
+
 def _need(holds: bool, tensor: Tensor, name: str, expected: str) -> None:
     if not holds:
         raise ValueError(

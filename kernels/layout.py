@@ -7,7 +7,8 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
     word 2                1 where some site needs a whole dictionary encoded
     word 3                1 in a row that is new; the map empties its counts and writes 0
     word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0 = any
-    words 5 to 7          0
+    word 5                columns of counts that the row uses
+    words 6 and 7         0
     from word HEAD        SPAN words for each site: where its entries lie, and what they need
     from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
 
@@ -22,6 +23,10 @@ cells [max_tokens] int32: for each token a bit for each gate of its row, from th
 counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
 for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y
 as all groups leave it, both made finite, y not yet rounded and not yet limited. What no edit changed has no dose.
+
+published [PUBLISHED, 1 + rows * counters] int32, memory of the host: after each step in which somebody is steered, one
+in turn holds the step's number, from 0 to STEPS, and then counts as they stand, one counter of all rows behind the
+other, as many counters as some row uses. It can be read once anything can that the device has made after it.
 """
 
 from collections.abc import Sequence
@@ -30,6 +35,7 @@ from operator import or_
 
 NEW = 3  # word 3 of a row
 LIMIT = 4  # word 4 of a row
+COUNTERS = 5  # word 5 of a row
 HEAD = 8  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
@@ -102,6 +108,8 @@ LARGEST = 1e15  # of an edited stream, so that its squares have a finite sum; wh
 LARGEST_HALF = 65504.0  # the same in fp16
 SHORTEST = 1e-12  # |x| that a dose is divided by at least
 MOST_GATES = 32  # of one row
+PUBLISHED = 4  # steps whose counts the host has; two are on their way at most
+STEPS = 1 << 30  # then their numbers begin anew; a multiple of PUBLISHED
 
 
 def head(sites: int) -> int:

@@ -1,4 +1,4 @@
-"""The only door to the kernels: saesteer.edit_ and map_. Chooses Triton or the reference; the meaning is there.
+"""The only door to the kernels: saesteer.edit_, map_, publish_. Chooses Triton or the reference; the meaning is there.
 
 Each op mutates tensors that its caller owns and returns nothing, so it needs no allocation, its fake does nothing, and
 it can stand in a compiled model and in a CUDA graph. CUDA tensors go to Triton, CPU tensors to the reference.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saesteer.kernels.checks import check_edit, check_map
-from saesteer.kernels.reference import edit_ref_, map_ref_
+from saesteer.kernels.checks import check_edit, check_map, check_publish
+from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
 
-# Calls of edit_'s real implementation by the address of `site`; a compiled graph that lost the op leaves its site out.
+# Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
+# leaves it out.
 hits: dict[int, int] = {}
 
 
@@ -106,8 +107,7 @@ def edit_(
         form,
         dense_size,
     )
-    address = site.data_ptr()
-    hits[address] = hits.get(address, 0) + 1
+    _hit(site)
     weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     if stream.is_cuda:
         from saesteer.kernels.launch import edit_triton  # Triton need not be there on a CPU
@@ -176,8 +176,40 @@ def map_(
         map_ref_(work, slots, row_offset, query_start_loc, table, counts, num_reqs, span)
 
 
+def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+    """published <- counts as they stand, in a step in which somebody is steered; to be called behind its last edit.
+
+    As part of a step's graph it costs the host nothing: no copy to ask for, and no event to wait for.
+
+    Args:
+        table: [rows, words] int32, see layout.py.
+        work: [max_tokens + 1, 4] int32, see layout.py.
+        counts: [rows, counters] int32, one counter of all rows behind the other.
+        steps: [1] int32, the number of the last such step; one more then.
+        published: [PUBLISHED, 1 + rows * counters] int32 on the CPU, in pinned memory where the rest is on a GPU; see
+            layout.py. Changed, though the schema does not say so: nothing in a graph reads it, and a compiler that
+            knew would keep a copy.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype or layout.
+    """
+    check_publish(table, work, counts, steps, published)
+    _hit(published)
+    if work.is_cuda:
+        from saesteer.kernels.publish import publish_triton  # Triton need not be there on a CPU
+
+        publish_triton(table, work, counts, steps, published)
+    else:
+        publish_ref_(table, work, counts, steps, published)
+
+
+def _hit(tensor: Tensor) -> None:
+    address = tensor.data_ptr()
+    hits[address] = hits.get(address, 0) + 1
+
+
 def _nothing(*_: object) -> None:
-    """The fake of both ops: they only change what they are given."""
+    """The fake of all ops: they only change what they are given."""
 
 
 # torch.library.Library rather than custom_op: 2.2 against 9 us a call, at every site of every eager step.
@@ -197,6 +229,11 @@ def _register() -> torch.library.Library:
             map_,
             "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor(b!) table, "
             "Tensor(c!) counts, SymInt num_reqs, SymInt num_tokens, int span) -> ()",
+        ),
+        (
+            "publish_",
+            publish_,
+            "(Tensor table, Tensor work, Tensor counts, Tensor(a!) steps, Tensor published) -> ()",
         ),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]

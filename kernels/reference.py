@@ -248,3 +248,13 @@ def map_ref_(
     if n:
         work[0, 1] = table[rows[lengths > 0], 1].max()
         work[0, 3] = table[rows[lengths > 0], 2].max()
+
+
+def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+    """The step's place <- its number, and the counters of all rows as they stand. See ops.publish_."""
+    if not work[0, 0]:
+        return
+    steps[0] = (steps[0] + 1) % layout.STEPS
+    counters = int(table[table[:, 0] > 0, layout.COUNTERS].amax())
+    words = torch.cat([steps, counts.t()[:counters].flatten()])
+    published[int(steps[0]) % layout.PUBLISHED, : len(words)] = words

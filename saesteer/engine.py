@@ -29,6 +29,29 @@ _LONGEST_COPY = 1 << 20  # words: longer ones hold up the step, so the rows betw
 __all__ = ["Engine", "Row", "Site", "check_fit"]
 
 
+class Published:
+    """The counters of a step, in memory that a later step will write to.
+
+    Args:
+        words: [1 + rows * counters], see layout.py.
+        counters: of a row at most.
+    """
+
+    def __init__(self, words: NDArray[np.int32], counters: int) -> None:
+        self._words = words
+        self._counts = words[1:].reshape(counters, -1).T
+
+    def read(self, step: int, rows: list[int], counters: int) -> NDArray[np.int32]:
+        """The first counters of these rows, int32 [rows, counters]; a copy.
+
+        Raises:
+            RuntimeError: those of another step are there.
+        """
+        if self._words[0] != step:
+            raise RuntimeError(f"counters of step {step} were asked for, and those of step {self._words[0]} are there")
+        return self._counts[rows, :counters]
+
+
 class Engine:
     """Turns specs into table rows and rows into work lists, on one device.
 
@@ -101,14 +124,20 @@ class Engine:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         self.kinds = torch.zeros(1, dtype=torch.int32)  # on the host, whatever the device
         self.cells = zeros(max_tokens)
-        # The first counters of all rows lie side by side: what a step brings to the host is one short copy.
+        # The first counters of all rows lie side by side, so that what a step brings to the host is short.
         self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
+        self.steps = zeros(1)
+        self.published = torch.zeros(
+            layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self.scratch = scratch_for(list(self.sites.values()), width, device)
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._rows = np.zeros(self.table.shape, dtype=np.int32)  # as the device will have them
         self._staged: set[int] = set()  # rows that it does not have yet
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._has_work = False
+        self._step = 0  # of the last list, as the device numbers it
+        self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
 
     def make_row(self, spec: Spec, prompt_len: int, version: int = 0) -> Row | None:
         """What a request's row will hold; None when the spec edits nothing.
@@ -240,6 +269,7 @@ class Engine:
             kinds: of all its rows together.
             changed: False when the last list is this step's, too.
         """
+        self._step = (self._step + 1) % layout.STEPS
         if not changed and self._has_work and not self._staged:
             return
         self.flush()
@@ -247,6 +277,10 @@ class Engine:
         ops.map_(self.work, rows, row_offset, query_start_loc, self.table, self.counts, num_requests, num_tokens, span)
         self._kinds[0] = kinds
         self._has_work = True
+
+    def last_published(self) -> tuple[int, "Published"]:
+        """Number of the step that was scheduled last, and its counters, which are there once its tokens are."""
+        return self._step, self._published[self._step % layout.PUBLISHED]
 
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
         """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""

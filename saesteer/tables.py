@@ -175,7 +175,9 @@ class _Writer:
         self.words[0] = (self.at - begin) // layout.ENTRY
         self.words[1] = most
         self.words[2] = whole
-        return Row(self.words[: self.at].copy(), kinds & _KERNELS, edits, doses, tuple(self.inline))
+        row = Row(self.words[: self.at].copy(), kinds & _KERNELS, edits, doses, tuple(self.inline))
+        row.words[layout.COUNTERS] = row.counters
+        return row
 
     def _dense(self, target: object) -> tuple[int, int, int]:
         """Slots and input norm of the dictionary whose every feature is needed, if it is one; else zeros."""

@@ -54,7 +54,7 @@ def test_nothing_is_measured_where_nobody_asks() -> None:
     # Not a word more than what measures: the rest of the row is the same.
     measured = make_row(found, PLACES, dose=True)
     different = np.flatnonzero(row.words != measured.words).tolist()
-    assert different == [layout.HEAD + layout.SPAN * at + layout.KIND for at in (0, 3)]
+    assert different == [layout.COUNTERS, *[layout.HEAD + layout.SPAN * at + layout.KIND for at in (0, 3)]]
 
 
 @settings(deadline=None, derandomize=True)
@@ -71,4 +71,4 @@ def test_a_limit_measures_every_site_and_is_never_lost(groups: Any, limit: float
         assert held == pytest.approx(limit, rel=2**-24)
     used = [at for at in columns(row) if at]
     assert sorted(used) == list(range(edits, row.counters, layout.DOSE_WORDS))
-    assert not row.words[layout.LIMIT + 1 : layout.HEAD].any()
+    assert row.words[layout.COUNTERS] == row.counters and not row.words[layout.COUNTERS + 1 : layout.HEAD].any()

@@ -1,7 +1,8 @@
 """Counts and doses on their way from the device into an answer's ``saesteer``. Knows no text and no HTTP.
 
 They ride home with what travels anyway, since asking a worker would wait for its engine between two steps:
-    worker     sample_tokens: the counters of the step's steered requests leave with its output, copied beside tokens
+    device     a step's last op writes the counters of all rows into memory of the host (ops.publish_)
+    worker     sample_tokens: where those of the step's steered requests are leaves with its output
     scheduler  update_from_output: a request's last output takes its own along, in kv_transfer_params
     front end  OutputProcessor: they are taken out of there, into ``saesteer`` of the request's CompletionOutput
 
@@ -15,13 +16,13 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer import dose
 from saesteer.applied import count
 from saesteer.config import KEY
+from saesteer.engine import Published
 from saesteer.kernels import layout
 from saesteer.plugin import failures, hooks, metrics
 from saesteer.tables import Row
@@ -34,9 +35,6 @@ class Table(NamedTuple):
     counted: NDArray[np.int32]  # [requests, 1 + counters]: cached tokens, and then the counters of each
     failed: Mapping[str, str]  # a word for each request that has failed
     stops: frozenset[str]  # requests with stop strings, which the front end finds: any output may be the last
-
-
-_DEPTH = 4  # steps whose counts may be on their way at once; vLLM has two in flight at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,47 +61,16 @@ class Listed:
         object.__setattr__(self, "limited", (numbers, columns) if places else None)
 
 
-class Ring:
-    """Places on the host for the counts of the last steps, made once: a step costs one copy, and no small kernel.
-
-    Args:
-        counts: of all rows, on the device; int32 [rows, counters], one counter of all rows behind the other.
-    """
-
-    def __init__(self, counts: Tensor) -> None:
-        self._columns = counts.t()
-        shape, pinned = self._columns.shape, counts.is_cuda
-        self._places = [torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
-        self._next = 0
-        self._narrow(0)
-
-    def _narrow(self, counters: int) -> None:
-        self._counters, self._source = counters, self._columns[:counters]
-        self._targets = [(place[:counters], place.numpy().T) for place in self._places]
-
-    def copy(self, counters: int) -> NDArray[np.int32]:
-        """The first counters of all rows, int32 [rows, at least ``counters``], as they stand now on the device's clock.
-
-        The host may read them once it has anything that the stream's next work has made; there is no event to wait for.
-        """
-        if counters != self._counters:
-            self._narrow(counters)
-        at = self._next
-        self._next = (at + 1) % _DEPTH
-        target, found = self._targets[at]
-        target.copy_(self._source, non_blocking=True)
-        return found
-
-
 @dataclass(slots=True)
 class Snapshot:
     """A Table that is made when somebody asks for it, which in most steps nobody does.
 
-    To be read while the host has this step's tokens and not yet those of the step after the next.
+    To be read when the host has this step's tokens, and layout.PUBLISHED steps later at the latest.
     """
 
     listed: Listed  # whose counters
-    found: NDArray[np.int32]  # as Ring.copy gives them
+    step: int  # as the device numbers it
+    published: Published  # of this step
     kept: Mapping[str, Sequence[Tensor]]  # what some of them had counted in other rows
     lost: Mapping[str, str]  # a word for each request that has failed for another reason than its counters
 
@@ -131,7 +98,8 @@ class Snapshot:
         listed = self.listed
         table = np.empty((len(listed.names), 1 + listed.width), dtype=np.int32)
         table[:, 0] = listed.cached
-        table[:, 1:] = self.found[listed.rows, : listed.width]
+        if listed.rows:
+            table[:, 1:] = self.published.read(self.step, listed.rows, listed.width)
         for name, several in self.kept.items():
             number = listed.names.index(name)
             row = listed.contents[number]
@@ -154,8 +122,7 @@ def attach(worker: Any, steering: Any) -> None:
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         if steering.kinds is None and not steering.failed:
             return sample(*args, **kwargs)
-        # The model has run, so nothing is edited any more, and this copy is done before there is a token of this step.
-        snapshot = steering.snapshot()
+        snapshot = steering.snapshot()  # here, as the next step may be prepared before this one's tokens are there
         output = sample(*args, **kwargs)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # vLLM's empty output is one object for all

@@ -47,14 +47,17 @@ class _Edited(nn.Module):
     saesteer_cells: Tensor
     saesteer_counts: Tensor
     saesteer_scratch: Tensor
+    saesteer_steps: Tensor
+    saesteer_published: Tensor
     saesteer_weight_offset: float
     saesteer_dense_size: int
     saesteer_has_norms: bool
+    saesteer_last: bool
     weight: Tensor
     variance_epsilon: float
 
     def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
-        """Call the op on the stream of this norm's site."""
+        """Call the op on the stream of this norm's site; behind the last one, tell the host what was counted."""
         torch.ops.saesteer.edit_(
             stream,
             second,
@@ -78,6 +81,14 @@ class _Edited(nn.Module):
             self.saesteer_dense_size,
             self.saesteer_has_norms,
         )
+        if self.saesteer_last:
+            torch.ops.saesteer.publish_(
+                self.saesteer_table,
+                self.saesteer_work,
+                self.saesteer_counts,
+                self.saesteer_steps,
+                self.saesteer_published,
+            )
 
 
 class _AfterNorm(_Edited):
@@ -123,6 +134,7 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
                     norm.edit(stream, None if form == layout.BARE else stream.clone(), form)
             # These calls are ours: what counts is that the model's own forward comes by.
             ops.hits.pop(site.index.data_ptr(), None)
+        ops.hits.pop(engine.published.data_ptr(), None)
 
 
 def find_trunk(model: nn.Module) -> Any:
@@ -174,6 +186,8 @@ def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> 
         "cells": engine.cells,
         "counts": engine.counts,
         "scratch": engine.scratch,
+        "steps": engine.steps,
+        "published": engine.published,
     }
     for name, tensor in buffers.items():
         norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
@@ -183,3 +197,4 @@ def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> 
     edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0
     edited.saesteer_dense_size = site.dense_size
     edited.saesteer_has_norms = site.has_norms
+    edited.saesteer_last = site is list(engine.sites.values())[-1]

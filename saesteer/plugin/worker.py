@@ -108,9 +108,12 @@ def _build(runner: Any, config: SaesteerConfig) -> "Steering":
 
 
 def _check_hits(runner: Any, engine: Engine) -> None:
-    if not any(ops.hits.get(site.index.data_ptr()) for site in engine.sites.values()):
+    if not engine.sites:
+        return
+    needed = {name: site.index for name, site in engine.sites.items()} | {"the end of a step": engine.published}
+    if not any(tensor.data_ptr() in ops.hits for tensor in needed.values()):
         runner._dummy_run(1)  # an eager start warms nothing up
-    missed = [name for name, site in engine.sites.items() if not ops.hits.get(site.index.data_ptr())]
+    missed = [name for name, tensor in needed.items() if tensor.data_ptr() not in ops.hits]
     if missed:
         raise ConfigError(
             f"saesteer's op never ran at {', '.join(missed)}: a stale compiled graph, or an unknown layer"
@@ -134,7 +137,6 @@ class Steering:
         self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
         self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
         self._stops: set[str] = set()  # steered requests with stop strings
-        self._ring = counts.Ring(engine.counts)
         self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # of that batch
@@ -223,7 +225,7 @@ class Steering:
             )
         # Copies, as it is read later.
         kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else _NONE
-        return counts.Snapshot(self._listed, self._ring.copy(self._listed.width), kept, dict(self.failed))
+        return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed))
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.

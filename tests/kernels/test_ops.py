@@ -295,9 +295,9 @@ def test_no_variant_more_for_any_number_of_tokens() -> None:
     """One launch for each row of the configs is all there is to compile, wherever the tensors lie."""
     from triton.runtime.jit import JITFunction
 
-    from saesteer.kernels import launch, work
+    from saesteer.kernels import launch, publish, work
 
-    kernels = [k for module in (launch, work) for k in vars(module).values() if isinstance(k, JITFunction)]
+    kernels = [k for module in (launch, publish, work) for k in vars(module).values() if isinstance(k, JITFunction)]
     device = torch.device("cuda")
 
     def step(tokens: int, shift: int) -> None:

@@ -114,6 +114,7 @@ def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch)
 
     class _Engine:
         sites: ClassVar = {"resid_post.3": _Site()}
+        published = torch.zeros(1, dtype=torch.int32)
 
     class _Runner:
         def _dummy_run(self, tokens: int) -> None:
@@ -121,7 +122,10 @@ def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch)
 
     engine: Any = _Engine()
     monkeypatch.setattr(ops, "hits", {})
-    with pytest.raises(ConfigError, match=r"never ran at resid_post\.3"):
+    with pytest.raises(ConfigError, match=r"never ran at resid_post\.3, the end of a step"):
         _check_hits(_Runner(), engine)
     monkeypatch.setattr(ops, "hits", {_Site.index.data_ptr(): 1})
+    with pytest.raises(ConfigError, match="never ran at the end of a step"):
+        _check_hits(_Runner(), engine)
+    monkeypatch.setattr(ops, "hits", {_Site.index.data_ptr(): 1, engine.published.data_ptr(): 1})
     _check_hits(_Runner(), engine)

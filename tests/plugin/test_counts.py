@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config import KEY
-from saesteer.kernels import layout
+from saesteer.engine import Engine
+from saesteer.kernels import layout, ops
 from saesteer.plugin import counts, names, worker  # needs vLLM
 from tests.test_meaning import TOKENS, WIDTH, make_engine
 
@@ -32,14 +33,26 @@ def steering(tmp_path: Path) -> worker.Steering:
     return worker.Steering(make_engine(tmp_path))
 
 
+def schedule(engine: Engine, rows: list[int], tokens: int) -> None:
+    """A step of as many tokens for the request in each row."""
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32) * tokens
+    engine.schedule(torch.tensor(rows), 0, starts, len(rows), len(rows) * tokens, 7)
+
+
+def publish(engine: Engine) -> None:
+    """As the step's last op does."""
+    ops.publish_(engine.table, engine.work, engine.counts, engine.steps, engine.published)
+
+
 def run(steering: worker.Steering, name: str, row: int) -> list[int]:
     """One step of TOKENS tokens for the request in a row: what its output carries, cached tokens first."""
     engine = steering.engine
     steering.look([name, "plain"], TOKENS)
     engine.positions[:TOKENS] = torch.arange(TOKENS)
-    engine.schedule(torch.tensor([row]), 0, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, 7)
+    schedule(engine, [row], TOKENS)
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
+    publish(engine)
     found: counts.Table = pickle.loads(pickle.dumps(steering.snapshot()))  # as it goes to the scheduler of many ranks
     assert (found.names, found.failed) == ([name], {})
     return list(found.counted[0].tolist())
@@ -116,7 +129,6 @@ def write(steering: worker.Steering, row: int, largest: float, total: float, tok
     floats = block.view(np.float32)
     floats[layout.DOSE_MAX], floats[layout.DOSE_SUM] = largest, total
     block[layout.DOSE_TOKENS], block[layout.DOSE_LIMITED] = tokens, limited
-    steering.engine.flush()
     steering.engine.counts[row, 0] = tokens
     steering.engine.counts[row, 1 : 1 + layout.DOSE_WORDS] = torch.from_numpy(block)
 
@@ -133,7 +145,9 @@ def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
         assert found is not None and (found.edits, found.doses) == (1, 1)
         steering.place("a", row)
         steering.engine.fill(row, found)
+        schedule(steering.engine, [row], 1)
         write(steering, row, largest, total, tokens, limited=1)
+        publish(steering.engine)
     steering.look(["plain", "a"], 2)
     left = steering.snapshot()
     assert (left.names, doses(left.counted), left.failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
@@ -145,7 +159,10 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
             found = steering.add(request(name, SPEC if name == "a" else DOSED))
             steering.place(name, row)
             steering.engine.fill(row, found)
+        schedule(steering.engine, [1, 2, 3], 1)
+        for row, name in enumerate("abc", start=1):
             write(steering, row, 2.0, 2.0, 3, limited=limited if name == "b" else 0)
+        publish(steering.engine)
         steering.look(["c", "b", "a"], 3)
         return steering.snapshot().failed
 
@@ -231,3 +248,18 @@ def test_an_output_of_nobody_is_left_alone(steering: worker.Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)
     assert vars(place.sample_tokens(None)) == {"req_ids": []} and place.sample_tokens(None) is None
+
+
+def test_counters_of_another_step_are_refused(steering: worker.Steering) -> None:
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    old = steering.snapshot()
+    for _ in range(layout.PUBLISHED - 1):
+        run(steering, "a", 1)
+    assert old.counted.tolist() == [[0, TOKENS - 1]]
+    run(steering, "a", 1)
+    with pytest.raises(RuntimeError, match="counters of step 1 were asked for, and those of step 5 are there"):
+        old.counted  # noqa: B018
+    schedule(steering.engine, [1], TOKENS)
+    with pytest.raises(RuntimeError, match=r"of step 6 .* of step 2 are there"):
+        steering.snapshot().counted  # noqa: B018  (the op did not run)

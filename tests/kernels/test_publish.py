@@ -1,0 +1,149 @@
+"""The kernel that publishes a step's counters and its reference, against slices of the counters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from saesteer.kernels import layout, ops
+from saesteer.kernels.publish import publish_triton
+from saesteer.kernels.reference import publish_ref_
+
+GARBAGE = -77
+PUBLISH = torch.ops.saesteer.publish_.default
+GPU = torch.cuda.is_available()
+
+
+def tensors(used: list[int], counters: int, step: int, device: torch.device) -> list[Tensor]:
+    """Arguments of the op, with rows that use so many counters each (0: not steered), before step number `step`."""
+    rows = len(used)
+    table = torch.full((rows, 32), 10**6, dtype=torch.int32)  # what is not asked for would end in a fault
+    table[:, 0] = 0
+    for row, its in enumerate(used):
+        if its:
+            table[row, 0], table[row, layout.COUNTERS] = 3, its
+    counts = torch.arange(rows * counters, dtype=torch.int32).view(counters, rows)
+    work = torch.zeros(5, 4, dtype=torch.int32)
+    work[0, 0] = sum(map(bool, used))
+    published = torch.full((layout.PUBLISHED, 1 + rows * counters), GARBAGE, dtype=torch.int32, pin_memory=GPU)
+    before = torch.tensor([(step - 1) % layout.STEPS], dtype=torch.int32)
+    return [table.to(device), work.to(device), counts.to(device).t(), before.to(device), published]
+
+
+def settle() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def check(run: Callable[..., None], used: list[int], counters: int, step: int, device: torch.device) -> None:
+    args = tensors(used, counters, step, device)
+    *_, counts, steps, published = args
+    for number in (step, step + 1):
+        run(*args)
+        settle()
+        want, number = max(used), number % layout.STEPS
+        place = published[number % layout.PUBLISHED]
+        assert int(steps[0]) == place[0] == number
+        assert torch.equal(place[1 : 1 + want * len(used)].view(want, -1).t(), counts[:, :want].cpu())
+        assert (place[1 + want * len(used) :] == GARBAGE).all()
+        counts += 1
+    assert (published == GARBAGE).all(1).sum() == layout.PUBLISHED - 2
+
+
+@settings(max_examples=200 if GPU else 40, deadline=None, derandomize=True, database=None)
+@given(
+    used=st.lists(st.integers(0, 7), min_size=1, max_size=300).filter(any),
+    more=st.integers(0, 3),
+    step=st.integers(0, 9) | st.integers(layout.STEPS - 2, layout.STEPS - 1),
+)
+def test_any_rows(used: list[int], more: int, step: int) -> None:
+    device = torch.device("cuda") if GPU else torch.device("cpu")
+    for function, place in ((publish_ref_, torch.device("cpu")), (publish_triton, device)):
+        check(function, used, max(used) + more, step, place)
+
+
+@pytest.mark.parametrize("function", [publish_ref_, publish_triton], ids=["reference", "kernel"])
+def test_many_counters(function: Callable[..., None], device: torch.device) -> None:
+    check(function, [0, 200, 3] + [1] * 200, 200, 5, torch.device("cpu") if function is publish_ref_ else device)
+
+
+@pytest.mark.parametrize("function", [publish_ref_, publish_triton], ids=["reference", "kernel"])
+def test_nothing_is_written_where_nobody_is_steered(function: Callable[..., None], device: torch.device) -> None:
+    args = tensors([0, 2, 1], 2, 4, torch.device("cpu") if function is publish_ref_ else device)
+    args[1][0, 0] = 0  # rows of requests that are not in this step
+    function(*args)
+    settle()
+    assert int(args[3][0]) == 3 and (args[4] == GARBAGE).all()
+
+
+def test_opcheck(device: torch.device) -> None:
+    args = tensors([1, 0, 2], 3, 1, device)
+    # Without test_schema, as it does not say that `published` changes.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(PUBLISH, tuple(args), test_utils=checks)
+
+
+def test_a_compiled_model_keeps_it_behind_the_counting(device: torch.device) -> None:
+    torch._dynamo.reset()
+    args = tensors([1, 0, 2], 3, 1, device)
+
+    def model(x: Tensor, table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> Tensor:
+        counts += 5  # as the last site's edit does
+        PUBLISH(table, work, counts, steps, published)
+        return x + 1
+
+    ops.hits.pop(args[4].data_ptr(), None)
+    want = args[2][:, :2].cpu() + 5
+    torch.compile(model, fullgraph=True, backend="aot_eager")(torch.zeros(3, device=device), *args)
+    settle()
+    assert ops.hits.pop(args[4].data_ptr()) == 1
+    assert args[4][1, 0] == 1
+    assert torch.equal(args[4][1, 1:7].view(2, 3).t(), want)
+
+
+WRONG: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
+    "table": (0, lambda a: a.long(), "table"),
+    "work": (1, lambda a: a[:, :3], "work"),
+    "counts of other rows": (2, lambda a: a[1:], "counts"),
+    "row by row": (2, lambda a: a.contiguous(), "counts"),
+    "steps": (3, lambda a: a.repeat(2), "steps"),
+    "too short": (4, lambda a: a[:, :-1].contiguous(), "published"),
+    "too few": (4, lambda a: a[1:], "published"),
+    "wide": (4, lambda a: a.long(), "published"),
+}
+
+
+@pytest.mark.parametrize(("at", "change", "name"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused(
+    at: int, change: Callable[[Tensor], Tensor], name: str, device: torch.device
+) -> None:
+    args = tensors([1, 2], 2, 1, device)
+    with pytest.raises(ValueError, match=f"^{name}"):
+        PUBLISH(*args[:at], change(args[at]), *args[at + 1 :])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_graph_publishes_step_after_step(device: torch.device) -> None:
+    args = tensors([1, 0, 2], 3, 1, device)
+    counts = args[2]
+    publish_triton(*args)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counts += 1
+        publish_triton(*args)
+    first = counts.cpu()
+    for step in range(2, 12):
+        graph.replay()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+        place = args[4][step % layout.PUBLISHED]
+        assert place[0] == step
+        assert torch.equal(place[1:7].view(2, 3).t(), first[:, :2] + step - 1)
