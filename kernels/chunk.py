@@ -92,14 +92,11 @@ def add_chunk(
     read = (applies & reads(mul, low, high, flags)) | gate
     write = applies & (gate == 0)
     starts = slot.to(tl.int64) * WIDTH
-    # All loads are on their way before one is waited for: ptxas alone puts the decoder's behind the encoder's sums.
+    enc0 = rows(w_enc, starts, read, cols0, WIDTH)
     dec0 = rows(w_dec, starts, write, cols0, WIDTH)
     if TAIL > 0:
-        dec1 = rows(w_dec, starts, write, cols1, WIDTH)
-    tl.debug_barrier()
-    enc0 = rows(w_enc, starts, read, cols0, WIDTH)
-    if TAIL > 0:
         enc1 = rows(w_enc, starts, read, cols1, WIDTH)
+        dec1 = rows(w_dec, starts, write, cols1, WIDTH)
     pre = tl.sum(enc0.to(tl.float32) * x0[None, :], axis=1)
     if TAIL > 0:
         pre += tl.sum(enc1.to(tl.float32) * x1[None, :], axis=1)

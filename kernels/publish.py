@@ -47,7 +47,7 @@ def _publish_kernel(
         lanes = tl.arange(0, BLOCK)
         for start in range(0, words, BLOCK):
             at = start + lanes
-            tl.store(place + 1 + at, tl.load(counts + at, mask=at < words), mask=at < words)
+            tl.store(place + 1 + at, tl.load(counts + at, mask=at < words, other=0), mask=at < words)
         tl.store(place, step)
         tl.store(steps, step)
 

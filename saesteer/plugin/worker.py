@@ -3,7 +3,7 @@
 Wraps, on instances after the worker has built its runner:
     runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
     worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
-    worker.sample_tokens             what was counted leaves with the step's output (counts.py)
+    worker.sample_tokens             where the step's counts will be leaves with its output (counts.py)
     V2 runner: model_state.add_request, remove_request, prepare_inputs
     V1 runner: _update_states, _prepare_inputs, _dummy_run
 """
