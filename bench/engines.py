@@ -32,6 +32,9 @@ ROOT = Path(__file__).parents[1]
 START_S = 330.0  # that an engine may take
 STOP_S = 6.0  # before it is killed
 TOKENS_A_STEP = 8192  # a server's usual bound on a large GPU; an LLM's would be twice that
+# Requests in a batch at most, however few are under way: graphs are captured for twice as many tokens, 512 at most. With
+# 16 a prompt beside those that decode would run outside of graphs, as on no server.
+SEATS = 256
 # Of GPU memory, for what is neither weights nor cache: activations of a long step, graphs, CUDA itself.
 BESIDE = 6 << 30
 # What each engine makes of a request with a spec.
@@ -46,7 +49,7 @@ def options(model: str, folder: Path, *, at_once: int, length: int) -> Options:
     Args:
         model: one of ``bench.dummy.MODELS``.
         folder: for its files.
-        at_once: requests in one batch at most.
+        at_once: requests under way at most.
         length: tokens of a request, prompt and answer.
     """
     found: Options = {
@@ -54,7 +57,7 @@ def options(model: str, folder: Path, *, at_once: int, length: int) -> Options:
         "tokenizer": str(tokenizer_folder(Shape.of(model).vocabulary, folder)),
         "load_format": "dummy",
         "max_model_len": 2 * length,
-        "max_num_seqs": at_once,
+        "max_num_seqs": max(SEATS, at_once) if on_gpu() else at_once,
         "max_num_batched_tokens": TOKENS_A_STEP,
         # Both given, so that several engines may start on one GPU, side by side.
         "gpu_memory_utilization": 0.2,

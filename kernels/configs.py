@@ -180,8 +180,8 @@ def parts(tokens: int) -> int:
 @cache
 def blocks(width: int, num_warps: int, split: bool) -> tuple[int, int]:
     """Two powers of two that cover `width`: (head, tail). The tail is 0 where one block is as good."""
-    # Never less than 8 elements a thread: sums over rows that lie side by side in a warp go through its lanes, a product
-    # is fused into one side of each alone, and lanes that should agree do not (Triton 3.6, triton-lang/triton#7264).
+    # Never less than 8 elements a thread: sums over rows that lie side by side in a warp go through its lanes, where a
+    # product is fused into one side alone, and lanes that should agree do not (Triton 3.6, triton-lang/triton#7264).
     whole = max(1 << (width - 1).bit_length(), num_warps * 256)
     head = whole >> 1
     if not split or whole == width or head >= width:

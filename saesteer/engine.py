@@ -122,7 +122,7 @@ class Engine:
         self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
         self.work = zeros(max_tokens + 1, 4)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
-        self.kinds = torch.zeros(1, dtype=torch.int32)  # on the host, whatever the device
+        self.kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
         self.cells = zeros(max_tokens)
         # The first counters of all rows lie side by side, so that what a step brings to the host is short.
         self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
@@ -254,7 +254,7 @@ class Engine:
         query_start_loc: Tensor,
         num_requests: int,
         num_tokens: int,
-        kinds: int,
+        kinds: NDArray[np.int32],
         *,
         changed: bool = True,
     ) -> None:
@@ -266,7 +266,7 @@ class Engine:
             query_start_loc: int32 [>= num_requests + 1], first token of every request, then their number.
             num_requests: of this batch.
             num_tokens: of this batch.
-            kinds: of all its rows together.
+            kinds: [sites], of all its rows together.
             changed: False when the last list is this step's, too.
         """
         self._step = (self._step + 1) % layout.STEPS
@@ -275,7 +275,7 @@ class Engine:
         self.flush()
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
         ops.map_(self.work, rows, row_offset, query_start_loc, self.table, self.counts, num_requests, num_tokens, span)
-        self._kinds[0] = kinds
+        self._kinds[:] = kinds
         self._has_work = True
 
     def last_published(self) -> tuple[int, "Published"]:
@@ -291,17 +291,22 @@ class Engine:
     def warming(self) -> Iterator[list[int]]:
         """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
         self.work[0].zero_()
-        self._kinds[0] = layout.ANY | layout.LONE | layout.MANY
+        self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
         try:
             yield launch_sizes(self.width, len(self.cells))
         finally:
-            self._kinds[0] = 0
+            self._kinds[:] = 0
+
+    def kinds_at(self, site: Site) -> Tensor:
+        """Of a site what the op reads, int32 [1], in the memory of all sites' kinds."""
+        number = self.places.sites[site.name]
+        return self.kinds[number : number + 1]
 
     def rest(self) -> None:
         """Make the work list empty, for a step in which nobody is steered; free when it is already."""
         if self._has_work:
             self.work[0].zero_()
-            self._kinds[0] = 0
+            self._kinds[:] = 0
             self._has_work = False
 
     def edit(self, site: Site, stream: Tensor) -> None:
@@ -314,7 +319,7 @@ class Engine:
             site.index,
             self.work,
             self.positions,
-            self.kinds,
+            self.kinds_at(site),
             site.w_enc,
             site.w_dec,
             site.b_enc,

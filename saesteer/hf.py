@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ class Model:
         )
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
-        self._kinds = 0  # of the row
+        self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
             self._hook(trunk, site)
 
@@ -127,7 +128,7 @@ class Model:
         """The prompt's tokens and the row of its spec, for passes within this; None where nothing is steered."""
         ids = self.encode(prompt)
         row = self.engine.make_row(as_spec(steer) or Spec(), len(ids) if prompt_len is None else prompt_len)
-        self._kinds = 0 if row is None else row.kinds
+        self._kinds = self._none if row is None else row.kinds
         self.engine.fill(_ROW, row)
         try:
             yield ids, row

@@ -79,7 +79,7 @@ class Row:
     """What a request's table row holds."""
 
     words: NDArray[np.int32]  # shortened to what is used
-    kinds: int  # of all its sites, of ANY, LONE and MANY: which kernels a step with this request needs
+    kinds: NDArray[np.int32]  # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
     doses: int = 0  # sites whose doses are measured, in columns behind those, in the order of a forward pass
     inline: tuple[Inline, ...] = ()
@@ -139,7 +139,7 @@ class _Writer:
         self.inline: list[Inline] = []
 
     def row(self) -> Row:
-        begin, kinds, most, whole, doses = self.at, 0, 1, False, 0
+        begin, most, whole, doses = self.at, 1, False, 0
         counters = list(accumulate((len(group.changes) for group in self.plan.groups), initial=0))
         edits = counters[-1]
         conditions_at, groups_at = defaultdict(list), defaultdict(list)
@@ -170,12 +170,13 @@ class _Writer:
                 doses=edits + layout.DOSE_WORDS * doses if measured else 0,
             )
             doses += measured
-            most, kinds = max(most, int(span[layout.PARTS])), kinds | int(span[layout.KIND])
-            whole |= dense[1] > 0
+            most, whole = max(most, int(span[layout.PARTS])), whole or dense[1] > 0
         self.words[0] = (self.at - begin) // layout.ENTRY
         self.words[1] = most
         self.words[2] = whole
-        row = Row(self.words[: self.at].copy(), kinds & _KERNELS, edits, doses, tuple(self.inline))
+        spans = self.words[layout.HEAD :][: layout.SPAN * len(self.places.sites)].reshape(-1, layout.SPAN)
+        kinds = spans[:, layout.KIND] & _KERNELS
+        row = Row(self.words[: self.at].copy(), kinds, edits, doses, tuple(self.inline))
         row.words[layout.COUNTERS] = row.counters
         return row
 

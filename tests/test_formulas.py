@@ -128,10 +128,11 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
 
 def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
     """Requests of TOKENS tokens each through all sites, with a layer of a model in between."""
-    kinds = 0
+    kinds = np.zeros(len(engine.sites), dtype=np.int32)
     for row, spec in enumerate(specs, 1):
         content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
-        kinds |= 0 if content is None else content.kinds
+        if content is not None:
+            kinds |= content.kinds
         engine.fill(row, content)
     starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
     positions = torch.arange(TOKENS).repeat(len(specs))
@@ -332,3 +333,14 @@ def test_rows_that_bring_vectors_share_slots_and_give_them_back(engine: Engine) 
     for n in range(50):  # more than there are slots
         vector = np.eye(WIDTH)[n % WIDTH] + n
         check(engine, {"edits": [{"op": "add", "vector": vector.tolist(), "site": "resid_mid.1"}]}, 4)
+
+
+def test_a_site_that_nobody_edits_asks_for_no_kernel(engine: Engine) -> None:
+    gate = {"dictionary": "rect", "feature": 0, "above": 0.0}
+    edit = {"op": "add", "vector": "any", "site": "resid_post.2", "when": gate}
+    forward(engine, [None, {"edits": [edit]}], 4, torch.randn(2 * TOKENS, WIDTH))
+    asked = {name: int(engine.kinds_at(site)) for name, site in engine.sites.items()}
+    gated = str(engine.config.dictionaries["rect"].site)
+    assert {name for name, kinds in asked.items() if kinds} == {gated, "resid_post.2"}
+    engine.rest()
+    assert not any(int(engine.kinds_at(site)) for site in engine.sites.values())

@@ -79,10 +79,11 @@ def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: An
 
 def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
     """Requests of TOKENS tokens each, one after the other, through plan, table, work list and op."""
-    kinds = 0
+    kinds = np.zeros(len(engine.sites), dtype=np.int32)
     for row, spec in enumerate(specs, 1):
         content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
-        kinds |= 0 if content is None else content.kinds
+        if content is not None:
+            kinds |= content.kinds
         engine.fill(row, content)
     rows = torch.arange(len(specs), dtype=torch.int64)
     starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS

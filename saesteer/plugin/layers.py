@@ -176,7 +176,7 @@ def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> 
         "table": engine.table,
         "work": engine.work,
         "positions": engine.positions,
-        "kinds": engine.kinds,
+        "kinds": engine.kinds_at(site),
         "site": site.index,
         "w_enc": site.w_enc,
         "w_dec": site.w_dec,

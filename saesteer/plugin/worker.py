@@ -14,7 +14,9 @@ from functools import reduce, wraps
 from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer import __version__
@@ -140,7 +142,7 @@ class Steering:
         self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # of that batch
-        self._kinds: int | None = None
+        self._kinds: NDArray[np.int32] | None = None
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request; its row's content, or None when it is not steered."""
@@ -243,8 +245,8 @@ class Steering:
         return True
 
     @property
-    def kinds(self) -> int | None:
-        """Of the last batch's rows; None when none of them is steered."""
+    def kinds(self) -> NDArray[np.int32] | None:
+        """Of the last batch's rows, by site; None when none of them is steered."""
         return self._kinds
 
 

@@ -36,7 +36,7 @@ def steering(tmp_path: Path) -> worker.Steering:
 def schedule(engine: Engine, rows: list[int], tokens: int) -> None:
     """A step of as many tokens for the request in each row."""
     starts = torch.arange(len(rows) + 1, dtype=torch.int32) * tokens
-    engine.schedule(torch.tensor(rows), 0, starts, len(rows), len(rows) * tokens, 7)
+    engine.schedule(torch.tensor(rows), 0, starts, len(rows), len(rows) * tokens, np.full(1, 7, dtype=np.int32))
 
 
 def publish(engine: Engine) -> None:
