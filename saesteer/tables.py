@@ -148,8 +148,10 @@ class _Writer:
         for place, group in enumerate(self.plan.groups):
             groups_at[group.site].append((place, group))
         for name, number in self.places.sites.items():
+            conditions, groups = conditions_at.get(name, ()), groups_at.get(name, ())
+            if not conditions and not groups:
+                continue  # its span holds nothing, as the row was made
             start, dense = self.at, (0, 0, 0)
-            conditions, groups = conditions_at[name], groups_at[name]
             for target in [one.target for one in conditions] + [c.target for _, g in groups for c in g.changes]:
                 dense = max(dense, self._dense(target))
             if conditions:
