@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 START_S = 330.0  # that an engine may take
 STOP_S = 6.0  # before it is killed
 TOKENS_A_STEP = 8192  # a server's usual bound on a large GPU; an LLM's would be twice that
-# Requests in a batch at most, however few are under way: graphs are captured for twice as many tokens, 512 at most. With
-# 16 a prompt beside those that decode would run outside of graphs, as on no server.
+# Requests in a batch at most, however few are under way: graphs are captured for twice as many tokens, 512 at most.
+# With 16 a prompt beside those that decode would run outside of graphs, as on no server.
 SEATS = 256
 # Of GPU memory, for what is neither weights nor cache: activations of a long step, graphs, CUDA itself.
 BESIDE = 6 << 30

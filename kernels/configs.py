@@ -21,6 +21,7 @@ class EditConfig:
     gather: int = 4  # partial sums in flight at once; a power of two
     listed: int = 1024  # activations that a reconstruction looks through at once; a power of two
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
+    parts: int = layout.MOST_PARTS  # programs that may share one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         6144,
         Configs(
             edit=(
-                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8)),
+                # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
+                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8, parts=8)),
                 (512, EditConfig(num_warps=4, chunk=2, programs=2, split=True, gather=2)),
                 (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
             ),
@@ -172,9 +174,9 @@ def launch_sizes(width: int, max_tokens: int) -> list[int]:
     return sorted(size for size in borders if size <= max_tokens)
 
 
-def parts(tokens: int) -> int:
-    """Programs that may share one token in a step of so many tokens: all of them have a place in scratch."""
-    return max(1, min(layout.MOST_PARTS, layout.PARTIALS // max(tokens, 1)))
+def parts(tokens: int, most: int) -> int:
+    """Programs that may share one token in a step of so many tokens: `most`, while each has a place in scratch."""
+    return max(1, min(most, layout.PARTIALS // max(tokens, 1)))
 
 
 @cache

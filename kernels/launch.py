@@ -134,7 +134,7 @@ def edit_triton(
     head, tail = blocks(width, edit.num_warps, edit.split)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
-    share = 1 if tiled else parts(at_once)  # there are tokens enough for every program
+    share = 1 if tiled else parts(at_once, edit.parts)  # there are tokens enough for every program
     for first in range(0, places, at_once):
         if dense_size:
             encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)
