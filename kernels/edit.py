@@ -128,9 +128,7 @@ def edit_kernel(
     row = tl.load(item + 1, mask=usual, other=0).to(tl.int64)
     exists = True
     part = 0
-    site_number = tl.load(site)
-    number = HEAD_WORDS + SPAN * site_number
-    n_items = tl.where(site_number < 0, 0, n_items)
+    number = HEAD_WORDS + SPAN * tl.load(site)
 
     first_item = 0
     if ROUNDS:
