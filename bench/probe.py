@@ -65,9 +65,10 @@ class Probe:
 
     def on_ops(self) -> None:
         """Time the op's Python body, which runs in steps outside of graphs: its checks and its launches."""
-        from saesteer.kernels import launch, ops
+        from saesteer.kernels import launch, ops, publish
 
-        for module, name in ((ops, "check_edit"), (launch, "edit_triton")):
+        timed = ((ops, "check_edit"), (launch, "edit_triton"), (ops, "check_publish"), (publish, "publish_triton"))
+        for module, name in timed:
             setattr(module, name, self._timed_op(getattr(module, name)))
 
     def begin(self, admitted: int, requests: int, tokens: int) -> None:

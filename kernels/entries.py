@@ -11,6 +11,9 @@ import triton.language as tl
 from saesteer.kernels import layout
 
 LIMIT = tl.constexpr(layout.LIMIT)
+COUNTERS = tl.constexpr(layout.COUNTERS)
+PUBLISHED = tl.constexpr(layout.PUBLISHED)
+STEPS = tl.constexpr(layout.STEPS)
 HEAD_WORDS = tl.constexpr(layout.HEAD)
 SPAN = tl.constexpr(layout.SPAN)
 ENTRY = tl.constexpr(layout.ENTRY)

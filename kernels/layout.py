@@ -143,7 +143,7 @@ def span_words(
     assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)
     if not n:
-        return [begin, begin, 1, 0, 0, 0, 0, 0]
+        return [0] * SPAN
     every = reduce(or_, flags)
     parts = 1
     if groups == 1 and not every & GATE:

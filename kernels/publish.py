@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from saesteer.kernels import layout
+from saesteer.kernels.entries import COUNTERS, PUBLISHED, STEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_COUNTERS = tl.constexpr(layout.COUNTERS)
-_PUBLISHED = tl.constexpr(layout.PUBLISHED)
-_STEPS = tl.constexpr(layout.STEPS)
 _BLOCK = 1024  # words that are on their way at once
 
 
@@ -39,10 +36,10 @@ def _publish_kernel(
     if tl.load(work) > 0:
         row = tl.arange(0, ROWS)
         used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
-        counters = tl.max(tl.load(table + row * stride_table + _COUNTERS, mask=used, other=0), axis=0)
-        step = (tl.load(steps) + 1) % _STEPS
+        counters = tl.max(tl.load(table + row * stride_table + COUNTERS, mask=used, other=0), axis=0)
+        step = (tl.load(steps) + 1) % STEPS
         tl.debug_barrier()  # every thread has read the number before one of them writes the next
-        place = published + (step % _PUBLISHED) * stride_published
+        place = published + (step % PUBLISHED) * stride_published
         words = counters * rows
         lanes = tl.arange(0, BLOCK)
         for start in range(0, words, BLOCK):

@@ -1,4 +1,4 @@
-"""Dictionaries, tables and work list of one worker, on its device. Knows requests by row, and nothing of vLLM."""
+"""Dictionaries, tables, work list and counters of one worker, on its device. Knows requests by row, nothing of vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -278,7 +278,7 @@ class Engine:
         self._kinds[:] = kinds
         self._has_work = True
 
-    def last_published(self) -> tuple[int, "Published"]:
+    def last_published(self) -> tuple[int, Published]:
         """Number of the step that was scheduled last, and its counters, which are there once its tokens are."""
         return self._step, self._published[self._step % layout.PUBLISHED]
 

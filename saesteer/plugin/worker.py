@@ -28,7 +28,6 @@ from saesteer.plugin import counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
-_NONE: dict[str, list[Tensor]] = {}
 _RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
 
 
@@ -226,7 +225,7 @@ class Steering:
                 refusing=self.engine.config.max_dose_action == "refuse",
             )
         # Copies, as it is read later.
-        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else _NONE
+        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
         return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed))
 
     def look(self, batch: list[str], tokens: int) -> bool:
