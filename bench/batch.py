@@ -119,7 +119,9 @@ class Batches:
         slots = torch.arange(case.requests, dtype=torch.int32, device=self.device)
         work = make_work([], case.tokens, self.device)
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
-        return (work, slots, 1, starts.to(self.device), table, self._counts(case), case.requests, case.tokens, span)
+        sites = torch.zeros(1, layout.SITE_STRIDE, dtype=torch.int32, device=self.device)
+        rows = table, self._counts(case), sites
+        return (work, slots, 1, starts.to(self.device), *rows, case.requests, case.tokens, span)
 
     def _counts(self, case: Case) -> Tensor:
         return torch.zeros(_COUNTERS, case.requests + 1, dtype=torch.int32, device=self.device).t()

@@ -114,6 +114,7 @@ def check_map(
     query_start_loc: Tensor,
     table: Tensor,
     counts: Tensor,
+    sites: Tensor,
     num_reqs: int,
     num_tokens: int,
     span: int,
@@ -136,6 +137,16 @@ def check_map(
             f"contiguous int32 or int64 [{least} or more]",
         )
     _check_counts(counts, table)
+    _need(
+        sites.dim() == 2
+        and sites.shape[1] == layout.SITE_STRIDE
+        and sites.dtype == torch.int32
+        and sites.is_contiguous()
+        and layout.head(sites.shape[0]) <= table.shape[1],
+        sites,
+        "sites",
+        f"contiguous int32 [sites, {layout.SITE_STRIDE}], no more sites than `table` has",
+    )
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")
     if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, without asking the device

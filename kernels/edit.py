@@ -128,7 +128,9 @@ def edit_kernel(
     row = tl.load(item + 1, mask=usual, other=0).to(tl.int64)
     exists = True
     part = 0
-    number = HEAD_WORDS + SPAN * tl.load(site)
+    site_number = tl.load(site)
+    number = HEAD_WORDS + SPAN * site_number
+    n_items = tl.where(site_number < 0, 0, n_items)
 
     first_item = 0
     if ROUNDS:

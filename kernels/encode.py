@@ -58,12 +58,13 @@ def encode_kernel(
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
     span = tl.load(work + 2)
-    n_items = tl.load(work) * tl.load(work + 3)  # none where nobody asks
+    site_number = tl.load(site)
+    n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none where nobody asks
     first_item = 0
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
     units = n_items * span
-    number = HEAD_WORDS + SPAN * tl.load(site)
+    number = HEAD_WORDS + SPAN * site_number
     unit_tiles = (units + BLOCK_M - 1) // BLOCK_M
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
 

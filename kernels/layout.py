@@ -19,6 +19,9 @@ work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their 
 whole dictionary encoded), then the items (first token, row, tokens, 0): at most ``span`` neighbouring
 tokens of one request each. It depends on the batch alone: positions are read where they are needed.
 
+sites [sites, SITE_STRIDE] int32, of which the first column is used: a site's number, or ~number where no row of the
+work list has an entry there, so that its op is done before it looks at a row. Written with the work list.
+
 cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
 counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
 for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y
@@ -98,6 +101,7 @@ BARE = 0  # there is none
 NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
+SITE_STRIDE = 4  # words: each site's own lie as compilers expect a tensor to lie
 PART = 4  # entries of a part, while there are parts enough
 MOST_MANY = 256
 MOST_PARTS = 16

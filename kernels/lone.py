@@ -73,8 +73,9 @@ def lone_kernel(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    n_items = tl.load(work)
-    number = HEAD_WORDS + SPAN * tl.load(site)
+    site_number = tl.load(site)
+    n_items = tl.where(site_number < 0, 0, tl.load(work))
+    number = HEAD_WORDS + SPAN * site_number
     cols0 = tl.arange(0, HEAD)
     cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
     inside0 = cols0 < WIDTH

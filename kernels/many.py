@@ -138,8 +138,9 @@ def many_kernel(
     EXACT: tl.constexpr,
 ):
     """Each program takes TOKENS tokens: one pass for all deltas, a second one that adds the decoder rows."""
-    n_items = tl.load(work)
-    number = HEAD_WORDS + SPAN * tl.load(site)
+    site_number = tl.load(site)
+    n_items = tl.where(site_number < 0, 0, tl.load(work))
+    number = HEAD_WORDS + SPAN * site_number
     dtype: tl.constexpr = stream.dtype.element_ty
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries

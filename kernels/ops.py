@@ -64,7 +64,7 @@ def edit_(
         second: like `stream`, changed in place; None for BARE.
         norm_weight: [d] for NORMED; None there leaves the factor out.
         table: [rows, words] int32, see layout.py.
-        site: [1] int32, the site's index in the table.
+        site: [1] int32, the site's number in the table; below 0 where there is nothing to do, see layout.py.
         work: [max_tokens + 1, 4] int32, see layout.py. Filled by `map_`.
         positions: [>= tokens] int32 or int64, of each token in its request; neighbours of a request follow one another.
         kinds: [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. Spares
@@ -144,6 +144,7 @@ def map_(
     query_start_loc: Tensor,
     table: Tensor,
     counts: Tensor,
+    sites: Tensor,
     num_reqs: int,
     num_tokens: int,
     span: int,
@@ -160,6 +161,7 @@ def map_(
         query_start_loc: [>= num_reqs + 1] int32 or int64.
         table: [rows, words] int32, see layout.py; rows of the batch are new no longer.
         counts: [rows, counters] int32; zeros then in rows that were new.
+        sites: [sites, SITE_STRIDE] int32, see layout.py; says then where rows of the batch have entries.
         num_reqs: requests of the batch, known on the host; 0 empties the list.
         num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
         span: tokens of an item at most, 1 or layout.TILE.
@@ -167,13 +169,13 @@ def map_(
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    check_map(work, slots, query_start_loc, table, counts, num_reqs, num_tokens, span)
+    check_map(work, slots, query_start_loc, table, counts, sites, num_reqs, num_tokens, span)
     if work.is_cuda:
         from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
 
-        map_triton(work, slots, row_offset, query_start_loc, table, counts, num_reqs, span)
+        map_triton(work, slots, row_offset, query_start_loc, table, counts, sites, num_reqs, span)
     else:
-        map_ref_(work, slots, row_offset, query_start_loc, table, counts, num_reqs, span)
+        map_ref_(work, slots, row_offset, query_start_loc, table, counts, sites, num_reqs, span)
 
 
 def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
@@ -228,7 +230,7 @@ def _register() -> torch.library.Library:
             "map_",
             map_,
             "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor(b!) table, "
-            "Tensor(c!) counts, SymInt num_reqs, SymInt num_tokens, int span) -> ()",
+            "Tensor(c!) counts, Tensor(d!) sites, SymInt num_reqs, SymInt num_tokens, int span) -> ()",
         ),
         (
             "publish_",

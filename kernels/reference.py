@@ -33,7 +33,7 @@ def edit_ref_(
 ) -> None:
     """x[token] += the groups of its row at this site; tokens without an edit keep their bits. See ops.edit_."""
     n = int(work[0, 0])
-    if n == 0:
+    if n == 0 or site[0] < 0:
         return
     span = layout.HEAD + layout.SPAN * int(site[0])
     weights = (w_enc, w_dec, b_enc, threshold, b_dec)
@@ -223,6 +223,7 @@ def map_ref_(
     query_start_loc: Tensor,
     table: Tensor,
     counts: Tensor,
+    sites: Tensor,
     num_reqs: int,
     span: int,
 ) -> None:
@@ -233,6 +234,10 @@ def map_ref_(
     new = rows[steered & (table[rows, 3] != 0)]
     counts[new] = 0
     table[new, 3] = 0
+    for number in range(len(sites)):
+        spans = table[rows[steered], layout.HEAD + layout.SPAN * number :]
+        edited = (spans[:, layout.BEGIN] < spans[:, layout.END]).any()
+        sites[number, 0] = number if edited else ~number
     if not steered.any():
         return
     starts = query_start_loc[: num_reqs + 1].long()

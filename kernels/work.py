@@ -1,4 +1,4 @@
-"""The Triton kernel that lists the tokens of steered requests once a step, and its launcher. Knows no edits."""
+"""The Triton kernel that lists the tokens of steered requests and the sites of their edits, and its launcher."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from saesteer.kernels import layout
 from saesteer.kernels.configs import MAP_BLOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_BEGIN = tl.constexpr(layout.BEGIN)
+_END = tl.constexpr(layout.END)
+_HEAD = tl.constexpr(layout.HEAD)
+_SITE_STRIDE = tl.constexpr(layout.SITE_STRIDE)
+_SPAN = tl.constexpr(layout.SPAN)
 
 
 @triton.jit(
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
         "stride_counts",
         "stride_counters",
         "counters",
+        "sites",
+        "n_sites",
         "num_reqs",
     ],
 )
@@ -42,19 +51,33 @@ def _map_kernel(
     stride_counts,
     stride_counters,
     counters,
+    sites,  # [n_sites, _SITE_STRIDE] int32
+    n_sites,
     num_reqs,
     MOST: tl.constexpr,  # tokens of an item
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    if request < n_sites:  # a program is one site's, too
+        edited = 0
+        for start in range(0, num_reqs, BLOCK):
+            real = start + lanes < num_reqs
+            rows = tl.load(slots + start + lanes, mask=real, other=0).to(tl.int64) + row_offset
+            real = real & (tl.load(table + rows * stride_table, mask=real, other=0) > 0)
+            here = table + rows * stride_table + _HEAD + _SPAN * request
+            begins = tl.load(here + _BEGIN, mask=real, other=0)
+            ends = tl.load(here + _END, mask=real, other=0)
+            edited = tl.maximum(edited, tl.max((begins < ends).to(tl.int32), axis=0))
+        tl.store(sites + request * _SITE_STRIDE, tl.where(edited > 0, request, ~request))
     # Items of the requests before this one, and its own: each program finds its place by itself.
     place = 0
     parts = 1
     dense = 0
-    for start in range(0, tl.minimum(request, num_reqs), BLOCK):
+    earlier = tl.minimum(request, num_reqs)
+    for start in range(0, earlier, BLOCK):
         before = start + lanes
-        real = before < request
+        real = before < earlier
         rows = tl.load(slots + before, mask=real, other=0).to(tl.int64) + row_offset
         begins = tl.load(query_start_loc + before, mask=real, other=0)
         ends = tl.load(query_start_loc + before + 1, mask=real, other=0)
@@ -89,7 +112,7 @@ def _map_kernel(
                 tl.store(item + 1, tl.zeros([BLOCK], tl.int32) + row.to(tl.int32), mask=real)
                 tl.store(item + 2, tl.minimum(length - offset * MOST, MOST), mask=real)
                 tl.store(item + 3, tl.zeros([BLOCK], tl.int32), mask=real)
-    if request >= num_reqs - 1:
+    if request == tl.maximum(num_reqs - 1, 0):
         tl.store(work, place + count)
         tl.store(work + 1, parts)
         tl.store(work + 2, MOST)
@@ -103,11 +126,12 @@ def map_triton(
     query_start_loc: Tensor,
     table: Tensor,
     counts: Tensor,
+    sites: Tensor,
     num_reqs: int,
     span: int,
 ) -> None:
-    """Launch the map kernel, one program a request (one for an empty batch); arguments as of the op `map_`."""
-    _map_kernel[(max(num_reqs, 1),)](
+    """Launch the map kernel, one program for each request and site; arguments as of the op `map_`."""
+    _map_kernel[(max(num_reqs, sites.shape[0], 1),)](
         work,
         slots,
         row_offset,
@@ -117,6 +141,8 @@ def map_triton(
         counts,
         *counts.stride(),
         counts.shape[1],
+        sites,
+        sites.shape[0],
         num_reqs,
         MOST=span,
         BLOCK=MAP_BLOCK,

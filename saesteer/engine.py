@@ -99,11 +99,13 @@ class Engine:
         catalog = config.catalog(infos, width=width)
         reserved, named = rooms(catalog, config.pool_rows), {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
+        self.site_numbers = torch.zeros(len(names), layout.SITE_STRIDE, dtype=torch.int32, device=device)
         for number, name in enumerate(names):
             here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
             brought = max_rows * config.inline_rows
+            index = self.site_numbers[number, :1]
             site, found = load_site(
-                number, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved[name] + brought
+                index, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved[name] + brought
             )
             self.sites[name] = site
             placements |= found
@@ -274,7 +276,8 @@ class Engine:
             return
         self.flush()
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
-        ops.map_(self.work, rows, row_offset, query_start_loc, self.table, self.counts, num_requests, num_tokens, span)
+        batch = rows, row_offset, query_start_loc
+        ops.map_(self.work, *batch, self.table, self.counts, self.site_numbers, num_requests, num_tokens, span)
         self._kinds[:] = kinds
         self._has_work = True
 
@@ -285,7 +288,7 @@ class Engine:
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
         """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
         for span in (1, layout.TILE):
-            ops.map_(self.work, rows, 0, query_start_loc, self.table, self.counts, 0, 0, span)
+            ops.map_(self.work, rows, 0, query_start_loc, self.table, self.counts, self.site_numbers, 0, 0, span)
 
     @contextmanager
     def warming(self) -> Iterator[list[int]]:

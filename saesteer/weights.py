@@ -25,7 +25,7 @@ class Site:
     """What the op at one site reads beside the common tables and lists."""
 
     name: str
-    index: Tensor  # int32 [1], the site's number in the table; a tensor, so that all compiled layers are alike
+    index: Tensor  # int32 [1], the site's line of layout.py's `sites`; a tensor, so that all compiled layers are alike
     w_enc: Tensor  # [slots, d]
     w_dec: Tensor  # [slots, d]
     b_enc: Tensor  # float32 [slots]
@@ -43,7 +43,7 @@ class Site:
 
 
 def load_site(
-    number: int,
+    index: Tensor,
     name: str,
     infos: Mapping[str, CoderInfo],
     paths: Mapping[str, str],
@@ -56,7 +56,7 @@ def load_site(
     """A site's tensors, filled with its dictionaries, and where each of them lies.
 
     Args:
-        number: of the site, in the tables.
+        index: int32 [1], of the site in the tables.
         name: of the site.
         infos: of the dictionaries that read and write here, by name.
         paths: to their weights.
@@ -87,7 +87,6 @@ def load_site(
         b_dec[at].copy_(coder.b_dec)
         placements[key] = _placement(base, at, info, coder)
         base = end
-    index = torch.tensor([number], dtype=torch.int32, device=device)
     dense = max((info.features for info in infos.values() if may_be_dense(info)), default=0)
     norms = any(info.in_norm != "none" for info in infos.values())
     return Site(name, index, w_enc, w_dec, b_enc, threshold, b_dec, dense, norms, base), placements

@@ -334,6 +334,15 @@ def test_only_the_listed_site_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
+def test_a_site_without_edits_is_left_before_a_row_is_looked_at(path: Path) -> None:
+    table = make_table([SITES], 3)
+    assert plain(table, 2, [(0, 1, 0)], path, 1).stream.any()
+    out = plain(table, ~2, [(0, 1, 0)], path, 1)
+    assert not out.stream.any()
+    assert not out.counts.any()
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
 def test_row_0_and_an_empty_list_do_nothing(path: Path) -> None:
     table = make_table([SITES], 3)
     for items in ([], [(0, 0, 5), (1, 0, 6)]):

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import MOST_PARTS, NEW, TILE
+from saesteer.kernels.layout import BEGIN, END, HEAD, MOST_PARTS, NEW, SITE_STRIDE, SPAN, TILE
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.work import map_triton
 
 GARBAGE = -77
 SPANS = [1, TILE]
+SITES = 4
 
 
 def check(
@@ -31,9 +32,13 @@ def check(
     # Parts of rows that are not steered, or of nobody, are what an earlier request left.
     table = torch.full((n + 4, 48), MOST_PARTS, dtype=torch.int32)
     table[:, 0] = 0
-    for slot, (_, parts, _) in zip(slots, requests, strict=True):
+    for slot, (_, parts, first) in zip(slots, requests, strict=True):
+        for site in range(SITES):  # as an earlier request left them, too
+            table[slot + 1, HEAD + SPAN * site + END] = MOST_PARTS + (first >> site & 1)
         if parts:
             table[slot + 1, :4] = torch.tensor([3, parts, 0, parts % 2])
+    assert table.shape[1] >= SPAN * SITES + HEAD and (table[:, HEAD + BEGIN] == MOST_PARTS).all()
+    edited = [any(parts and first >> site & 1 for _, parts, first in requests) for site in range(SITES)]
     want = [
         [starts[b] + i, slots[b] + 1, min(span, length - i), 0]
         for b, (length, parts, first) in enumerate(requests)
@@ -43,6 +48,7 @@ def check(
     # Padding as in a captured batch: slots and starts behind the requests are not to be read.
     work = torch.full((starts[-1] + padding + 2, 4), GARBAGE, dtype=torch.int32, device=device)
     there, counts = table.to(device), torch.full((n + 4, 3), GARBAGE, dtype=torch.int32, device=device)
+    sites = torch.full((SITES, SITE_STRIDE), GARBAGE, dtype=torch.int32, device=device)
     run(
         work,
         torch.tensor([*slots, *[10**6] * padding], dtype=slot_dtype, device=device),
@@ -50,9 +56,12 @@ def check(
         torch.tensor([*starts, *[-(10**6)] * padding], dtype=torch.int32, device=device),
         there,
         counts,
+        sites,
         n,
         span,
     )
+    assert sites[:, 0].tolist() == [site if edited[site] else ~site for site in range(SITES)]
+    assert (sites[:, 1:] == GARBAGE).all()
     # Rows that were new count from 0 now; the table is otherwise as it was.
     new = [slot + 1 for slot, (_, parts, _) in zip(slots, requests, strict=True) if parts % 2]
     assert (counts == GARBAGE).all(1).logical_not().nonzero().flatten().tolist() == sorted(new)

@@ -102,6 +102,7 @@ def map_args(device: torch.device, span: int = 1) -> Any:
         ints(0, 2, 5, 9),
         table,
         ints(*range(12)).view(3, 4),
+        ints(*range(4)).view(1, 4),
         2,
         5,
         span,
@@ -261,6 +262,8 @@ def test_what_does_not_fit_is_refused(case: str, device: torch.device) -> None:
         (1, torch.zeros(1, dtype=torch.int32), "slots"),
         (3, torch.zeros(2, dtype=torch.int32), "query_start_loc"),
         (4, torch.zeros(2, 32, dtype=torch.int64), "table"),
+        (6, torch.zeros(1, 3, dtype=torch.int32), "sites"),
+        (6, torch.zeros(4, 4, dtype=torch.int32), "sites"),
     ],
 )
 def test_what_does_not_fit_the_map_is_refused(at: int, value: Tensor, name: str, device: torch.device) -> None:
@@ -280,7 +283,7 @@ def test_the_module_may_be_imported_twice() -> None:
         "import importlib, sys, torch; from saesteer.kernels import ops; importlib.reload(ops);"
         "assert 'triton' not in sys.modules;"  # a CPU without Triton runs the reference
         "w, i, t, c = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 4), (1,), (2, 16), (2, 1)));"
-        "torch.ops.saesteer.map_(w, i, 1, i, t, c, 0, 0, 1)"
+        "torch.ops.saesteer.map_(w, i, 1, i, t, c, w[:1], 0, 0, 1)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
 
@@ -315,6 +318,7 @@ def test_no_variant_more_for_any_number_of_tokens() -> None:
                 starts[shift:],
                 args[TABLE],
                 args[COUNTS],
+                torch.zeros(1, layout.SITE_STRIDE, dtype=torch.int32, device=device),
                 tokens * (shift % 2),
                 tokens,
                 span,
