@@ -6,11 +6,15 @@ it can stand in a compiled model and in a CUDA graph. CUDA tensors go to Triton,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels.checks import check_edit, check_map, check_publish
-from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
+from saesteer.kernels.reference import edit_ref_, map_ref_, place_ref, publish_ref_
 
 # Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
 # leaves it out.
@@ -203,6 +207,36 @@ def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, publish
         publish_triton(table, work, counts, steps, published)
     else:
         publish_ref_(table, work, counts, steps, published)
+
+
+def place(slots: Sequence[tuple[Tensor, Tensor, int]], rows: Sequence[NDArray[np.float32]]) -> None:
+    """A row <- its values, rounded, in both tensors that a slot names: whatever their number, one copy and one kernel.
+
+    No part of a model, so no op. What the device does before it is not touched, and what it does behind it sees it.
+
+    Args:
+        slots: two contiguous tensors [slots, width] and the number of their row, for each row; all of them alike.
+        rows: [width] each.
+
+    Raises:
+        ValueError: tensors that are not alike, or a slot that they do not have.
+    """
+    if not slots:
+        return
+    like = slots[0][0]
+    for first, second, slot in slots:
+        for one in (first, second):
+            if one.dtype != like.dtype or one.device != like.device or not one.is_contiguous() or one.dim() != 2:
+                message = f"{one.dtype} {tuple(one.shape)} on {one.device}: expected contiguous {like.dtype}"
+                raise ValueError(f"weights are {message} [slots, width] on {like.device}")
+            if not 0 <= slot < one.shape[0] or one.shape[1] != len(rows[0]):
+                raise ValueError(f"slot {slot} of weights {tuple(one.shape)}: expected one of {len(rows[0])} elements")
+    if like.is_cuda:
+        from saesteer.kernels.place import place_triton  # Triton need not be there on a CPU
+
+        place_triton(slots, rows)
+    else:
+        place_ref(slots, rows)
 
 
 def _hit(tensor: Tensor) -> None:

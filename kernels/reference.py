@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels import layout
@@ -263,3 +266,9 @@ def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, pub
     counters = int(table[table[:, 0] > 0, layout.COUNTERS].amax())
     words = torch.cat([steps, counts.t()[:counters].flatten()])
     published[int(steps[0]) % layout.PUBLISHED, : len(words)] = words
+
+
+def place_ref(slots: Sequence[tuple[Tensor, Tensor, int]], rows: Sequence[NDArray[np.float32]]) -> None:
+    """Both rows of each slot <- its values. See ops.place."""
+    for (first, second, slot), row in zip(slots, rows, strict=True):
+        first[slot] = second[slot] = torch.from_numpy(row)

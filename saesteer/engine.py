@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -91,6 +90,7 @@ class Engine:
         check_fit(infos, names, width=width, layers=layers)
         self.config = config
         self.device = device
+        self.dtype = dtype
         self.width = width
         self.sites: dict[str, Site] = {}
         self._pools: dict[str, Pool] = {}
@@ -226,28 +226,13 @@ class Engine:
         self.table[rows].copy_(here, non_blocking=True)
 
     def _write_vectors(self) -> None:
-        """Bring staged vectors to their slots: one copy for all sites. What a step in flight reads is not touched, as
-        this comes behind it in the device's order."""
+        """Bring staged vectors to their slots. What a step in flight reads is not touched, as this comes behind it in
+        the device's order."""
         if not self._written:
             return
-        keys = sorted(self._written, key=lambda key: key[0])
-        units = self._to_device(torch.from_numpy(np.stack([self._written[key] for key in keys])))
-        slots = self._to_device(torch.tensor([slot for _, slot in keys]))
+        slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
+        ops.place(slots, list(self._written.values()))
         self._written.clear()
-        at = 0
-        for name, group in groupby(keys, key=lambda key: key[0]):
-            end, site = at + len(list(group)), self.sites[name]
-            rows = units[at:end].to(site.w_enc.dtype)
-            site.w_enc.index_copy_(0, slots[at:end], rows)
-            site.w_dec.index_copy_(0, slots[at:end], rows)
-            at = end
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """A copy there, in the order of the device's work; the host does not wait."""
-        if self.device.type != "cuda":
-            return tensor
-        # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def schedule(
         self,
@@ -295,6 +280,8 @@ class Engine:
         """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
         self.work[0].zero_()
         self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
+        spare = torch.zeros(1, self.width, dtype=self.dtype, device=self.device)
+        ops.place([(spare, spare, 0)], [np.zeros(self.width, dtype=np.float32)])
         try:
             yield launch_sizes(self.width, len(self.cells))
         finally:
