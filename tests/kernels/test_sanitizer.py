@@ -18,6 +18,7 @@ FILES = {
     "test_dose.py": "dose",
     "test_publish.py": "rows",
     "test_map.py": "batch",
+    "test_place.py": "rows",
 }
 
 
