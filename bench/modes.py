@@ -7,9 +7,10 @@
 
 Stock vLLM, vLLM with saesteer installed and unused, and saesteer at work are processes on one GPU that take turns. In a
 round each mode runs between two runs of stock and is compared with the line between them. A run is 64 requests, 16 at a
-time, of 256 tokens and 256 tokens out; whenever one ends the next begins, and a run-in of shorter ones sees to it that
-they do so one by one. No prompt comes twice to an engine, prefix caching is on. A request begins when it is handed
-over, its bytes made before. Results are written after every round, and --budget ends the last one in time.
+time, of 256 tokens and 256 tokens out; whenever one ends the next begins, over HTTP up to 40 ms later, and a run-in of
+shorter ones sees to it that they do so one by one. No prompt comes twice to an engine, prefix caching is on. A request
+begins when it is handed over, its bytes made before. Results are written after every round, and --budget ends the last
+one in time.
 
 Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4 a run, 3 engines of 15 GiB, their start
 120; 27B: 25 a run, 2 of 62 GiB, 80). The steps of a server may be a fifth longer, on the 4B.
@@ -37,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import engines
+from bench import engines, streams
 from bench.asks import MODES, STOCK, USUAL, Load
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
@@ -146,6 +147,7 @@ class Bench:
                     "requests": given.prompts or PLACES * at_once,
                     "prompt_tokens": given.prompt_tokens,
                     "tokens": given.tokens,
+                    "pause_s": streams.PAUSE if given.way == "http" else 0.0,
                 }
                 found.append(about | summary(pairs[name], TARGETS.get(given.model, {})))
         return found

@@ -24,6 +24,8 @@ class Conditions:
         Raises:
             SpecError: an unknown name, or something that is only known later in the forward pass.
         """
+        if not gates:
+            return ()
         paths = [f"{at}.when"] if len(gates) == 1 else [f"{at}.when[{i}]" for i in range(len(gates))]
         return tuple(self._key(gate, site, path) for gate, path in zip(gates, paths, strict=True))
 

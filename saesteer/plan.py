@@ -229,6 +229,8 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
 
 def _together(group: _Growing) -> list[_Member]:
     """The members, min and max of the same windows and gate made one band; no feature twice at a position."""
+    if len(group.members) == 1:  # of which a set of vectors makes one for each layer
+        return group.members
     found: list[_Member] = []
     halves: dict[object, int] = {}  # half of a band → its place in found
     for one in group.members:

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
@@ -262,6 +264,20 @@ def test_streams_are_read_to_their_end() -> None:
     times = served(lambda _: OK + stream_of(3), lambda port: streams.drive(port, requests[1:], 2))
     assert len(times.first) == 4 and times.edited == 4
     assert all(0 < first <= whole for first, whole in zip(times.first, times.whole, strict=True))
+
+
+def test_a_client_does_not_keep_in_step_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PAUSE", 0.2)
+    requests, came = [streams.prepared([2, 3], 3, None)] * 6, []
+
+    def answer(_: int) -> bytes:
+        came.append(time.monotonic())
+        return OK + stream_of(3)
+
+    times = served(answer, lambda port: streams.drive(port, requests, 1))
+    apart = [later - one for one, later in pairwise(came)]
+    assert max(apart) - min(apart) > 0.05, "the pauses differ"
+    assert max(times.whole) < 0.1, "and belong to no request"
 
 
 @pytest.mark.parametrize("wrong", [OK + stream_of(2), b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}", b""])
