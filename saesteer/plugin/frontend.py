@@ -175,7 +175,9 @@ def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
                     await asyncio.to_thread(_resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
             except SpecError as error:
                 raise SpecRefused(error) from None
-        return await original(self, request_id, prompt, params, *args, **kwargs)
+        queue = await original(self, request_id, prompt, params, *args, **kwargs)
+        streams.admitted()
+        return queue
 
     return add_request
 

@@ -1,6 +1,7 @@
 """The same over HTTP: a real `saesteer serve demo`, a real socket, the OpenAI client and httpx."""
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -89,6 +90,16 @@ def test_a_stream_begins_as_ever(server: httpx.Client, model: str) -> None:
                 assert response.status_code == 200
                 told.append(_story(events_of(response)))
         assert told[0] == told[1]
+
+
+def test_a_steered_stream_begins_before_its_first_token(server: httpx.Client, model: str) -> None:
+    body = {"model": model, "prompt": "The bridge. " * 220, "max_tokens": 2, "stream": True, "saesteer": STEERED}
+    begin = time.monotonic()
+    with server.stream("POST", "/v1/completions", json=body) as response:
+        begun = time.monotonic()
+        assert response.status_code == 200
+        next(response.iter_lines())
+    assert time.monotonic() - begun > begun - begin, "the prompt takes longer than its admission"
 
 
 def _story(events: list[Any]) -> tuple[list[Any], str]:

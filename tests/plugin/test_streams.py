@@ -1,0 +1,137 @@
+"""When a stream to a steered request begins, with vLLM's serving class and engine made up: neither is asked for tokens."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from saesteer.plugin import streams
+
+STEERED = {"model_extra": {"saesteer": {"edits": []}}, "vllm_xargs": None}
+WRONG = 'data: {"error":{"message":"no","type":"Bad","code":400,"param":"saesteer"}}\n\n'
+
+
+class Serving:
+    """As vLLM's classes: `create` returns a stream that admits its prompts when somebody looks at it."""
+
+    def __init__(self, action: str = "clamp") -> None:
+        config = SimpleNamespace(max_dose_action=action)
+        self.engine_client = SimpleNamespace(input_processor=SimpleNamespace(saesteer_config=config))
+        self.token = asyncio.Event()  # the first one is there
+        self.admit = asyncio.Event()
+        self.admit.set()
+        self.wrong = False
+        self.freed = False
+
+    def create_error_response(self, **told: Any) -> dict[str, Any]:
+        return told
+
+    async def create(self, request: Any) -> AsyncGenerator[Any, None]:
+        return self.stream(request)
+
+    async def stream(self, request: Any) -> AsyncGenerator[Any, None]:
+        try:
+            async with asyncio.TaskGroup() as prompts:  # vLLM looks at several prompts in tasks of their own
+                for number in range(len(request.prompt) if isinstance(request.prompt[0], list) else 1):
+                    prompts.create_task(self.add(number))
+            if self.wrong:
+                yield WRONG
+                return
+            await self.token.wait()
+            for number in range(3):
+                yield f"data: {number}\n\n"
+        finally:
+            self.freed = True
+
+    async def add(self, number: int) -> None:
+        if number:
+            await self.admit.wait()
+        if not self.wrong:
+            streams.admitted()
+
+
+create: Callable[..., Coroutine[Any, Any, Any]] = streams._looking(Serving.create)
+
+
+def asked(prompt: Any = (1, 2), **fields: Any) -> Any:
+    return SimpleNamespace(**(STEERED | {"prompt": list(prompt)} | fields))
+
+
+def test_it_begins_once_the_engine_has_taken_it_and_loses_nothing() -> None:
+    async def run() -> None:
+        serving = Serving()
+        stream = await asyncio.wait_for(create(serving, asked()), 5)
+        assert not serving.token.is_set(), "no token was waited for"
+        asyncio.get_running_loop().call_later(0.01, serving.token.set)
+        assert [one async for one in stream] == ["data: 0\n\n", "data: 1\n\n", "data: 2\n\n"]
+        assert serving.freed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("action", ["clamp", "refuse"])
+def test_what_is_wrong_is_told_in_the_place_of_the_stream(action: str) -> None:
+    async def run() -> None:
+        serving = Serving(action)
+        serving.wrong = True
+        told = await asyncio.wait_for(create(serving, asked()), 5)
+        assert (told["message"], told["status_code"], told["param"]) == ("no", 400, "saesteer") and serving.freed
+
+    asyncio.run(run())
+
+
+def test_all_prompts_are_waited_for() -> None:
+    async def run() -> None:
+        serving = Serving()
+        serving.admit.clear()
+        made = asyncio.create_task(create(serving, asked([[1, 2], [3]])))
+        await asyncio.sleep(0.02)
+        assert not made.done()
+        serving.admit.set()
+        serving.token.set()
+        assert len([one async for one in await asyncio.wait_for(made, 5)]) == 3
+
+    asyncio.run(run())
+
+
+def test_where_doses_are_refused_the_first_token_is_waited_for() -> None:
+    async def run() -> None:
+        serving = Serving("refuse")
+        made = asyncio.create_task(create(serving, asked()))
+        await asyncio.sleep(0.02)
+        assert not made.done()
+        serving.token.set()
+        assert len([one async for one in await asyncio.wait_for(made, 5)]) == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before it begins", "before its first token"])
+def test_a_client_that_goes_away_frees_its_request(begun: bool) -> None:
+    async def run() -> None:
+        serving = Serving("clamp" if begun else "refuse")
+
+        async def read() -> None:
+            async for _ in await create(serving, asked()):
+                pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        assert not serving.freed
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert reading.cancelled() and serving.freed
+
+    asyncio.run(run())
+
+
+def test_a_plain_stream_is_left_alone() -> None:
+    async def run() -> None:
+        serving = Serving()
+        serving.wrong = True
+        stream = await create(serving, asked(model_extra=None))
+        assert [one async for one in stream] == [WRONG]
+
+    asyncio.run(run())
