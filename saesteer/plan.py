@@ -25,7 +25,7 @@ from saesteer.planned import (
     Whole,
     Window,
 )
-from saesteer.scopes import windows
+from saesteer.scopes import is_relative, windows
 from saesteer.spec import Spec
 from saesteer.uses import Step, steps
 
@@ -76,6 +76,7 @@ class _Planner:
         self.conditions = Conditions(catalog)
         self.groups: list[_Growing] = []
         self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
+        self.relative = False
 
     def clamp(self, step: Step) -> None:
         edit, at = step.edit, step.at
@@ -170,7 +171,7 @@ class _Planner:
             Group(group.site, tuple(_gated(member, bits) for member in found))
             for group, found in zip(self.groups, members, strict=True)
         )
-        found = Plan(groups, conditions)
+        found = Plan(groups, conditions, self.relative)
         _refuse_dense(found, self.catalog)
         _count(found, self.catalog)
         return found
@@ -181,6 +182,7 @@ class _Planner:
             if ".module." in at:
                 message = "names chat messages, which this version does not serve in modules"
             fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
+        self.relative = self.relative or is_relative(scope)
         found = windows(scope, self.prompt_len, skip_first)
         if not found:
             left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""

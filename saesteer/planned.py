@@ -156,6 +156,7 @@ class Plan:
 
     groups: tuple[Group, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    relative: bool = option(default=False, compare=False)  # it may be another for a prompt of another length
 
     def __bool__(self) -> bool:
         return bool(self.groups)

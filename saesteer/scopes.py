@@ -50,6 +50,12 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
     return tuple(merged)
 
 
+def is_relative(scope: Scope) -> bool:
+    """Whether its windows are others for a prompt of another length."""
+    flags = scope.prompt is not None or scope.generated is not None
+    return flags or any(start < 0 or (end is not None and end < 0) for start, end in scope.positions or ())
+
+
 def _resolve(start: int, end: int | None, prompt_len: int) -> Window:
     """Absolute positions; below 0 where they count from before the prompt, which is cut off with the flags."""
     if end is None:

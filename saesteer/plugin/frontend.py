@@ -14,27 +14,20 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import Any
-from uuid import uuid4
 
 from saesteer import __version__
 from saesteer import spec as language
-from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
-from saesteer.dose import sites_of
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
-from saesteer.identity import content_of, digest
-from saesteer.messages import named, resolve
-from saesteer.plan import Catalog, plan
+from saesteer.messages import named
 from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, streams
 from saesteer.plugin import conversation as conversations
-from saesteer.plugin.conversation import Conversation, conversation_of
+from saesteer.plugin.admission import Known, admit, resolved
+from saesteer.plugin.conversation import conversation_of
 from saesteer.plugin.failures import SpecRefused
-
-# Beside the spec in extra_args, for the worker: where it is equal, table rows are, with the same version of the names.
-SAME = f"{KEY}_same"
 
 
 def install() -> None:
@@ -95,6 +88,7 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
             _refuse_admin_of_many(vllm_config.parallel_config)
         self.saesteer_config = config
         self.saesteer_names = None if config is None else _names(config, vllm_config.model_config)
+        self.saesteer_known = Known()
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
 
@@ -150,7 +144,13 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 held = None if self.saesteer_names is None else self.saesteer_names.hold()
                 catalog = None if held is None else held.catalog
                 found = admit(
-                    spec, catalog, self.saesteer_fingerprint, request, conversation, config=self.saesteer_config
+                    spec,
+                    catalog,
+                    self.saesteer_fingerprint,
+                    request,
+                    conversation,
+                    config=self.saesteer_config,
+                    known=self.saesteer_known,
                 )
                 if held is not None:
                     self.saesteer_names.bind(held, found, request)
@@ -172,7 +172,7 @@ def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 spec = spec_of(params)
                 if spec is not None and named(spec):
-                    await asyncio.to_thread(_resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
+                    await asyncio.to_thread(resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
             except SpecError as error:
                 raise SpecRefused(error) from None
         queue = await original(self, request_id, prompt, params, *args, **kwargs)
@@ -190,78 +190,6 @@ def _mentions_messages(params: Any) -> bool:
     return any(isinstance(one, Mapping) and "messages" in one for one in scopes) or (
         isinstance(wire, str) and '"messages"' in wire
     )
-
-
-def _resolved(spec: language.Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> language.Spec:
-    return resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
-
-
-def admit(
-    spec: language.Spec,
-    catalog: Catalog | None,
-    server: str,
-    request: Any,
-    conversation: Conversation | None = None,
-    config: SaesteerConfig | None = None,
-) -> language.Spec:
-    """Check a spec against the server and its request, and keep the request's KV cache apart.
-
-    Returns:
-        What the engine gets: the spec with positions in the place of the chat messages that it names.
-
-    Raises:
-        SpecError: the spec asks for what this server does not have.
-    """
-    if catalog is None:
-        message = (
-            "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
-        )
-        raise SpecError(message, field="saesteer", code="not_served")
-    ids = request.prompt_token_ids
-    if ids is None or getattr(request, "resumable", False):
-        message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
-        raise SpecError(message, field="saesteer", code="not_served")
-    params = request.sampling_params
-    if conversation is not None and named(spec):
-        spec = _resolved(spec, catalog, ids, conversation)
-        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
-    elif not _travels(params.extra_args[KEY]):
-        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
-    found = plan(spec, catalog, len(ids))
-    limit = None if config is None else config.max_dose
-    measured = spec.returns.dose or limit is not None
-    counts.expect(params, applied(found, catalog), sites_of(found) if measured else None, limit)
-    content = content_of(spec.edits, catalog)
-    if found:
-        request.cache_salt = cache_salt(request.cache_salt, server, content)
-        if config is not None and config.max_dose_action == "refuse":
-            # A cached token is not measured again, and who computed it may be refused for it a moment later.
-            request.cache_salt = digest([request.cache_salt, uuid4().hex])
-    windows = {(change.field, change.windows) for group in found.groups for change in group.changes}
-    same = digest([content, sorted(windows), spec.returns.to_json()])
-    params.extra_args = {**params.extra_args, SAME: same}  # always, as the request may have brought one of its own
-    return spec
-
-
-def _travels(wire: Any) -> bool:
-    """Whether the engine's messages take a right spec as it was written: 2**64 is a number, msgpack's integers end."""
-    if isinstance(wire, int):
-        return -(2**63) <= wire < 2**64
-    parts = wire.values() if isinstance(wire, Mapping) else wire if isinstance(wire, list | tuple) else ()
-    return all(map(_travels, parts))
-
-
-def cache_salt(tenant: str | None, server: str, content: Sequence[Any]) -> str:
-    """Hex salt of the prefix cache for requests with these edits: what is not steered alike shares no KV block.
-
-    It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
-
-    Args:
-        tenant: the request's own salt.
-        server: fingerprint of the dictionaries, since a KV store may outlive a server.
-        content: of the request's edits, as identity.content_of has it.
-    """
-    return digest([tenant, server, content])
 
 
 def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:

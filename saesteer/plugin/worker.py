@@ -24,7 +24,7 @@ from saesteer.config import KEY, SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
-from saesteer.plugin import counts, failures, frontend, hooks, layers, names
+from saesteer.plugin import admission, counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
@@ -165,7 +165,7 @@ class Steering:
             logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
             self.failed[request.req_id] = failures.GONE
             return None
-        key = version, extra.get(frontend.SAME)
+        key = version, extra.get(admission.SAME)
         row = self._recent.pop(key, None)
         if row is None:
             spec = frontend.spec_of(params)

@@ -11,7 +11,7 @@ from tests.plugin import conftest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin import frontend, hooks  # needs vLLM
+from saesteer.plugin import admission, frontend, hooks  # needs vLLM
 
 
 @pytest.mark.parametrize("place", ["", "worker", "server", "offline"])
@@ -71,17 +71,17 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
     from saesteer.spec import from_json
 
     with pytest.raises(SpecError, match="started without"):
-        frontend.admit(from_json({"edits": []}), None, "", object())
+        admission.admit(from_json({"edits": []}), None, "", object())
 
 
 def test_salts_differ_by_tenant_server_and_edits() -> None:
     from saesteer.config import SaesteerConfig
-    from saesteer.identity import content_of
+    from saesteer.identity import content_of, digest
     from saesteer.spec import from_json
 
     specs = [from_json({"edits": [conftest.BRIDGE]}), from_json({"edits": [conftest.OCEAN]})]
-    contents = [content_of(spec.edits, SaesteerConfig().catalog({})) for spec in specs]
-    salts = [frontend.cache_salt(t, s, one) for t in (None, "a", "b") for s in ("x", "y") for one in contents]
+    contents = [digest(content_of(spec.edits, SaesteerConfig().catalog({}))) for spec in specs]
+    salts = [admission.cache_salt(t, s, one) for t in (None, "a", "b") for s in ("x", "y") for one in contents]
     assert len(set(salts)) == 12
     assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts)
 

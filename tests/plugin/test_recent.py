@@ -1,5 +1,6 @@
-"""Rows that a worker remembers: who is told to be steered alike is, and nobody borrows another's row."""
+"""What front end and worker remember of specs: who is told to be steered alike is, and nobody borrows from another."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.config import KEY
 from saesteer.engine import Engine
 from saesteer.errors import SpecError
-from saesteer.plugin import frontend, worker  # needs vLLM
+from saesteer.identity import module_digests
+from saesteer.plugin import admission, worker  # needs vLLM
 from saesteer.spec import from_json
 from tests.test_formulas import TOKENS, WIDTH, edits, make_engine
 
@@ -28,13 +30,46 @@ def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
     """A request as the worker gets it, through the front end."""
     params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[])
     request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
-    frontend.admit(from_json(spec), engine.catalog, "server", request)
+    admission.admit(from_json(spec), engine.catalog, "server", request)
     return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)
 
 
 def words(engine: Engine, request: Any) -> list[Any]:
     row = engine.make_row(from_json(request.sampling_params.extra_args[KEY]), len(request.prompt_token_ids))
     return [] if row is None else [*row.words.tolist(), *(one.content for one in row.inline)]
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(edits(), min_size=1, max_size=3), st.lists(st.integers(2, TOKENS), min_size=2))
+def test_a_known_spec_means_what_it_would_mean_anew(engine: Engine, found: list[Any], lengths: list[int]) -> None:
+    known, spec = admission.Known(), from_json({"edits": found})
+    for prompt_len in [*lengths, *lengths]:
+        try:
+            anew = admission.Known().meaning(spec, engine.catalog, prompt_len)
+        except SpecError:
+            with pytest.raises(SpecError):
+                known.meaning(spec, engine.catalog, prompt_len)
+            continue
+        assert known.meaning(spec, engine.catalog, prompt_len) == anew
+
+
+def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) -> None:
+    known, spec = admission.Known(), from_json({"edits": [{"op": "use", "module": "m"}]})
+    catalogs = [replace(engine.catalog, modules={"m": from_json({"edits": [{**ADD, "scale": n}]})}) for n in (1, 2)]
+    catalogs = [replace(one, digests=module_digests(one)) for one in catalogs]
+    contents = [known.meaning(spec, catalogs[n % 2], 9).content for n in range(4)]
+    assert contents[0] == contents[2] != contents[1] == contents[3]
+
+
+def test_few_specs_are_known(engine: Engine) -> None:
+    known = admission.Known()
+    specs = [from_json({"edits": [{**ADD, "scale": 1 + n}]}) for n in range(500)]
+    meanings = [known.meaning(spec, engine.catalog, 9) for spec in specs]
+    assert known.meaning(specs[-1], engine.catalog, 3) is meanings[-1], "no scope counts from the prompt"
+    assert known.meaning(specs[0], engine.catalog, 9) is not meanings[0]
+    assert len(known._kept[1]) == admission._KNOWN
 
 
 @settings(
@@ -56,12 +91,12 @@ def test_equal_words_from_the_front_end_mean_equal_rows(
             except SpecError:
                 assume(False)
             row = words(engine, request)
-            assert rows.setdefault(request.sampling_params.extra_args[frontend.SAME], row) == row
+            assert rows.setdefault(request.sampling_params.extra_args[admission.SAME], row) == row
 
 
 def test_a_prompt_of_another_length_shares_a_row_unless_its_windows_differ(engine: Engine) -> None:
     def same(edit: Any, prompt_len: int, **more: Any) -> str:
-        told: str = admitted(engine, {"edits": [edit], **more}, prompt_len).sampling_params.extra_args[frontend.SAME]
+        told: str = admitted(engine, {"edits": [edit], **more}, prompt_len).sampling_params.extra_args[admission.SAME]
         return told
 
     assert same(ADD, 4) == same(ADD, 9)
@@ -89,7 +124,7 @@ def test_nobody_borrows_a_row(engine: Engine) -> None:
     steering = worker.Steering(engine)
     request = admitted(engine, {"edits": [ADD]}, 4)
     assert steering.add(request) is not None
-    word = {frontend.SAME: request.sampling_params.extra_args[frontend.SAME]}
+    word = {admission.SAME: request.sampling_params.extra_args[admission.SAME]}
     plain = SimpleNamespace(
         req_id="p",
         prompt_token_ids=[1],

@@ -1,4 +1,4 @@
-"""When a stream to a steered request begins, with vLLM's serving class and engine made up: neither is asked for tokens."""
+"""When a stream to a steered request begins, with vLLM's serving class made up; no engine is asked for tokens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -9,7 +9,7 @@ import pytest
 
 from saesteer.plugin import streams
 
-STEERED = {"model_extra": {"saesteer": {"edits": []}}, "vllm_xargs": None}
+STEERED: dict[str, Any] = {"model_extra": {"saesteer": {"edits": []}}, "vllm_xargs": None}
 WRONG = 'data: {"error":{"message":"no","type":"Bad","code":400,"param":"saesteer"}}\n\n'
 
 

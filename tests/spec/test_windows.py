@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from saesteer.edits import Scope
 from saesteer.plan import END, windows
+from saesteer.scopes import is_relative
 from tests.spec.strategies import scopes
 
 N = 60  # positions that are looked at; every bound below is smaller
@@ -60,6 +61,16 @@ def holds(scope: Scope, p: int, prompt_len: int, format_skips: int) -> bool:
         if named:
             return True
     return False
+
+
+@settings(max_examples=500, deadline=None)
+@given(near_scopes | scopes, st.integers(1, 40), st.integers(1, 40))
+def test_a_scope_that_does_not_count_from_the_prompt_holds_the_same_in_any(scope: Scope, one: int, other: int) -> None:
+    assert is_relative(scope) or windows(scope, one) == windows(scope, other)
+
+
+def test_most_scopes_do_not_count_from_the_prompt() -> None:
+    assert not is_relative(Scope()) and not is_relative(Scope(positions=((3, 9),), skip_first=4))
 
 
 @settings(max_examples=1500, deadline=None)
