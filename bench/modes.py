@@ -13,10 +13,10 @@ begins when it is handed over, its bytes made before. Results are written after 
 one in time.
 
 Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4 a run, 3 engines of 15 GiB, their start
-120; 27B: 25 a run, 2 of 62 GiB, 80). The steps of a server may be a fifth longer, on the 4B.
+120; 27B: 20 a run, 2 of 62 GiB, 165). The steps of a server may be a fifth longer, on the 4B.
 
     --model gemma-3-4b                                              5 rounds of 14 runs    430, http 510
-    --model gemma-3-27b --modes disabled                            5 rounds of 2          355
+    --model gemma-3-27b --modes disabled                            5 rounds of 2          380
     --model gemma-3-27b --modes idle named --share 2                5 rounds of 3          480
     --model gemma-3-27b --modes shared clamp --share 2                                     480
     --model gemma-3-27b --modes inline-4 inline-16 --share 2                               480

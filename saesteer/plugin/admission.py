@@ -6,6 +6,7 @@ Knows plans and fingerprints, and of vLLM the fields of a request. Who calls it 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 from uuid import uuid4
 
@@ -43,7 +44,9 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Catalog | None, dict[Any, Meaning]] = (None, {})
+        self._catalog: Catalog | None = None
+        self._kept: dict[Any, Meaning] = {}
+        self._lock = Lock()
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
         """That of a spec.
@@ -51,22 +54,22 @@ class Known:
         Raises:
             SpecError: it asks for what this server does not have.
         """
-        of, kept = self._kept
-        if of is not catalog:
-            kept = {}
-            self._kept = catalog, kept
-        for key in (spec, (spec, prompt_len)):
-            found = kept.pop(key, None)
-            if found is not None:
-                break
-        else:
-            planned = plan(spec, catalog, prompt_len)
-            found = _meaning(spec, catalog, planned)
-            key = (spec, prompt_len) if planned.relative else spec
-        kept[key] = found  # the last used stands last
-        if len(kept) > _KNOWN:
-            kept.pop(next(iter(kept)), None)
-        return found
+        with self._lock:
+            if self._catalog is not catalog:
+                self._catalog = catalog
+                self._kept.clear()
+            for key in (spec, (spec, prompt_len)):
+                found = self._kept.pop(key, None)
+                if found is not None:
+                    break
+            else:
+                planned = plan(spec, catalog, prompt_len)
+                found = _meaning(spec, catalog, planned)
+                key = (spec, prompt_len) if planned.relative else spec
+            self._kept[key] = found  # the last used stands last
+            if len(self._kept) > _KNOWN:
+                del self._kept[next(iter(self._kept))]
+            return found
 
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:

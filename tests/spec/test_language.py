@@ -5,7 +5,7 @@ import pickle
 import re
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from saesteer.checks import CODES, FLOAT32_MAX
@@ -130,6 +130,7 @@ def test_an_unknown_field_is_refused_wherever_it_stands(spec: Spec, data: st.Dat
         st.none() | st.booleans() | st.floats() | st.text(), lambda one: st.lists(one) | st.dictionaries(st.text(), one)
     )
 )
+@example({"0" * 129: 1})
 def test_any_json_at_all_is_accepted_or_refused(document: Any) -> None:
     refused(document)
     refused(json.dumps(document))
