@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from saesteer.kernels import layout
 from saesteer.kernels.configs import MAP_BLOCK
+from saesteer.kernels.entries import BEGIN, END, HEAD_WORDS, SITE_STRIDE, SPAN
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_BEGIN = tl.constexpr(layout.BEGIN)
-_END = tl.constexpr(layout.END)
-_HEAD = tl.constexpr(layout.HEAD)
-_SITE_STRIDE = tl.constexpr(layout.SITE_STRIDE)
-_SPAN = tl.constexpr(layout.SPAN)
 
 
 @triton.jit(
@@ -51,7 +45,7 @@ def _map_kernel(
     stride_counts,
     stride_counters,
     counters,
-    sites,  # [n_sites, _SITE_STRIDE] int32
+    sites,  # [n_sites, SITE_STRIDE] int32
     n_sites,
     num_reqs,
     MOST: tl.constexpr,  # tokens of an item
@@ -65,11 +59,11 @@ def _map_kernel(
             real = start + lanes < num_reqs
             rows = tl.load(slots + start + lanes, mask=real, other=0).to(tl.int64) + row_offset
             real = real & (tl.load(table + rows * stride_table, mask=real, other=0) > 0)
-            here = table + rows * stride_table + _HEAD + _SPAN * request
-            begins = tl.load(here + _BEGIN, mask=real, other=0)
-            ends = tl.load(here + _END, mask=real, other=0)
+            here = table + rows * stride_table + HEAD_WORDS + SPAN * request
+            begins = tl.load(here + BEGIN, mask=real, other=0)
+            ends = tl.load(here + END, mask=real, other=0)
             edited = tl.maximum(edited, tl.max((begins < ends).to(tl.int32), axis=0))
-        tl.store(sites + request * _SITE_STRIDE, tl.where(edited > 0, request, ~request))
+        tl.store(sites + request * SITE_STRIDE, tl.where(edited > 0, request, ~request))
     # Items of the requests before this one, and its own: each program finds its place by itself.
     place = 0
     parts = 1
