@@ -80,6 +80,8 @@ def closest(name: str, known: Iterable[str]) -> str:
 def step(at: str, key: object) -> str:
     """The path of a field below ``at``; a key that is no plain word is quoted and cut short."""
     plain = isinstance(key, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", key, re.ASCII)
+    if isinstance(key, str) and len(key) > MAX_NAME:
+        key = f"{key[:40]}..."
     return f"{at}.{key}" if plain else f"{at}[{show(key)}]"
 
 
