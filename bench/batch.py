@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bench.cases import ACTIVE, CAP, FEATURES, PASSES, THRESHOLD, TOP_K, Case
 from bench.timing import DEVICE, DTYPE, Ceilings
-from saesteer.kernels import layout, ops  # noqa: F401  (registers them)
+from saesteer.kernels import layout, ops
 from saesteer.kernels.configs import TILED_ABOVE
+from saesteer.kernels.news import News
 from saesteer.testing import Entry, make_table, make_work
 
 FORMS = {"bare": layout.BARE, "normed": layout.NORMED}
@@ -102,7 +103,7 @@ class Batches:
             tables[:, rows[:, None], words] = slots.view(many, len(steered), case.edits)
         tables = tables.to(self.device)
         map_arguments = self.map_arguments(case, tables[0])
-        torch.ops.saesteer.map_(*map_arguments)
+        ops.map_(*map_arguments)
         return Batch(
             tables=tables.unbind(),
             kinds=torch.tensor([kinds], dtype=torch.int32),
@@ -121,7 +122,8 @@ class Batches:
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
         sites = torch.zeros(1, layout.SITE_STRIDE, dtype=torch.int32, device=self.device)
         rows = table, self._counts(case), sites
-        return (work, slots, 1, starts.to(self.device), *rows, case.requests, case.tokens, span)
+        news = News(torch.zeros(1, dtype=torch.int32, device=self.device), torch.bfloat16)
+        return (work, slots, 1, starts.to(self.device), *rows, news, case.requests, case.tokens, span)
 
     def _counts(self, case: Case) -> Tensor:
         return torch.zeros(_COUNTERS, case.requests + 1, dtype=torch.int32, device=self.device).t()

@@ -31,6 +31,7 @@ from bench.batch import FORMS, Batches, floor
 from bench.cases import CASES, CURVE_FORM, CURVES, WIDTHS, Case
 from bench.gate import Gate
 from bench.timing import Ceilings, Launch, Timing, capture, ceilings, in_graph, machine
+from saesteer.kernels import ops
 from saesteer.kernels.configs import TILED_ABOVE
 
 Row = dict[str, Any]
@@ -131,7 +132,7 @@ def measure(widths: Sequence[int], ceiling: Ceilings, cases: Sequence[Case]) -> 
                     yield row("edit", case, width, form, cache, timing, least, **more)
         for case in (case for case in cases if not number and case.name in _MAPPED and case.curve is None):
             arguments = batches.map_arguments(case, batches.batch(case, 1, 1.0).tables[0])
-            launch = partial(torch.ops.saesteer.map_, *arguments)
+            launch = partial(ops.map_, *arguments)
             yield row("map", case, 0, "-", "warm", in_graph([launch] * 64), ceiling.launch_us)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from saesteer.kernels import layout
 from saesteer.kernels.configs import MAX_WIDTH
+from saesteer.kernels.news import News
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTS = (torch.int32, torch.int64)
@@ -115,6 +116,7 @@ def check_map(
     table: Tensor,
     counts: Tensor,
     sites: Tensor,
+    news: News,
     num_reqs: int,
     num_tokens: int,
     span: int,
@@ -146,6 +148,13 @@ def check_map(
         sites,
         "sites",
         f"contiguous int32 [sites, {layout.SITE_STRIDE}], no more sites than `table` has",
+    )
+    words, least = news.words, layout.news_words((len(table), table.shape[1]), len(news.values), news.lines, news.width)
+    _need(
+        words.dim() == 1 and words.dtype == torch.int32 and words.is_contiguous() and words.shape[0] >= least,
+        words,
+        "news",
+        f"contiguous int32 [{least} or more]",
     )
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")

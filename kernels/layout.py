@@ -5,7 +5,7 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
     word 0                number of entries of the row; 0 = not steered
     word 1                the most parts of its sites (PARTS below)
     word 2                1 where some site needs a whole dictionary encoded
-    word 3                1 in a row that is new; the map empties its counts and writes 0
+    word 3                0
     word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0 = any
     word 5                columns of counts that the row uses
     words 6 and 7         0
@@ -14,6 +14,12 @@ table [rows, width] int32, one row for each running request; row 0 belongs to no
 
 A group is a run of entries that all read the same x. Gates, if there are any, are the first group of their site.
 Words MUL to GAIN of an entry are float32 bit patterns.
+
+news [words] int32: what comes to the device with a changed batch, put where it belongs by whatever writes the list:
+
+    VECTOR + width words  for each vector, made even: two addresses of 64 bits, then its values, float32
+    rows of the table     for each of them the number of its line below or -1, made even; none if there are no lines
+    lines                 of a row each, as long as a row of the table; counts of these rows are emptied
 
 work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, whether one of them needs a
 whole dictionary encoded), then the items (first token, row, tokens, 0): at most ``span`` neighbouring
@@ -36,7 +42,6 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-NEW = 3  # word 3 of a row
 LIMIT = 4  # word 4 of a row
 COUNTERS = 5  # word 5 of a row
 HEAD = 8  # words in front of the sites' spans
@@ -101,6 +106,8 @@ BARE = 0  # there is none
 NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
+VECTOR = 4  # words of news in front of a vector's values
+
 SITE_STRIDE = 4  # words: each site's own lie as compilers expect a tensor to lie
 PART = 4  # entries of a part, while there are parts enough
 MOST_MANY = 256
@@ -129,6 +136,28 @@ def width(sites: int, max_entries: int) -> int:
 def counters(sites: int, max_entries: int) -> int:
     """Columns of counts: at most one for each entry, and the doses of each site that can have one."""
     return max_entries + DOSE_WORDS * min(sites, max_entries)
+
+
+def even(words: int) -> int:
+    """So many words, or one more: what lies behind them is where addresses may be read."""
+    return words + words % 2
+
+
+def vector_words(width: int) -> int:
+    """Words of a vector in the news."""
+    return even(VECTOR + width)
+
+
+def news_words(table: tuple[int, int], vectors: int, lines: int, width: int) -> int:
+    """Words of the news.
+
+    Args:
+        table: rows of it, and words of each.
+        vectors: that come, of this width.
+        lines: rows that come.
+        width: of a vector.
+    """
+    return vectors * vector_words(width) + (even(table[0]) + lines * table[1] if lines else 0)
 
 
 def span_words(

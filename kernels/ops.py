@@ -1,20 +1,18 @@
-"""The only door to the kernels: saesteer.edit_, map_, publish_. Chooses Triton or the reference; the meaning is there.
+"""The only door to the kernels: edit_ and publish_, which are ops, and map_, which no graph holds and so is none.
 
-Each op mutates tensors that its caller owns and returns nothing, so it needs no allocation, its fake does nothing, and
-it can stand in a compiled model and in a CUDA graph. CUDA tensors go to Triton, CPU tensors to the reference.
+Chooses Triton or the reference; the meaning is there. Each op mutates tensors that its caller owns and returns nothing,
+so it needs no allocation, its fake does nothing, and it can stand in a compiled model and in a CUDA graph. CUDA tensors
+go to Triton, CPU tensors to the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels.checks import check_edit, check_map, check_publish
-from saesteer.kernels.reference import edit_ref_, map_ref_, place_ref, publish_ref_
+from saesteer.kernels.news import News
+from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
 
 # Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
 # leaves it out.
@@ -149,11 +147,13 @@ def map_(
     table: Tensor,
     counts: Tensor,
     sites: Tensor,
+    news: News,
     num_reqs: int,
     num_tokens: int,
     span: int,
 ) -> None:
-    """work <- items (token, row, tokens, 0) of the batch's steered requests, in batch order.
+    """Put `news` where they belong, and then work <- items (token, row, tokens, 0) of the batch's steered requests, in
+    batch order.
 
     Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1]; it is steered
     where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
@@ -163,23 +163,25 @@ def map_(
         slots: [>= num_reqs] int32 or int64.
         row_offset: row of slot 0.
         query_start_loc: [>= num_reqs + 1] int32 or int64.
-        table: [rows, words] int32, see layout.py; rows of the batch are new no longer.
-        counts: [rows, counters] int32; zeros then in rows that were new.
+        table: [rows, words] int32, see layout.py; changed in place.
+        counts: [rows, counters] int32; zeros then in rows that came.
         sites: [sites, SITE_STRIDE] int32, see layout.py; says then where rows of the batch have entries.
-        num_reqs: requests of the batch, known on the host; 0 empties the list.
+        news: as news.pack makes them, on the device of the table.
+        num_reqs: requests of the batch, known on the host; 0 empties the list, and below 0 it stays as it is.
         num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
         span: tokens of an item at most, 1 or layout.TILE.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    check_map(work, slots, query_start_loc, table, counts, sites, num_reqs, num_tokens, span)
+    check_map(work, slots, query_start_loc, table, counts, sites, news, num_reqs, num_tokens, span)
+    batch = work, slots, row_offset, query_start_loc, table, counts, sites, news, num_reqs, span
     if work.is_cuda:
         from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
 
-        map_triton(work, slots, row_offset, query_start_loc, table, counts, sites, num_reqs, span)
+        map_triton(*batch)
     else:
-        map_ref_(work, slots, row_offset, query_start_loc, table, counts, sites, num_reqs, span)
+        map_ref_(*batch)
 
 
 def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
@@ -209,36 +211,6 @@ def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, publish
         publish_ref_(table, work, counts, steps, published)
 
 
-def place(slots: Sequence[tuple[Tensor, Tensor, int]], rows: Sequence[NDArray[np.float32]]) -> None:
-    """A row <- its values, rounded, in both tensors that a slot names: whatever their number, one copy and one kernel.
-
-    No part of a model, so no op. What the device does before it is not touched, and what it does behind it sees it.
-
-    Args:
-        slots: two contiguous tensors [slots, width] and the number of their row, for each row; all of them alike.
-        rows: [width] each.
-
-    Raises:
-        ValueError: tensors that are not alike, or a slot that they do not have.
-    """
-    if not slots:
-        return
-    like = slots[0][0]
-    for first, second, slot in slots:
-        for one in (first, second):
-            if one.dtype != like.dtype or one.device != like.device or not one.is_contiguous() or one.dim() != 2:
-                message = f"{one.dtype} {tuple(one.shape)} on {one.device}: expected contiguous {like.dtype}"
-                raise ValueError(f"weights are {message} [slots, width] on {like.device}")
-            if not 0 <= slot < one.shape[0] or one.shape[1] != len(rows[0]):
-                raise ValueError(f"slot {slot} of weights {tuple(one.shape)}: expected one of {len(rows[0])} elements")
-    if like.is_cuda:
-        from saesteer.kernels.place import place_triton  # Triton need not be there on a CPU
-
-        place_triton(slots, rows)
-    else:
-        place_ref(slots, rows)
-
-
 def _hit(tensor: Tensor) -> None:
     address = tensor.data_ptr()
     hits[address] = hits.get(address, 0) + 1
@@ -259,12 +231,6 @@ def _register() -> torch.library.Library:
             "Tensor positions, Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, "
             "Tensor(c!) cells, Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, "
             "int dense_size, bool has_norms) -> ()",
-        ),
-        (
-            "map_",
-            map_,
-            "(Tensor(a!) work, Tensor slots, int row_offset, Tensor query_start_loc, Tensor(b!) table, "
-            "Tensor(c!) counts, Tensor(d!) sites, SymInt num_reqs, SymInt num_tokens, int span) -> ()",
         ),
         (
             "publish_",

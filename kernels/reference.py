@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels import layout
+from saesteer.kernels.news import News
 
 _PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is encoded
 
@@ -227,16 +225,25 @@ def map_ref_(
     table: Tensor,
     counts: Tensor,
     sites: Tensor,
+    news: News,
     num_reqs: int,
     span: int,
 ) -> None:
     """work <- the tokens of every steered request, in batch order, in items of at most `span`. See ops.map_."""
+    for (first, second, slot), values in zip(news.slots, news.values, strict=True):
+        first[slot] = second[slot] = torch.from_numpy(values)
+    if news.lines:
+        at = layout.vector_words(news.width) * len(news.values)
+        numbers = news.words[at : at + len(table)].long()
+        come = numbers >= 0
+        lines = news.words[at + layout.even(len(table)) :][: news.lines * table.shape[1]].view(news.lines, -1)
+        table[come] = lines[numbers[come]]
+        counts[come] = 0
+    if num_reqs < 0:
+        return
     rows = slots[:num_reqs].long() + row_offset
     steered = table[rows, 0] > 0
     work[0] = torch.tensor([0, 1, span, 0])
-    new = rows[steered & (table[rows, 3] != 0)]
-    counts[new] = 0
-    table[new, 3] = 0
     for number in range(len(sites)):
         spans = table[rows[steered], layout.HEAD + layout.SPAN * number :]
         edited = (spans[:, layout.BEGIN] < spans[:, layout.END]).any()
@@ -266,9 +273,3 @@ def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, pub
     counters = int(table[table[:, 0] > 0, layout.COUNTERS].amax())
     words = torch.cat([steps, counts.t()[:counters].flatten()])
     published[int(steps[0]) % layout.PUBLISHED, : len(words)] = words
-
-
-def place_ref(slots: Sequence[tuple[Tensor, Tensor, int]], rows: Sequence[NDArray[np.float32]]) -> None:
-    """Both rows of each slot <- its values. See ops.place."""
-    for (first, second, slot), row in zip(slots, rows, strict=True):
-        first[slot] = second[slot] = torch.from_numpy(row)

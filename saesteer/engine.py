@@ -14,6 +14,7 @@ from saesteer.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
 from saesteer.kernels.configs import TILED_ABOVE, launch_sizes
+from saesteer.kernels.news import News, pack
 from saesteer.plan import plan
 from saesteer.pool import Pool
 from saesteer.registry import Registry, changed, rooms
@@ -22,8 +23,6 @@ from saesteer.spec import Spec
 from saesteer.tables import Placement, Places, Row, make_row
 from saesteer.vectors import VectorSet, check_vectors
 from saesteer.weights import Site, load_site, scratch_for
-
-_LONGEST_COPY = 1 << 20  # words: longer ones hold up the step, so the rows between are left out
 
 __all__ = ["Engine", "Row", "Site", "check_fit"]
 
@@ -114,7 +113,6 @@ class Engine:
         self.registry = Registry(catalog, named)
         self.catalog = self.registry.versions[0].catalog
         self._stage(self.registry.written)
-        self._write_vectors()
         numbers = {name: number for number, name in enumerate(names)}
         self.places = Places(numbers, placements, self.registry.versions[0].arrows, config.max_edits)
 
@@ -134,12 +132,16 @@ class Engine:
         )
         self.scratch = scratch_for(list(self.sites.values()), width, device)
         self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
-        self._rows = np.zeros(self.table.shape, dtype=np.int32)  # as the device will have them
-        self._staged: set[int] = set()  # rows that it does not have yet
+        self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
+        self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
+        self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._has_work = False
         self._step = 0  # of the last list, as the device numbers it
         self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
+        self._nothing = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
+        self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
+        self.flush()
 
     def make_row(self, spec: Spec, prompt_len: int, version: int = 0) -> Row | None:
         """What a request's row will hold; None when the spec edits nothing.
@@ -173,7 +175,7 @@ class Engine:
         """
         catalog = changed(self.registry.versions[base].catalog, vectors, modules)
         self._stage(self.registry.add(number, catalog))
-        self._write_vectors()
+        self.flush()
 
     def _stage(self, written: Sequence[tuple[str, int, NDArray[np.float32]]]) -> None:
         self._written |= {(site, slot): unit for site, slot, unit in written}
@@ -193,12 +195,9 @@ class Engine:
                 content.words[one.word] = slot
                 if fresh:
                     self._written[one.site, slot] = one.unit
-        words = self._rows[row]
-        words[: layout.HEAD] = 0
+        words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
         if content is not None:
             words[: len(content.words)] = content.words
-            words[layout.NEW] = 1
-        self._staged.add(row)
 
     def counted(self, row: int, counters: int) -> Tensor:
         """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""
@@ -206,37 +205,32 @@ class Engine:
         return torch.zeros_like(counts) if row in self._staged else counts.clone()
 
     def flush(self) -> None:
-        """Bring what is staged to the device, ordered with its work: one copy, from the first row to the last."""
-        if not self._staged:
-            return
-        self._write_vectors()
-        first, last = min(self._staged), max(self._staged)
-        if (last + 1 - first) * self._rows.shape[1] <= _LONGEST_COPY:
-            self._copy(slice(first, last + 1))
-        else:
-            for row in self._staged:
-                self._copy(slice(row, row + 1))
-        self._rows[sorted(self._staged), layout.NEW] = 0
-        self._staged.clear()
+        """Bring what is staged to the device, ordered with its work; the list of work is left as it is."""
+        if self._staged or self._written:
+            self._map(self._nobody, 0, self._nobody, -1, 0, 1)
 
-    def _copy(self, rows: slice) -> None:
-        # A fresh pinned buffer each time, whose memory torch uses again once the copy is done.
-        here = torch.empty(self.table[rows].shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        here.numpy()[:] = self._rows[rows]
-        self.table[rows].copy_(here, non_blocking=True)
-
-    def _write_vectors(self) -> None:
-        """Bring staged vectors to their slots. What a step in flight reads is not touched, as this comes behind it in
-        the device's order."""
-        if not self._written:
-            return
-        slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
-        ops.place(slots, list(self._written.values()))
-        self._written.clear()
+    def _map(
+        self, rows: Tensor | list[int], row_offset: int, starts: Tensor, requests: int, tokens: int, span: int
+    ) -> None:
+        """One copy, if there is anything new, and one kernel. What a step in flight reads is not touched, as this comes
+        behind it in the device's order."""
+        news, listed = self._nothing, rows if isinstance(rows, list) else self._listed
+        numbers = [] if listed == self._listed else listed
+        there = self._numbers if isinstance(rows, list) else rows
+        if self._staged or self._written or numbers:
+            slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
+            values = list(self._written.values())
+            news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
+            self._staged, self._written = {}, {}
+            if numbers:
+                there = self._numbers = beside
+                self._listed = numbers
+        batch = there, row_offset, starts, self.table, self.counts, self.site_numbers, news
+        ops.map_(self.work, *batch, requests, tokens, span)
 
     def schedule(
         self,
-        rows: Tensor,
+        rows: Tensor | list[int],
         row_offset: int,
         query_start_loc: Tensor,
         num_requests: int,
@@ -248,7 +242,7 @@ class Engine:
         """Write the work list of a step in which somebody is steered; positions are read where the runner keeps them.
 
         Args:
-            rows: int32 or int64 [>= num_requests], less ``row_offset``.
+            rows: [>= num_requests], less ``row_offset``; int32 or int64 on the device, or a list that it may not have.
             row_offset: added to every element of ``rows``.
             query_start_loc: int32 [>= num_requests + 1], first token of every request, then their number.
             num_requests: of this batch.
@@ -259,10 +253,8 @@ class Engine:
         self._step = (self._step + 1) % layout.STEPS
         if not changed and self._has_work and not self._staged:
             return
-        self.flush()
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
-        batch = rows, row_offset, query_start_loc
-        ops.map_(self.work, *batch, self.table, self.counts, self.site_numbers, num_requests, num_tokens, span)
+        self._map(rows, row_offset, query_start_loc, num_requests, num_tokens, span)
         self._kinds[:] = kinds
         self._has_work = True
 
@@ -273,15 +265,14 @@ class Engine:
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
         """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
         for span in (1, layout.TILE):
-            ops.map_(self.work, rows, 0, query_start_loc, self.table, self.counts, self.site_numbers, 0, 0, span)
+            self._map(rows, 0, query_start_loc, 0, 0, span)
+        self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, in types of its own
 
     @contextmanager
     def warming(self) -> Iterator[list[int]]:
         """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
         self.work[0].zero_()
         self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
-        spare = torch.zeros(1, self.width, dtype=self.dtype, device=self.device)
-        ops.place([(spare, spare, 0)], [np.zeros(self.width, dtype=np.float32)])
         try:
             yield launch_sizes(self.width, len(self.cells))
         finally:

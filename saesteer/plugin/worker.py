@@ -289,10 +289,10 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
 
 
 def _wrap_v1(runner: Any, steering: Steering) -> None:
-    """The V1 runner: batch slots move, so rows are our own, and other steered requests need a copy of row numbers."""
+    """The V1 runner: batch slots move, so rows are our own, and their numbers come with what is new."""
     engine = steering.engine
     rows = Rows(engine.table.shape[0] - 1)
-    numbers = torch.zeros(engine.table.shape[0], dtype=torch.int32, device=engine.device)
+    numbers: list[int] = []  # of the last batch
     update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
     warm: list[bool] = []
 
@@ -312,21 +312,19 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
                     steering.restart(request, computed)
         return update(scheduler_output)
 
-    def number(batch: list[str]) -> None:
-        """Give rows to the steered requests of a batch, and tell the device which."""
+    def number(batch: list[str]) -> list[int]:
+        """Give rows to the steered requests of a batch."""
         steered = [request for request in batch if request in steering.rows]
         taken, fresh = rows.take(steered)
         by_id = dict(zip(steered, taken, strict=True))
         for request in fresh:
             steering.place(request, by_id[request])
             engine.fill(by_id[request], steering.rows[request])
-        staged = torch.tensor([by_id.get(request, 0) for request in batch], dtype=torch.int32)
-        if engine.device.type == "cuda":
-            staged = staged.pin_memory()
-        numbers[: len(batch)].copy_(staged, non_blocking=True)
+        return [by_id.get(request, 0) for request in batch]
 
     @wraps(prepare)
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal numbers
         prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -335,7 +333,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
             engine.rest()
             return prepared
         if changed:
-            number(batch)
+            numbers = number(batch)
         starts: Tensor = runner.query_start_loc.gpu
         engine.schedule(numbers, 0, starts, len(batch), tokens, steering.kinds, changed=changed)
         return prepared
@@ -343,7 +341,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     @wraps(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
         if not warm:
-            engine.warm_map(numbers, runner.query_start_loc.gpu)
+            engine.warm_map(torch.zeros(1, dtype=torch.int32, device=engine.device), runner.query_start_loc.gpu)
             warm.append(True)
         engine.rest()
         return dummy(*args, **kwargs)

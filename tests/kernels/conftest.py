@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
     import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch, and it asks again)
 
     import saesteer.kernels.launch
-    import saesteer.kernels.place
     import saesteer.kernels.publish
     import saesteer.kernels.work  # noqa: F401
 

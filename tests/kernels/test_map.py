@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import BEGIN, END, HEAD, MOST_PARTS, NEW, SITE_STRIDE, SPAN, TILE
+from saesteer.kernels.layout import BEGIN, END, HEAD, MOST_PARTS, SITE_STRIDE, SPAN, TILE
+from saesteer.kernels.news import News, pack
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.work import map_triton
 
+GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 GARBAGE = -77
 SPANS = [1, TILE]
 SITES = 4
@@ -25,6 +30,11 @@ def check(
     span: int,
     padding: int = 0,
     slot_dtype: torch.dtype = torch.int32,
+    come: float = 0.0,  # of the rows so many are news, and not in the table yet
+    packed: bool = False,  # the slots come with them
+    vectors: int = 0,
+    width: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     n = len(requests)
     slots = torch.randperm(n + 3, generator=torch.Generator().manual_seed(n))[:n].tolist()
@@ -36,7 +46,7 @@ def check(
         for site in range(SITES):  # as an earlier request left them, too
             table[slot + 1, HEAD + SPAN * site + END] = MOST_PARTS + (first >> site & 1)
         if parts:
-            table[slot + 1, :4] = torch.tensor([3, parts, 0, parts % 2])
+            table[slot + 1, :3] = torch.tensor([3, parts, 0])
     assert table.shape[1] >= SPAN * SITES + HEAD and (table[:, HEAD + BEGIN] == MOST_PARTS).all()
     edited = [any(parts and first >> site & 1 for _, parts, first in requests) for site in range(SITES)]
     want = [
@@ -47,26 +57,33 @@ def check(
     ]
     # Padding as in a captured batch: slots and starts behind the requests are not to be read.
     work = torch.full((starts[-1] + padding + 2, 4), GARBAGE, dtype=torch.int32, device=device)
-    there, counts = table.to(device), torch.full((n + 4, 3), GARBAGE, dtype=torch.int32, device=device)
+    draw = np.random.default_rng(n)
+    new = [row for row in range(n + 4) if draw.random() < come]
+    stale = table.clone()
+    stale[new] = GARBAGE  # what an earlier request left, with entries or without
+    stale[new, 0] = int(draw.integers(0, 3))
+    there, counts = stale.to(device), torch.full((n + 4, 3), GARBAGE, dtype=torch.int32, device=device)
     sites = torch.full((SITES, SITE_STRIDE), GARBAGE, dtype=torch.int32, device=device)
-    run(
-        work,
-        torch.tensor([*slots, *[10**6] * padding], dtype=slot_dtype, device=device),
-        1,
-        torch.tensor([*starts, *[-(10**6)] * padding], dtype=torch.int32, device=device),
-        there,
-        counts,
-        sites,
-        n,
-        span,
-    )
+    weights = torch.full((2, vectors + 2, width), 7.0, dtype=dtype, device=device)
+    places = [(weights[0], weights[1], int(slot)) for slot in draw.permutation(vectors + 2)[:vectors]]
+    values = [draw.standard_normal(width).astype(np.float32) for _ in places]
+    slots_there = torch.tensor([*slots, *[10**6] * padding], dtype=slot_dtype, device=device)
+    news = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
+    if new or vectors or packed:
+        rows = {row: table[row].numpy() for row in new}
+        news, numbers = pack(there, dtype, rows, places, values, slots if packed else ())
+        slots_there = numbers if packed else slots_there
+    starts_there = torch.tensor([*starts, *[-(10**6)] * padding], dtype=torch.int32, device=device)
+    run(work, slots_there, 1, starts_there, there, counts, sites, news, n, span)
+    want_weights = torch.full((vectors + 2, width), 7.0, dtype=dtype)
+    for (_, _, slot), one in zip(places, values, strict=True):
+        want_weights[slot] = torch.from_numpy(one).to(dtype)
+    assert all(torch.equal(one.cpu(), want_weights) for one in weights)
     assert sites[:, 0].tolist() == [site if edited[site] else ~site for site in range(SITES)]
     assert (sites[:, 1:] == GARBAGE).all()
-    # Rows that were new count from 0 now; the table is otherwise as it was.
-    new = [slot + 1 for slot, (_, parts, _) in zip(slots, requests, strict=True) if parts % 2]
-    assert (counts == GARBAGE).all(1).logical_not().nonzero().flatten().tolist() == sorted(new)
+    # Rows that came count from 0 now; the table is otherwise as it was.
+    assert (counts == GARBAGE).all(1).logical_not().nonzero().flatten().tolist() == new
     assert not counts[new].any()
-    table[new, NEW] = 0
     assert torch.equal(there.cpu(), table)
     assert work[1 : 1 + len(want)].tolist() == want
     assert (work[1 + len(want) :] == GARBAGE).all()
@@ -91,19 +108,44 @@ LENGTHS = st.integers(0, 5) | st.just(1) | st.sampled_from([TILE - 1, TILE, TILE
 REQUESTS = st.lists(st.tuples(LENGTHS, st.just(0) | st.integers(1, MOST_PARTS), st.integers(0, 2**20)), max_size=20)
 
 
-@settings(max_examples=200 if torch.cuda.is_available() else 40, deadline=None, derandomize=True, database=None)
-@given(requests=REQUESTS, span=st.sampled_from(SPANS), padding=st.integers(0, 3), wide=st.booleans())
-def test_any_batch(requests: list[tuple[int, int, int]], span: int, padding: int, wide: bool) -> None:
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+@settings(max_examples=300 if GPU else 80, deadline=None, derandomize=True, database=None)
+@given(
+    requests=REQUESTS,
+    span=st.sampled_from(SPANS),
+    padding=st.integers(0, 3),
+    wide=st.booleans(),
+    come=st.sampled_from([0.0, 0.3, 1.0]),
+    packed=st.booleans(),
+    vectors=st.integers(0, 4),
+    width=st.sampled_from([1, 2, 3, 17, 64, 1023, 1024, 1025, 2304]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_batch(requests: list[tuple[int, int, int]], span: int, padding: int, wide: bool, **news: Any) -> None:
+    device = torch.device("cuda") if GPU else torch.device("cpu")
     dtypes = [torch.int32, torch.int64]
     for function, place in ((map_ref_, torch.device("cpu")), (map_triton, device)):
-        check(function, place, requests, span, padding, dtypes[wide])
+        check(function, place, requests, span, padding, dtypes[wide], **news)
 
 
 @pytest.mark.parametrize("span", SPANS)
 def test_an_empty_batch(run: Callable[..., None], where: torch.device, span: int) -> None:
     check(run, where, [], span)
     check(run, where, [], span, padding=2)
+
+
+def test_without_a_batch_the_list_stays(run: Callable[..., None], where: torch.device) -> None:
+    work, sites = (torch.full((size, 4), GARBAGE, dtype=torch.int32, device=where) for size in (3, SITES))
+    table, counts = (
+        torch.zeros(2, 48, dtype=torch.int32, device=where),
+        torch.ones(2, 3, dtype=torch.int32, device=where),
+    )
+    weights, nobody = torch.zeros(1, 5, device=where), torch.zeros(2, dtype=torch.int32, device=where)
+    row, vector = np.arange(48, dtype=np.int32), np.arange(5, dtype=np.float32)
+    news, _ = pack(table, torch.float32, {1: row}, [(weights, weights, 0)], [vector])
+    run(work, nobody, 0, nobody, table, counts, sites, news, -1, 1)
+    assert (work == GARBAGE).all() and (sites == GARBAGE).all()
+    assert table.tolist() == [[0] * 48, row.tolist()] and counts.tolist() == [[1] * 3, [0] * 3]
+    assert weights.tolist() == [vector.tolist()]
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -116,7 +158,7 @@ def test_a_long_prefill_between_decodes(run: Callable[..., None], where: torch.d
     check(run, where, [(1, 1, 50), (3000, 16, 2048), (1, 0, 7), (1, 2, 8)], span)
 
 
-@pytest.mark.parametrize("span", SPANS if torch.cuda.is_available() else [TILE])
-@pytest.mark.parametrize("n", [1023, 1024, 1025, 2049] if torch.cuda.is_available() else [1025])
+@pytest.mark.parametrize("span", SPANS if GPU else [TILE])
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 2049] if GPU else [1025])
 def test_many_requests(run: Callable[..., None], where: torch.device, n: int, span: int) -> None:
     check(run, where, [(1, (b % 3 != 1) * (1 + b // 200), b) for b in range(n)], span)

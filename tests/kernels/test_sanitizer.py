@@ -18,7 +18,6 @@ FILES = {
     "test_dose.py": "dose",
     "test_publish.py": "rows",
     "test_map.py": "batch",
-    "test_place.py": "rows",
 }
 
 

@@ -1,0 +1,85 @@
+"""What a changed batch brings to the device, packed into one buffer that one copy takes there. Knows no sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.kernels import layout
+
+Slot = tuple[Tensor, Tensor, int]  # two contiguous tensors [slots, width], and the row of both
+
+
+class News(NamedTuple):
+    """The buffer, and what it says of vectors, for ops.map_."""
+
+    words: Tensor  # int32, see layout.py
+    dtype: torch.dtype  # of the weights that vectors are written to
+    slots: Sequence[Slot] = ()  # where each vector belongs
+    values: Sequence[NDArray[np.float32]] = ()  # of each
+    lines: int = 0
+
+    @property
+    def width(self) -> int:
+        """Of a vector."""
+        return len(self.values[0]) if self.values else 0
+
+
+def pack(
+    table: Tensor,
+    dtype: torch.dtype,
+    rows: Mapping[int, NDArray[np.int32]],
+    slots: Sequence[Slot] = (),
+    values: Sequence[NDArray[np.float32]] = (),
+    numbers: Sequence[int] = (),
+) -> tuple[News, Tensor]:
+    """One copy to where the table is, in the order of the device's work; the host does not wait.
+
+    Args:
+        table: that the rows belong to.
+        dtype: of the weights, whether vectors come or not: another one is another kernel.
+        rows: new words of its rows, by number.
+        slots: where each vector belongs.
+        values: [width] of each, all alike.
+        numbers: that the device should have beside it.
+
+    Returns:
+        The news, and the numbers on the device, int32.
+
+    Raises:
+        ValueError: weights that are not alike, or a slot that they do not have.
+    """
+    for first, second, slot in slots:
+        for one in (first, second):
+            if one.dtype != dtype or one.device != table.device or not one.is_contiguous() or one.dim() != 2:
+                message = f"{one.dtype} {tuple(one.shape)} on {one.device}: expected contiguous {dtype}"
+                raise ValueError(f"weights are {message} [slots, width] on {table.device}")
+            if not 0 <= slot < one.shape[0] or one.shape[1] != len(values[0]):
+                message = f"slot {slot} of weights {tuple(one.shape)}"
+                raise ValueError(f"{message}: expected one of {len(values[0])} elements")
+    cuda, width = table.is_cuda, len(values[0]) if values else 0
+    at = layout.news_words((len(table), table.shape[1]), len(values), len(rows), width)
+    # A fresh pinned buffer each time, whose memory torch uses again once the copy is done.
+    here = torch.empty(max(at + len(numbers), 1), dtype=torch.int32, pin_memory=cuda)
+    words = here.numpy()
+    if values:
+        vectors = words[: len(values) * layout.vector_words(width)].reshape(len(values), -1)
+        size = width * dtype.itemsize
+        addresses = [(first.data_ptr() + slot * size, second.data_ptr() + slot * size) for first, second, slot in slots]
+        vectors.view(np.int64)[:, :2] = addresses
+        np.stack(values, out=vectors[:, layout.VECTOR : layout.VECTOR + width].view(np.float32))
+    if rows:
+        begin = len(values) * layout.vector_words(width)
+        lines = words[begin : begin + len(table)]
+        lines[:] = -1
+        lines[list(rows)] = np.arange(len(rows))
+        begin += layout.even(len(table))
+        np.stack(list(rows.values()), out=words[begin:at].reshape(len(rows), -1))
+    words[at : at + len(numbers)] = numbers
+    there = here.to(table.device, non_blocking=True)
+    return News(there, dtype, slots, values, len(rows)), there[at : at + len(numbers)]

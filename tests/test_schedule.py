@@ -1,0 +1,94 @@
+"""What a step brings to the device: rows, vectors and row numbers come once, and the list is the step's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from saesteer.config import SaesteerConfig
+from saesteer.engine import Engine
+from saesteer.kernels import ops
+from saesteer.spec import from_json
+
+WIDTH, SITE = 6, "resid_post.1"
+
+
+@pytest.fixture
+def engine() -> Engine:
+    config = SaesteerConfig(sites=(SITE,), inline_rows=2)
+    return Engine(
+        config, width=WIDTH, layers=2, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_tokens=64
+    )
+
+
+def admit(engine: Engine, row: int, vector: list[float] | None) -> None:
+    spec = {"edits": [{"op": "add", "site": SITE, "vector": vector}]}
+    engine.fill(row, None if vector is None else engine.make_row(from_json(spec), 4))
+
+
+def schedule(engine: Engine, rows: list[int] | torch.Tensor, lengths: list[int], *, changed: bool = True) -> list[int]:
+    """The row of each token that the list has."""
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    engine.schedule(rows, 0, starts, len(lengths), sum(lengths), np.ones(1, dtype=np.int32), changed=changed)
+    return [row for _, row, tokens, _ in engine.work[1 : 1 + int(engine.work[0, 0])].tolist() for _ in range(tokens)]
+
+
+def test_row_numbers_may_come_with_the_batch(engine: Engine) -> None:
+    admit(engine, 3, [1.0] * WIDTH)
+    assert schedule(engine, [0, 3], [2, 1]) == [3]
+    assert schedule(engine, [0, 3], [1, 2]) == [3, 3], "the same rows, and other tokens"
+    admit(engine, 1, [2.0] * WIDTH)
+    assert schedule(engine, [3, 1, 0], [1, 1, 1]) == [3, 1]
+    engine.flush()
+    assert schedule(engine, [1, 3], [2, 1]) == [1, 1, 3], "nothing has come but the order"
+    assert schedule(engine, torch.tensor([3, 1]), [2, 1]) == [3, 3, 1]
+    assert schedule(engine, [1, 3], [2, 1]) == [1, 1, 3]
+
+
+def test_what_has_come_is_not_sent_again(engine: Engine) -> None:
+    site = engine.sites[SITE]
+    first, second = np.eye(2, WIDTH).tolist()
+    admit(engine, 1, first)
+    schedule(engine, [1], [1])
+    slot = int(site.w_dec[:, 0].argmax())
+    assert site.w_dec[slot].tolist() == site.w_enc[slot].tolist() == first
+    for weights in (site.w_enc, site.w_dec):
+        weights[slot] = 77.0
+    engine.table[1, 15] = 77  # a word that nobody reads here
+    admit(engine, 2, second)
+    schedule(engine, [2, 1], [1, 1])
+    engine.flush()
+    assert (site.w_enc[slot] == 77).all() and (site.w_dec[slot] == 77).all() and engine.table[1, 15] == 77
+    assert second in site.w_dec.tolist() and engine.table[2, 0] == 1
+
+
+def test_vectors_that_come_while_serving_leave_the_list(engine: Engine) -> None:
+    admit(engine, 2, [1.0] * WIDTH)
+    assert schedule(engine, [2], [3]) == [2, 2, 2]
+    admit(engine, 4, [2.0] * WIDTH)
+    engine.flush()
+    assert engine.table[4, 0] == 1
+    assert schedule(engine, [2], [3], changed=False) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_no_list_is_written_with_types_that_were_not_warmed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    made: set[Any] = set()
+
+    def map_(_: Any, rows: torch.Tensor, __: int, starts: torch.Tensor, *rest: Any) -> None:
+        made.add((rows.dtype, starts.dtype, rest[-1]))  # what Triton makes a kernel for, beside what is always alike
+
+    monkeypatch.setattr(ops, "map_", map_)
+    rows = torch.tensor([1], dtype=dtype)
+    engine.warm_map(rows, torch.zeros(2, dtype=torch.int32))
+    warm, made = made, set()
+    admit(engine, 1, [1.0] * WIDTH)
+    engine.flush()
+    schedule(engine, rows, [1])
+    assert made
+    assert made <= warm
