@@ -90,6 +90,9 @@ class Row:
         return self.edits + layout.DOSE_WORDS * self.doses
 
 
+_Brought = Mapping[int | None, tuple[NDArray[np.float32], float, bytes]]  # by layer, see below
+
+
 def unit_of(vectors: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
     """Vectors [..., d] at unit length, float32, and the lengths [...] that they had.
 
@@ -101,7 +104,7 @@ def unit_of(vectors: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[
 
 
 @lru_cache(32)
-def _brought(vector: tuple[float, ...] | InlineVector) -> Mapping[int | None, tuple[NDArray[np.float32], float, bytes]]:
+def _brought(vector: tuple[float, ...] | InlineVector) -> _Brought:
     """What a request brings: by layer the unit direction, its length and a digest of the direction.
 
     The last ones are remembered, since clients send one set of directions with request after request.
@@ -137,6 +140,8 @@ class _Writer:
         self.words = np.zeros(layout.width(len(places.sites), places.max_entries), dtype=np.int32)
         self.floats = self.words.view(np.float32)
         self.inline: list[Inline] = []
+        # By id, since vectors that are equal but not the same are compared byte by byte, for each site again.
+        self.brought: dict[int, _Brought] = {}
 
     def row(self) -> Row:
         begin, most, whole, doses = self.at, 1, False, 0
@@ -276,7 +281,9 @@ class _Writer:
             words[layout.SLOT] = arrow.slot
             return arrow
         assert not isinstance(target.vector, str), "the plan refuses names that nobody knows"
-        unit, length, content = _brought(target.vector)[target.layer]
+        brought = self.brought.get(id(target.vector)) or _brought(target.vector)
+        self.brought[id(target.vector)] = brought
+        unit, length, content = brought[target.layer]
         at = self.at - layout.ENTRY + layout.SLOT
         self.inline.append(Inline(at, site, content, unit))
         return Arrow(-1, length)

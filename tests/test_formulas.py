@@ -1,5 +1,6 @@
 """Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
 
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from saesteer.errors import SpecError
 from saesteer.kernels import layout
 from saesteer.loaders import own
 from saesteer.plan import plan
+from saesteer.sites import parse
 from saesteer.spec import from_json
+from saesteer.tables import _brought
 from tests.formulas import Dict, Token, World, flat
 from tests.kernels.doses import judge_doses
 from tests.kernels.truth import dosed
@@ -333,6 +336,19 @@ def test_rows_that_bring_vectors_share_slots_and_give_them_back(engine: Engine) 
     for n in range(50):  # more than there are slots
         vector = np.eye(WIDTH)[n % WIDTH] + n
         check(engine, {"edits": [{"op": "add", "vector": vector.tolist(), "site": "resid_mid.1"}]}, 4)
+
+
+def test_a_set_of_vectors_is_looked_up_once_for_all_sites(engine: Engine) -> None:
+    layers = [parse(site)[1] for site in SITES if site.startswith("resid_post")]
+    rows = np.random.default_rng(0).standard_normal((len(layers), WIDTH)).astype("<f4")
+    wire = {"dtype": "float32", "shape": list(rows.shape), "layers": layers, "data": b64encode(rows.tobytes()).decode()}
+    spec = {"edits": [{"op": "add", "vector": wire, "site": "resid_post"}]}
+    for misses in (1, 0):  # the second time as an object that is only equal, which is compared byte by byte
+        before = _brought.cache_info()
+        row = engine.make_row(from_json(spec), 4)
+        after = _brought.cache_info()
+        assert row is not None and len(row.inline) == len(layers) > 1
+        assert (after.misses - before.misses, after.hits - before.hits) == (misses, 1 - misses)
 
 
 def test_a_site_that_nobody_edits_asks_for_no_kernel(engine: Engine) -> None:
