@@ -19,9 +19,10 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from saesteer.plugin import frontend, hooks, logs, worker
+    from saesteer.plugin import board, frontend, hooks, logs, worker
 
     hooks.check_contract(worker=False)
+    board.announce()
     logs.install()
     frontend.install()
     if os.environ.get("SAESTEER_DISABLE") == "1":

@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException
 from saesteer.config import KEY
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.planned import Catalog
-from saesteer.plugin.names import Given, Names
+from saesteer.plugin.changes import Given
+from saesteer.plugin.names import Names
 from saesteer.spec import MAX_CHARACTERS, from_json
 
 ENV = "SAESTEER_ADMIN_KEY"
@@ -322,8 +323,8 @@ async def list_vectors(request: Request) -> Any:
     """Shapes, layers, version hashes and use counts, and how full the pool is."""
     names = _admin(request).names
     used, size = max(names.usage().values(), default=(0, 0))
-    catalog = names.catalog
-    vectors = [_vector_entry(catalog, name, names.uses("vector", name)) for name in catalog.vectors]
+    catalog, uses = names.catalog, await names.uses()
+    vectors = [_vector_entry(catalog, name, uses["vector", name]) for name in catalog.vectors]
     return {"vectors": vectors, "pool_rows": size, "pool_rows_in_use": used}
 
 
@@ -349,8 +350,8 @@ async def delete_vector(request: Request, name: str) -> Any:
 async def list_modules(request: Request) -> Any:
     """Version hashes and use counts."""
     names = _admin(request).names
-    catalog = names.catalog
-    return {"modules": [_module_entry(catalog, name, names.uses("module", name)) for name in catalog.modules]}
+    catalog, uses = names.catalog, await names.uses()
+    return {"modules": [_module_entry(catalog, name, uses["module", name]) for name in catalog.modules]}
 
 
 @router.post(

@@ -26,6 +26,7 @@ from saesteer.messages import named
 from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, streams
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.admission import Known, admit, resolved
+from saesteer.plugin.board import Board
 from saesteer.plugin.conversation import conversation_of
 from saesteer.plugin.failures import SpecRefused
 
@@ -85,9 +86,8 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
         config = config_of(vllm_config)
         if config is not None:
             refuse_unservable(vllm_config)
-            _refuse_admin_of_many(vllm_config.parallel_config)
         self.saesteer_config = config
-        self.saesteer_names = None if config is None else _names(config, vllm_config.model_config)
+        self.saesteer_names = None if config is None else _names(config, vllm_config)
         self.saesteer_known = Known()
         self.saesteer_fingerprint = "" if config is None else fingerprint(config)
         original(self, vllm_config, *args, **kwargs)
@@ -95,11 +95,12 @@ def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _names(config: SaesteerConfig, model: Any) -> names.Names:
+def _names(config: SaesteerConfig, vllm_config: Any) -> names.Names:
+    model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers = model.hf_text_config.num_hidden_layers
     config = config.with_depth(layers)
     catalog = config.catalog(config.describe(), width=model.get_hidden_size())
-    return names.Names(catalog, pool_rows=config.pool_rows, layers=layers)
+    return names.Names(catalog, pool_rows=config.pool_rows, layers=layers, board=board)
 
 
 def refuse_unservable(vllm_config: Any) -> None:
@@ -202,14 +203,15 @@ def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_endpoint_plugins
 
 
-def _refuse_admin_of_many(parallel: Any) -> None:
-    """Names live in one process: a second API server would go on with others, and a second engine is not heard."""
+def _board(parallel: Any) -> Board | None:
+    """What several API servers share, where names may change; a second engine would not hear of a change."""
     if not os.environ.get("SAESTEER_ADMIN_KEY"):
-        return
-    servers, engines = getattr(parallel, "_api_process_count", 1), parallel.data_parallel_size
-    if servers > 1 or engines > 1:
-        found = f"--saesteer-admin-key cannot be served with {servers} API servers and {engines} data parallel engines"
-        raise UnsupportedError(f"{found} in this version; expected one of each (--api-server-count 1), or no admin key")
+        return None
+    if parallel.data_parallel_size > 1:
+        found = f"--saesteer-admin-key cannot be served with {parallel.data_parallel_size} data parallel engines"
+        raise UnsupportedError(f"{found} in this version; expected one (--data-parallel-size 1), or no admin key")
+    servers = getattr(parallel, "_api_process_count", 1)
+    return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
 
 
 def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,6 +279,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
             bodies.install()  # whoever asks this awaits answers over HTTP
             streams.install()
             metrics.pools(self.input_processor.saesteer_names.usage())
+            self.input_processor.saesteer_names.begin()
             try:
                 statuses = await self.collective_rpc("saesteer_status")
             except Exception as exc:

@@ -24,7 +24,7 @@ from saesteer.config import KEY, SaesteerConfig
 from saesteer.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
-from saesteer.plugin import admission, counts, failures, frontend, hooks, layers, names
+from saesteer.plugin import admission, changes, counts, failures, frontend, hooks, layers, names
 from saesteer.rows import Rows
 
 logger = logging.getLogger("vllm.saesteer")
@@ -37,7 +37,7 @@ def install() -> None:
 
     hooks.wrap("WorkerWrapperBase.init_device", _attaching)
     WorkerBase.saesteer_status = status
-    WorkerBase.saesteer_names = names.make_version
+    WorkerBase.saesteer_names = changes.make_version
 
 
 def status(self: Any) -> dict[str, str]:

@@ -20,8 +20,14 @@ ENVIRONMENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
 
 
 @contextmanager
-def served(arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
-    """A client of a server that was started with these arguments; what the server says goes to a file."""
+def served(arguments: Sequence[str], log: Path, *, keep: bool = True) -> Iterator[httpx.Client]:
+    """A client of a server that was started with these arguments; what the server says goes to a file.
+
+    Args:
+        arguments: of `saesteer serve`.
+        log: the file.
+        keep: connections; a new one for each request may reach another API server.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -33,7 +39,8 @@ def served(arguments: Sequence[str], log: Path) -> Iterator[httpx.Client]:
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment | ENVIRONMENT
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        limits = httpx.Limits(max_keepalive_connections=None if keep else 0)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits) as client:
             _wait(client, process, log)
             yield client
     finally:

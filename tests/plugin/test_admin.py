@@ -37,12 +37,19 @@ def use(module: str) -> dict[str, Any]:
     return {"op": "use", "module": module}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    log = tmp_path_factory.mktemp("admin") / "log"
+@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder, servers = tmp_path_factory.mktemp("admin"), request.param
     words = ["--sites", "resid_post.7,resid_post.15,resid_post.20", "--pool-rows", "8"]
-    with served(["demo", "--saesteer-admin-key", ADMIN_KEY, *words], log) as client:
-        yield client
+    words += [] if servers == 1 else ["--api-server-count", str(servers)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        arguments = ["demo", "--saesteer-admin-key", ADMIN_KEY, *words]
+        with served(arguments, folder / "log", keep=servers == 1) as client:
+            yield client
+            answered = sorted(path.name for path in folder.glob("saesteer-*/uses-*"))
+    assert answered == ([] if servers == 1 else [f"uses-{rank}" for rank in range(servers)]), "all have taken part"
+    assert not [*folder.glob("saesteer-*")], "nothing is left behind"
 
 
 @pytest.fixture(autouse=True)

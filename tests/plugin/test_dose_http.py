@@ -217,10 +217,9 @@ def test_others_read_on_while_requests_are_refused(server: httpx.Client) -> None
 def test_names_that_are_gone_are_a_400(server: httpx.Client) -> None:
     plain = post(server, "completions", **ROUTES["completions"])["choices"][0]["text"]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    drop = {"method": "saesteer_names", "args": [json.dumps({"drop": [0], "number": 1, "base": 0})]}
-    assert (
-        server.post("/collective_rpc", json=drop, headers=headers).status_code == 200
-    )  # drops, and then finds no base
+    change = {"keep": [], "number": 1, "base": 0}  # drops all, and then finds no base
+    call = {"method": "saesteer_names", "args": [json.dumps(change)]}
+    assert server.post("/collective_rpc", json=call, headers=headers).json() == {"results": ["KeyError: 0"]}
     for path, body in ROUTES.items():
         response = ask(server, path, **body, saesteer={"edits": [BRIDGE]})
         assert response.status_code == 400, response.text

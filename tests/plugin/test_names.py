@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.errors import RegistryError, SpecError, UnsupportedError
+from saesteer.errors import RegistryError, SpecError
 from saesteer.plan import Catalog
-from saesteer.plugin import frontend, names
-from saesteer.plugin.names import Given, Names
+from saesteer.plugin import names
+from saesteer.plugin.board import Board
+from saesteer.plugin.changes import Given
+from saesteer.plugin.names import Names
 from saesteer.spec import from_json
 
 
@@ -37,9 +39,9 @@ class Request:
         self.sampling_params: Any = type("Params", (), {"extra_args": {}})()
 
 
-def start(rows: int = 2) -> Names:
+def start(rows: int = 2, board: Board | None = None) -> Names:
     catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3, inline_rows=1)
-    return Names(catalog, pool_rows=rows, layers=6)
+    return Names(catalog, pool_rows=rows, layers=6, board=board)
 
 
 def put(known: Names, engine: Any, name: str, *numbers: float) -> Any:
@@ -57,14 +59,14 @@ def test_a_request_keeps_its_version_and_tells_the_worker() -> None:
     assert request.sampling_params.extra_args == {names.VERSION: 1}
     assert put(known, engine, "v", 0, 1, 0)[0] is True
     assert held.catalog.vectors["v"] is not known.catalog.vectors["v"]
-    assert known.uses("vector", "v") == 0, "what it stands for now was used by nobody"
+    assert asyncio.run(known.uses())["vector", "v"] == 0, "what it stands for now was used by nobody"
     del held
     with pytest.raises(RegistryError, match="--pool-rows 3"):
         put(known, engine, "v", 0, 0, 1)  # the request has it still
     del request
     gc.collect()
     put(known, engine, "v", 0, 0, 1)
-    assert [told["drop"] for told in engine.told] == [[], [0], [1]], "what nobody holds goes with the next change"
+    assert [told["keep"] for told in engine.told] == [[0], [1], [2]], "what nobody holds goes with the next change"
 
 
 class _Clock:
@@ -130,7 +132,7 @@ def test_a_change_that_fails_on_a_worker_is_no_change() -> None:
     assert known.usage() == {"resid_post.3": (1, 2)}
     engine.answers = ["", ""]
     put(known, engine, "w", 0, 1, 0)
-    assert engine.told[-1]["base"] == 1 and 2 in engine.told[-1]["drop"], "what was made in vain is dropped"
+    assert (engine.told[-1]["base"], engine.told[-1]["keep"]) == (1, [1]), "what was made in vain is dropped"
 
 
 def test_changes_at_once_come_one_after_the_other() -> None:
@@ -166,17 +168,3 @@ def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:
     other = Given.read({"dtype": "float32", "shape": [1, 3], "layers": [4], "data": "AACAPwAAgD8AAIA/"}, None)
     with pytest.raises(RegistryError, match=r"module 'm' uses vector 'v'.*layer 3"):
         asyncio.run(known.put_vector(engine, "v", other))
-
-
-class _Parallel:
-    def __init__(self, servers: int = 1, engines: int = 1) -> None:
-        self._api_process_count, self.data_parallel_size = servers, engines
-
-
-def test_several_servers_are_refused_where_there_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    frontend._refuse_admin_of_many(_Parallel(2, 2))
-    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "key")
-    frontend._refuse_admin_of_many(_Parallel())
-    for parallel in (_Parallel(servers=2), _Parallel(engines=2)):
-        with pytest.raises(UnsupportedError, match="api-server-count"):
-            frontend._refuse_admin_of_many(parallel)
