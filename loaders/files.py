@@ -111,11 +111,15 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Hex sha256 over names, sizes and modification times; the content is not read."""
+    """Hex sha256 over names, sizes and modification times; the content is not read.
+
+    The hub's cache names content by its digest. That stands for the time, so the same download is the same everywhere.
+    """
     digest = hashlib.sha256()
     for file in files:
-        stat = file.stat()
-        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+        stat, content = file.stat(), file.resolve()
+        stamp = content.name if content.parent.name == "blobs" else stat.st_mtime_ns
+        digest.update(f"{file.name}\0{stat.st_size}\0{stamp}\0".encode())
     return digest.hexdigest()
 
 

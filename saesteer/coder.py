@@ -47,7 +47,7 @@ class CoderInfo:
     has_max_act: bool = False
     skip_first: int = 1  # first positions that the format leaves alone
     source: str = ""  # the path or hub id as given
-    fingerprint: str = ""  # hex sha256 over names, sizes and times of the files read
+    fingerprint: str = ""  # of the files read, see loaders.files.fingerprint
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True  # False: decode() lacks features or the output bias, only deltas mean something
     model: str | None = None  # the language model it was trained on, where the files say

@@ -1,6 +1,7 @@
 """Places: paths, names inside a folder, hub ids (with a fake hub), and describe() on files far too large to read."""
 
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -137,6 +138,28 @@ def test_neither_a_path_nor_a_hub_id(place: str, fake_hub: FakeHub) -> None:
     with pytest.raises(LoadError):
         load(place)
     assert not fake_hub.given
+
+
+def test_the_same_download_is_the_same_dictionary(tmp_path: Path) -> None:
+    """Laid out as in the hub's cache, where a name leads to content named by its digest; nodes have their own times."""
+
+    def fingerprint(node: str, digest: str, seconds: int) -> str:
+        blob, snapshot = tmp_path / node / "blobs" / digest, tmp_path / node / "snapshots" / "abc"
+        blob.parent.mkdir(parents=True)
+        writers.gemma_scope(snapshot, writers.raw())
+        (snapshot / "params.npz").rename(blob)
+        os.utime(blob, (seconds, seconds))
+        (snapshot / "params.npz").symlink_to(f"../../blobs/{digest}")
+        return describe(snapshot).fingerprint
+
+    assert fingerprint("one", "1f", 100) == fingerprint("two", "1f", 200) != fingerprint("three", "2f", 100)
+    for node in ("one", "two"):  # as plain files they differ by their times
+        (tmp_path / node / "blobs").rename(tmp_path / node / "files")
+        link = tmp_path / node / "snapshots" / "abc" / "params.npz"
+        link.unlink()
+        link.symlink_to("../../files/1f")
+    first, second = (describe(tmp_path / node / "snapshots" / "abc").fingerprint for node in ("one", "two"))
+    assert first != second
 
 
 def test_a_path_object_is_never_asked_from_the_hub(fake_hub: FakeHub) -> None:
