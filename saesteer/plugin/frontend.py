@@ -28,6 +28,7 @@ from saesteer.plugin import conversation as conversations
 from saesteer.plugin.admission import Known, admit, resolved
 from saesteer.plugin.board import Board
 from saesteer.plugin.conversation import conversation_of
+from saesteer.plugin.engines import ask_workers
 from saesteer.plugin.failures import SpecRefused
 
 
@@ -204,12 +205,12 @@ def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _board(parallel: Any) -> Board | None:
-    """What several API servers share, where names may change; a second engine would not hear of a change."""
+    """What several API servers share, where names may change; those that share no engine would not hear of a change."""
     if not os.environ.get("SAESTEER_ADMIN_KEY"):
         return None
-    if parallel.data_parallel_size > 1:
-        found = f"--saesteer-admin-key cannot be served with {parallel.data_parallel_size} data parallel engines"
-        raise UnsupportedError(f"{found} in this version; expected one (--data-parallel-size 1), or no admin key")
+    if parallel.local_engines_only:
+        found = "--saesteer-admin-key cannot be served with external or hybrid load balancing of data parallel engines"
+        raise UnsupportedError(f"{found}; expected each API server to reach all of them, or no admin key")
     servers = getattr(parallel, "_api_process_count", 1)
     return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
 
@@ -281,7 +282,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
             metrics.pools(self.input_processor.saesteer_names.usage())
             self.input_processor.saesteer_names.begin()
             try:
-                statuses = await self.collective_rpc("saesteer_status")
+                statuses = await ask_workers(self, "saesteer_status")
             except Exception as exc:
                 raise _lost(exc) from exc
             _agree(config, statuses)

@@ -110,7 +110,12 @@ HOOKS: dict[str, Hook] = {
             "finds chat messages",
         ),
         Hook("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks", (), "handshake, serving"),
-        Hook("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", ("method", "timeout", "args"), "handshake"),
+        Hook(
+            "vllm.v1.engine.core_client",
+            "AsyncMPClient._call_utility_async",
+            ("method", "args", "engine"),
+            "asks the workers of all engines",
+        ),
         Hook("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",), "the admin routes"),
         Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
         Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),

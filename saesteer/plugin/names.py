@@ -26,6 +26,7 @@ from saesteer.planned import Catalog
 from saesteer.plugin import hooks, metrics
 from saesteer.plugin.board import Board
 from saesteer.plugin.changes import Given, check_gone, check_put, of, read
+from saesteer.plugin.engines import ask_workers
 from saesteer.pool import Pool
 from saesteer.registry import Registry, Version, changed, rooms
 from saesteer.spec import Spec
@@ -281,7 +282,7 @@ class Names:
             self._idle_since.pop(old, None)
 
     async def _tell(self, engine: Any, made: int, told: str) -> None:
-        answers = await engine.collective_rpc("saesteer_names", args=(told,))
+        answers = await ask_workers(engine, "saesteer_names", told)
         wrong = [answer for answer in answers if answer]
         if wrong:
             raise RuntimeError(f"a worker could not make version {made} of the names: {wrong[0]}")

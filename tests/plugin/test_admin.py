@@ -1,6 +1,7 @@
 """Names while serving, on the real engine over a socket: registered, replaced and deleted while others generate."""
 
 import base64
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
 from tests.plugin.serving import served
@@ -37,18 +39,25 @@ def use(module: str) -> dict[str, Any]:
     return {"op": "use", "module": module}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two"])
+@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two and two engines"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder, servers = tmp_path_factory.mktemp("admin"), request.param
     words = ["--sites", "resid_post.7,resid_post.15,resid_post.20", "--pool-rows", "8"]
-    words += [] if servers == 1 else ["--api-server-count", str(servers)]
+    engines = 1 if torch.cuda.device_count() == 1 else servers
+    if servers > 1:
+        words += ["--api-server-count", str(servers), "--data-parallel-size", str(engines)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
+        if not CUDA:  # two engines would be bound to the same cores
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            patch.setenv("OMP_NUM_THREADS", "1")
         arguments = ["demo", "--saesteer-admin-key", ADMIN_KEY, *words]
         with served(arguments, folder / "log", keep=servers == 1) as client:
             yield client
             answered = sorted(path.name for path in folder.glob("saesteer-*/uses-*"))
+            made = re.findall(r'vllm:generation_tokens_total\{engine="(\d)".*\} (.*)', client.get("/metrics").text)
     assert answered == ([] if servers == 1 else [f"uses-{rank}" for rank in range(servers)]), "all have taken part"
+    assert {engine for engine, tokens in made if float(tokens)} == {str(one) for one in range(engines)}
     assert not [*folder.glob("saesteer-*")], "nothing is left behind"
 
 

@@ -40,8 +40,8 @@ async def servers(folder: Path, count: int = 3, rows: int = 4) -> AsyncIterator[
 class SlowWorkers(Workers):
     """As those of an engine, which hear of a change between two steps."""
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
-        answers = await super().collective_rpc(method, args)
+    async def _call_utility_async(self, *args: Any, **words: Any) -> Any:
+        answers = await super()._call_utility_async(*args, **words)
         await asyncio.sleep(0.01)
         return answers
 
@@ -198,16 +198,16 @@ def test_where_they_meet_comes_from_the_process_that_starts_them(tmp_path: Path)
 class _Parallel:
     _api_process_rank = 0
 
-    def __init__(self, servers: int = 1, engines: int = 1) -> None:
-        self._api_process_count, self.data_parallel_size = servers, engines
+    def __init__(self, servers: int = 1, *, local: bool = False) -> None:
+        self._api_process_count, self.local_engines_only = servers, local
 
 
 def test_what_is_refused_where_there_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert frontend._board(_Parallel(2, 2)) is None
+    assert frontend._board(_Parallel(2, local=True)) is None
     monkeypatch.setenv("SAESTEER_ADMIN_KEY", "key")
     assert frontend._board(_Parallel()) is None
-    with pytest.raises(UnsupportedError, match="data-parallel-size 1"):
-        frontend._board(_Parallel(engines=2))
+    with pytest.raises(UnsupportedError, match="hybrid load balancing"):
+        frontend._board(_Parallel(local=True))
     monkeypatch.setenv(board.ENV, f"{os.getpid()}-word")  # as this process might announce it, not a parent of its own
     with pytest.raises(UnsupportedError, match="api-server-count 1"):
         frontend._board(_Parallel(servers=2))

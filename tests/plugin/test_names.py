@@ -20,16 +20,19 @@ from saesteer.spec import from_json
 
 
 class Workers:
-    """Stands for the engine: keeps what it is told; a worker answers with what went wrong, or nothing."""
+    """Stands for engines: keeps what the first is told; a worker answers with what went wrong, or nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: int = 1) -> None:
         self.told: list[Any] = []
-        self.answers: list[str] = ["", ""]
+        self.answers: list[str] = ["", ""]  # of the last engine
+        self.engine_core = self
+        self.core_engines = list(range(engines))
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
-        assert method == "saesteer_names"
-        self.told.append(json.loads(args[0]))
-        return self.answers
+    async def _call_utility_async(self, call: str, method: str, _: None, args: Any, __: None, *, engine: int) -> Any:
+        assert (call, method) == ("collective_rpc", "saesteer_names")
+        if engine == 0:
+            self.told.append(json.loads(args[0]))
+        return self.answers if engine == self.core_engines[-1] else ["", ""]
 
 
 class Request:
@@ -122,8 +125,9 @@ def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPa
     assert held.catalog.vectors
 
 
-def test_a_change_that_fails_on_a_worker_is_no_change() -> None:
-    known, engine = start(), Workers()
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_change_that_fails_on_a_worker_is_no_change(engines: int) -> None:
+    known, engine = start(), Workers(engines)
     put(known, engine, "v", 1, 0, 0)
     engine.answers = ["", "MemoryError: no"]
     with pytest.raises(RuntimeError, match="no"):

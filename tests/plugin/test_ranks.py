@@ -161,10 +161,11 @@ class Client:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.names = llm.llm_engine.input_processor.saesteer_names
+        self.engine_core = self
+        self.core_engines = [0]
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
-        found: list[str] = self.llm.collective_rpc(method, args=args)
-        return found
+    async def _call_utility_async(self, call: str, *args: Any, engine: int) -> Any:
+        return getattr(self.llm, call)(*args)
 
     def put(self, row: list[float]) -> None:
         """Register or replace v."""

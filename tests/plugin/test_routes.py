@@ -15,6 +15,7 @@ from saesteer.errors import ConfigError
 from saesteer.plan import Catalog
 from saesteer.plugin.admin import EndpointPlugin, admin_key
 from saesteer.plugin.names import Names
+from tests.plugin.test_names import Workers
 
 
 class Engine:
@@ -23,9 +24,7 @@ class Engine:
     def __init__(self) -> None:
         catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3)
         self.input_processor = Namespace(saesteer_names=Names(catalog, pool_rows=2, layers=6))
-
-    async def collective_rpc(self, method: str, args: Any) -> list[str]:
-        return [""]
+        self.engine_core = Workers()
 
 
 def app(api_key: Any = None, additional: Any = None) -> Any:
