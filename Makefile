@@ -28,7 +28,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not network"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not network"
+	$(BIN)/python -m pytest -m "slow and not network" $(if $(UNTIL),--until $(UNTIL))
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not network"
