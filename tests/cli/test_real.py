@@ -50,7 +50,7 @@ def server() -> Iterator[str]:
     process = subprocess.Popen([sys.executable, "-m", "saesteer", "serve", "demo", "--port", str(port)])
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        for _ in range(1200):
             assert process.poll() is None, "the server ended"
             try:
                 urllib.request.urlopen(f"{address}/health", timeout=5).close()
@@ -64,6 +64,7 @@ def server() -> Iterator[str]:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:

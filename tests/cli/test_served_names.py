@@ -1,7 +1,6 @@
 """`saesteer serve` with a settings file: vectors of every kind of file and modules, asked by name over a socket."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -63,7 +62,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         process = subprocess.Popen([sys.executable, "-m", "saesteer", *words], stdout=out, stderr=subprocess.STDOUT)
     client = Client(f"http://127.0.0.1:{port}", timeout=120)
     try:
-        for _ in range(600):
+        for _ in range(1200):
             assert process.poll() is None, log.read_text()[-4000:]
             try:
                 client.models()
@@ -77,7 +76,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
 
 
 def test_one_vector_in_every_kind_of_file_is_one_vector(client: Client) -> None:
