@@ -17,7 +17,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test, and what it would set up, when the time is up; the summary names it."""
     until = item.config.getoption("--until")
     if until is not None and time.time() > until:
-        pytest.skip(f"not reached before {time.strftime('%H:%M', time.localtime(until))}, as --until asks")
+        pytest.skip(
+            f"{item.nodeid} not reached before {time.strftime('%H:%M', time.localtime(until))}, as --until asks"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
