@@ -26,6 +26,7 @@ ALLOWED = (
 COMPANIONS = ("cfg.json", "manifest.json")  # what a single file needs beside it
 SQUARE = "F other than d_in: a square encoder may be transposed unseen"
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's of small files, sha256 of large ones
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
 
@@ -118,7 +119,8 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         stat, content = file.stat(), file.resolve()
-        stamp = content.name if content.parent.name == "blobs" else stat.st_mtime_ns
+        is_blob = content.parent.name == "blobs" and _DIGEST.fullmatch(content.name)
+        stamp = content.name if is_blob else stat.st_mtime_ns
         digest.update(f"{file.name}\0{stat.st_size}\0{stamp}\0".encode())
     return digest.hexdigest()
 

@@ -152,12 +152,14 @@ def test_the_same_download_is_the_same_dictionary(tmp_path: Path) -> None:
         (snapshot / "params.npz").symlink_to(f"../../blobs/{digest}")
         return describe(snapshot).fingerprint
 
-    assert fingerprint("one", "1f", 100) == fingerprint("two", "1f", 200) != fingerprint("three", "2f", 100)
+    one, two = "1f" * 32, "2f" * 32
+    assert fingerprint("one", one, 100) == fingerprint("two", one, 200) != fingerprint("three", two, 100)
+    assert fingerprint("four", "plain", 100) != fingerprint("five", "plain", 200), "a folder may be called so by chance"
     for node in ("one", "two"):  # as plain files they differ by their times
         (tmp_path / node / "blobs").rename(tmp_path / node / "files")
         link = tmp_path / node / "snapshots" / "abc" / "params.npz"
         link.unlink()
-        link.symlink_to("../../files/1f")
+        link.symlink_to(f"../../files/{one}")
     first, second = (describe(tmp_path / node / "snapshots" / "abc").fingerprint for node in ("one", "two"))
     assert first != second
 
