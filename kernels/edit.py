@@ -32,7 +32,9 @@ from saesteer.kernels.entries import (
     PARTS,
     SPAN,
     items_of,
+    kept,
     tile,
+    word,
 )
 from saesteer.kernels.store import dosed, store
 
@@ -46,8 +48,8 @@ def _item(work, it, first_item, units, span):
     unit = it % units
     item = work + 4 + (first_item + unit // span) * 4
     within = unit % span
-    token = tl.load(item) + within
-    return it // units, token, tl.load(item + 1).to(tl.int64), within < tl.load(item + 2)
+    token = kept(item) + within
+    return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
 # Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
@@ -119,16 +121,16 @@ def edit_kernel(
     first = tl.program_id(0)
     step = tl.num_programs(0)
     # The usual first item comes with the header, in one round trip.
-    n_items = tl.load(work)
-    batch_parts = tl.load(work + 1)
-    span = tl.load(work + 2)
+    n_items = kept(work)
+    batch_parts = kept(work + 1)
+    span = kept(work + 2)
     usual = first < most_tokens
     item = work + 4 + first * 4
-    token = tl.load(item, mask=usual, other=0)
-    row = tl.load(item + 1, mask=usual, other=0).to(tl.int64)
+    token = word(item, usual)
+    row = word(item + 1, usual).to(tl.int64)
     exists = True
     part = 0
-    site_number = tl.load(site)
+    site_number = kept(site)
     number = HEAD_WORDS + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
 
@@ -149,17 +151,17 @@ def edit_kernel(
 
     for it in range(first, total, step):
         entries = table + row * stride_table
-        begin = tl.load(entries + number + BEGIN)
-        site_end = tl.load(entries + number + END)
+        begin = kept(entries + number + BEGIN)
+        site_end = kept(entries + number + END)
         end = site_end
-        parts = tl.minimum(tl.load(entries + number + PARTS), most_parts)
-        kind = tl.load(entries + number + KIND)
-        groups = tl.load(entries + number + GROUPS)
+        parts = tl.minimum(kept(entries + number + PARTS), most_parts)
+        kind = kept(entries + number + KIND)
+        groups = kept(entries + number + GROUPS)
         dense_base = 0
         dense_size = 0
         if HAS_DENSE:
-            dense_base = tl.load(entries + number + DENSE_BASE)
-            dense_size = tl.load(entries + number + DENSE_SIZE)
+            dense_base = kept(entries + number + DENSE_BASE)
+            dense_size = kept(entries + number + DENSE_SIZE)
         place = token - first_token
         mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
@@ -200,7 +202,7 @@ def edit_kernel(
             while again:
                 group_end = end
                 if groups > 1:
-                    group_end = tl.load(entries + c + GROUP_END)
+                    group_end = kept(entries + c + GROUP_END)
                 # A lone entry is the usual case, and room for more would cost it speed.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
                     one0, one1, changed, bits = add_chunk(
@@ -287,7 +289,7 @@ def edit_kernel(
                             if TAIL > 0:
                                 sum1 += one1
                             changes += changed
-                        fresh = fresh & ((tl.load(entries + group + FLAGS) & GATE) != 0)
+                        fresh = fresh & ((kept(entries + group + FLAGS) & GATE) != 0)
                         group = c
                     if parts == 1:
                         x0 += sum0

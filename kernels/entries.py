@@ -95,15 +95,22 @@ def rows(weights, starts, want, cols, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def kept(address):
+    """A word of the table or the work list. Each step reads it again, one word for the address of the next; between two
+    sites the model's weights go through the cache, and are to push out something else."""
+    return tl.load(address, eviction_policy="evict_last")
+
+
+@triton.jit
 def word(entry, inside):
-    """A word of each entry, 0 for those outside."""
-    return tl.load(entry, mask=inside, other=0)
+    """A kept word of each entry, 0 for those outside."""
+    return tl.load(entry, mask=inside, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
 def real(entry, inside):
-    """A word of each entry as a float32, 0 for those outside."""
-    return tl.load(entry, mask=inside, other=0).to(tl.float32, bitcast=True)
+    """A kept word of each entry as a float32, 0 for those outside."""
+    return word(entry, inside).to(tl.float32, bitcast=True)
 
 
 @triton.jit
