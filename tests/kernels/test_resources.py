@@ -1,5 +1,5 @@
 """Every launch fits the shared memory of an H100 or H200, in 16 bit and in fp32, and a kernel that is set up while the
-one in front of it ends waits before it reads: compiled for them, no GPU needed.
+one in front of it ends waits before it reads, and keeps what it reads in each step: compiled for them, no GPU needed.
 
 This file is the test and the process that compiles, since the other tests here run the kernels in Triton's interpreter.
 It knows no results.
@@ -65,6 +65,13 @@ def test_an_early_kernel_waits_before_it_reads(found: dict[str, Any]) -> None:
     assert instructions[0] == "wait" and "read" in instructions
 
 
+@pytest.mark.slow
+def test_what_every_step_reads_again_is_to_stay_in_the_cache(found: dict[str, Any]) -> None:
+    head = ["kept"] * 6  # of the list: items, parts, span; the first item's token and row; the site
+    assert found["early"][1:7] == head
+    assert found["early"].count("kept") > 40, "spans and entries, too"
+
+
 def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) -> Any:
     """The kernel for streams and weights of one dtype."""
     import triton
@@ -103,7 +110,7 @@ def main() -> None:
     sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
     given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "ROUNDS": True}
     early = compiled(import_module("saesteer.kernels.edit").edit_kernel, "bf16", 1, {**sizes, **given, "PDL": True})
-    words = {"griddepcontrol.wait": "wait", "ld.global": "read"}
+    words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
     order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]
     tell({"shared": shared, "early": order})
 
