@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-host bench-modes clean
+.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-layers bench-host bench-modes clean
 
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-all  the same and the slow engine tests"
 	@echo "make check     ruff, formatting, mypy --strict"
-	@echo "make bench-kernels, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 
 setup: $(READY)
 
@@ -50,6 +50,9 @@ bench-kernels:
 	@# What is wrong is not timed, and leaves the rest to be drawn.
 	$(PYTHON) -m bench.kernels --out $(RESULTS) $(GIVEN); wrong=$$?; \
 	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png && exit $$wrong
+
+bench-layers:
+	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)

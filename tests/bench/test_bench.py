@@ -15,9 +15,12 @@ from bench.batch import FORMS, TINY, Batches, floor
 from bench.cases import ACTIVE, CASES, CURVES, FEATURES, THRESHOLD, WIDTHS, Case
 from bench.gate import Gate
 from bench.kernels import caches, fits, row, table
+from bench.layers import BARE, TOKENS, Layers
+from bench.layers import CASES as LAYER_CASES
 from bench.probe import Probe
 from bench.sweep import SWEEPS, combinations, parse, tuned
 from bench.timing import Ceilings, Timing, spread
+from saesteer.kernels import ops
 
 CEILING = Ceilings(copy_gb_s=4300, matmul_tflop_s=790, launch_us=0.5)
 BY_NAME = {case.name: case for case in CASES}
@@ -28,6 +31,27 @@ def small(case: Case) -> Case:
     """The same case with fewer tokens and edits, for the reference to be quick."""
     lengths = tuple(min(length, 3) for length in case.lengths[:20])
     return replace(case, lengths=lengths, edits=min(case.edits, 9))
+
+
+@pytest.mark.parametrize("case", LAYER_CASES)
+def test_a_models_layers_are_edited_where_the_case_says(case: str) -> None:
+    model = Layers(40, 3, read=1 << 12, device="cpu", dtype=torch.float32)
+    run, counts = model.step(case)
+    run()
+    at = {"nobody steered": [], "a clamp at one layer": [1]}.get(case, [0, 1, 2])
+    assert model.steered(case) == at
+    expected = torch.zeros(1 + TOKENS, 3, dtype=torch.int32)
+    expected[1:, at] = 1
+    assert torch.equal(counts, expected)
+
+
+def test_layers_without_ops_are_the_same_but_for_them() -> None:
+    model = Layers(40, 3, read=1 << 12, device="cpu", dtype=torch.float32)
+    before = dict(ops.hits)
+    model.step(BARE)[0]()
+    assert ops.hits == before
+    model.step("nobody steered")[0]()
+    assert sum(ops.hits.values()) == sum(before.values()) + 3
 
 
 @pytest.fixture(scope="module")
