@@ -114,14 +114,14 @@ class Batches:
             dense_size=self.features if case.whole or case.dense else 0,
         )
 
-    def map_arguments(self, case: Case, table: Tensor) -> tuple[Any, ...]:
-        """Of the op map_, with a work list that holds garbage."""
+    def map_arguments(self, case: Case, table: Tensor, sites: int = 1) -> tuple[Any, ...]:
+        """Of the op map_, with a work list that holds garbage, and a table of so many sites."""
         starts = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32)
         slots = torch.arange(case.requests, dtype=torch.int32, device=self.device)
         work = make_work([], case.tokens, self.device)
         span = layout.TILE if case.tokens > TILED_ABOVE else 1
-        sites = torch.zeros(1, layout.SITE_STRIDE, dtype=torch.int32, device=self.device)
-        rows = table, self._counts(case), sites
+        numbers = torch.zeros(sites, layout.SITE_STRIDE, dtype=torch.int32, device=self.device)
+        rows = table, self._counts(case), numbers
         news = News(torch.zeros(1, dtype=torch.int32, device=self.device), torch.bfloat16)
         return (work, slots, 1, starts.to(self.device), *rows, news, case.requests, case.tokens, span)
 
@@ -133,11 +133,13 @@ class Batches:
         both = torch.randn(2, case.tokens, self.width, device=self.device).to(self.dtype)
         return both[0], both[1]
 
-    def call(self, batch: Batch, table: Tensor, form: str, stream: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
-        """Arguments of the op edit_."""
+    def call(
+        self, batch: Batch, table: Tensor, form: str, stream: tuple[Tensor, Tensor], site: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Arguments of the op edit_, at the first site of the table unless another's number is given."""
         norm = (None, None) if form == "bare" else (stream[1], self.norm_weight)
         return (
-            *(stream[0], *norm, table, self.site, batch.work, batch.positions, batch.kinds),
+            *(stream[0], *norm, table, self.site if site is None else site, batch.work, batch.positions, batch.kinds),
             *(self.w_enc, self.w_dec, self.b_enc, self.threshold, self.b_dec),
             *(batch.cells, batch.counts, self.scratch, FORMS[form], EPS, 1.0, batch.dense_size, False),
         )

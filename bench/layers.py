@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.batch import EPS, TINY, Batches
+from bench.batch import EPS, TINY, Batch, Batches
+from bench.cases import DECODE, Case
 from bench.timing import DEVICE, DTYPE, capture, machine, spread
 from saesteer.kernels import layout, ops
-from saesteer.kernels.news import News
-from saesteer.testing import make_table, make_work
+from saesteer.testing import make_table
 
 SHAPES = ((2560, 34), (5376, 62))  # width and layers: Gemma 3 4B and 27B
-TOKENS = 16
+BATCH = Case("decode", DECODE)
+TOKENS = BATCH.tokens
 READ = 192 << 20  # bytes of a layer's product: several times what the L2 holds
 BARE = "no ops"
 CASES = ("nobody steered", "a clamp at one layer", "a vector at each", "a clamp at each")
@@ -48,56 +50,49 @@ class Layers:
     def __init__(
         self, width: int, layers: int, read: int = READ, device: str = DEVICE, dtype: torch.dtype = DTYPE
     ) -> None:
-        self.layers, self.device = layers, device
-        self._batches = Batches(width, device, dtype, features=layers * TOKENS)
+        self.layers = layers
+        self._own = Batches(width, device, dtype, features=layers * TOKENS)
         columns = max(1, read // dtype.itemsize // width // 64) * 64
-        draw: Any = {"device": device, "dtype": dtype}
-        self._products = [torch.randn(width, columns, **draw) for _ in range(layers)]
-        self._norms = [torch.rand(width, **draw) for _ in range(layers)]
-        self._came = torch.randn(TOKENS, width, **draw)
-        self._stream, self._second = torch.empty_like(self._came), torch.zeros_like(self._came)
-        self._positions = torch.arange(TOKENS, device=device)
-        self._cells = torch.zeros(TOKENS, dtype=torch.int32, device=device)
-        self._kinds = torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32)
+        self._products = [torch.randn(width, columns, device=device, dtype=dtype) for _ in range(layers)]
+        self._stream, self._second = self._own.stream(BATCH)
+        self._came, self._gain = self._stream.clone(), 1 + self._own.norm_weight
 
     def steered(self, case: str) -> list[int]:
         """The layers at which each request has an edit."""
         return {CASES[0]: [], CASES[1]: [self.layers // 2]}.get(case, list(range(self.layers)))
 
     def step(self, case: str) -> tuple[Callable[[], None], Tensor]:
-        """A step of the case, and its counts: a row for each request behind the first row, a column for each layer."""
+        """A step of the case, and its counts: a row for each request behind the first, layer l in column l."""
+        own, layers = self._own, range(self.layers)
         if case == BARE:
-            return lambda: self._run(None), torch.zeros(0)
-        kind, layers = "add" if case == CASES[2] else "clamp", self.steered(case)
-        entry = self._batches.entry
+            return partial(self._run, [None] * self.layers), torch.zeros(0)
+        kind, steered = "add" if case == CASES[2] else "clamp", self.steered(case)
         rows = [
-            [
-                [[entry(kind, layer * TOKENS + request, layer, TINY)]] if layer in layers else []
-                for layer in range(self.layers)
-            ]
-            for request in range(TOKENS)
+            [[[own.entry(kind, layer * TOKENS + at, layer, TINY)]] if layer in steered else [] for layer in layers]
+            for at in range(TOKENS)
         ]
-        table = make_table(rows, self.layers, self.device)
-        counts = torch.zeros(self.layers, 1 + TOKENS, dtype=torch.int32, device=self.device).t()
-        sites = torch.zeros(self.layers, layout.SITE_STRIDE, dtype=torch.int32, device=self.device)
-        work = make_work([], TOKENS, self.device)
-        order = torch.arange(TOKENS + 1, dtype=torch.int32, device=self.device)
-        news = News(torch.zeros(1, dtype=torch.int32, device=self.device), torch.bfloat16)
-        ops.map_(work, order, 1, order, table, counts, sites, news, TOKENS, TOKENS, 1)
-        return lambda: self._run((table, work, sites, counts)), counts
+        mapped = own.map_arguments(BATCH, make_table(rows, self.layers, own.device), self.layers)
+        ops.map_(*mapped)
+        work, _, _, _, table, counts, sites, *_ = mapped
+        batch = Batch(
+            tables=(table,),
+            kinds=torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32),
+            work=work,
+            positions=torch.arange(TOKENS, device=own.device),
+            cells=torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
+            counts=counts,
+            dense_size=0,
+        )
+        stream = self._stream, self._second
+        return partial(self._run, [own.call(batch, table, "normed", stream, site) for site in sites[:, :1]]), counts
 
-    def _run(self, given: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> None:
-        own = self._batches
-        weights = (own.w_enc, own.w_dec, own.b_enc, own.threshold, own.b_dec)
-        for layer, norm in enumerate(self._norms):
-            torch.mm(self._second, self._products[layer])
+    def _run(self, calls: Sequence[tuple[Any, ...] | None]) -> None:
+        for product, call in zip(self._products, calls, strict=True):
+            torch.mm(self._second, product)
             self._stream.copy_(self._came)
-            self._second.copy_(F.rms_norm(self._stream, norm.shape, norm, EPS))
-            if given is not None:
-                table, work, sites, counts = given
-                place = (table, sites[layer, :1], work, self._positions, self._kinds)
-                rest: Any = (self._cells, counts, own.scratch, layout.NORMED, EPS, 0.0, 0, False)
-                ops.edit_(self._stream, self._second, norm, *place, *weights, *rest)
+            self._second.copy_(F.rms_norm(self._stream, self._gain.shape, self._gain, EPS))
+            if call is not None:
+                ops.edit_(*call)
 
 
 def measure(width: int, layers: int) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ def test_a_models_layers_are_edited_where_the_case_says(case: str) -> None:
     run()
     at = {"nobody steered": [], "a clamp at one layer": [1]}.get(case, [0, 1, 2])
     assert model.steered(case) == at
-    expected = torch.zeros(1 + TOKENS, 3, dtype=torch.int32)
+    expected = torch.zeros(1 + TOKENS, counts.shape[1], dtype=torch.int32)
     expected[1:, at] = 1
     assert torch.equal(counts, expected)
 
