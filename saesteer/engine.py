@@ -20,7 +20,7 @@ from saesteer.pool import Pool
 from saesteer.registry import Registry, changed, rooms
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec
-from saesteer.tables import Placement, Places, Row, make_row
+from saesteer.tables import Inline, Placement, Places, Row, make_row
 from saesteer.vectors import VectorSet, check_vectors
 from saesteer.weights import Site, load_site, scratch_for
 
@@ -185,19 +185,29 @@ class Engine:
         before = self._filled.pop(row, None)
         if before is None and content is None:
             return
+        words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
         if before is not None:
             for one in before.inline:
                 self._pools[one.site].release(one.content)
         if content is not None:
+            self._take(content)
             self._filled[row] = content
+            words[: len(content.words)] = content.words
+
+    def _take(self, content: Row) -> None:
+        """Hold slots for the vectors that a row brings: all of them, or none where something is wrong."""
+        taken: list[Inline] = []
+        try:
             for one in content.inline:
                 slot, fresh = self._pools[one.site].take(one.content)
+                taken.append(one)
                 content.words[one.word] = slot
                 if fresh:
                     self._written[one.site, slot] = one.unit
-        words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
-        if content is not None:
-            words[: len(content.words)] = content.words
+        except Exception:
+            for one in taken:
+                self._pools[one.site].release(one.content)
+            raise
 
     def counted(self, row: int, counters: int) -> Tensor:
         """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""

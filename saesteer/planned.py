@@ -65,6 +65,14 @@ class Vectors(Protocol):
     def width(self) -> int:
         """Its length as a list of numbers."""
 
+    @property
+    def digests(self) -> Mapping[int | None, str]:
+        """A digest of each row's numbers, by layer."""
+
+    @property
+    def bias(self) -> float:
+        """Of a probe."""
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:

@@ -28,6 +28,7 @@ class VectorSet:
     rows: Mapping[int | None, Row]  # by layer, ascending; the key None, then alone, stands for any site
     width: int  # d
     fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever the stored dtype was
+    digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
     bias: float = 0.0  # a probe reads x · v + bias
 
     @property
@@ -85,12 +86,27 @@ def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
 def fingerprint_of(value: tuple[float, ...] | InlineVector) -> str:
     """Hex digest of a vector that stands in a request, over its bytes as they came.
 
-    The last ones are remembered: an answer tells it, and the cache salt is made of it.
+    The last ones are remembered, since an answer reports it for each site.
     """
     if not isinstance(value, InlineVector):
         return from_inline(value).fingerprint
-    shape = repr((value.dtype, value.shape, value.layers)).encode()
-    return hashlib.sha256(shape + hashlib.sha256(value.data).digest()).hexdigest()
+    shape = value.dtype, value.shape, value.layers
+    return hashlib.sha256(repr((shape, list(row_digests(value).values()))).encode()).hexdigest()
+
+
+@lru_cache(16)
+def row_digests(value: tuple[float, ...] | InlineVector) -> Mapping[int | None, str]:
+    """Hex digests of the rows of a vector that stands in a request, by layer, over their bytes as they came.
+
+    A row of float32 numbers has the digest that a named one has; the same numbers in another dtype have another.
+    """
+    if not isinstance(value, InlineVector):
+        return {None: hashlib.sha256(np.array(value, np.float32).data).hexdigest()}
+    layers: tuple[int | None, ...] = (None,) if value.layers is None else value.layers
+    size = len(value.data) // len(layers)
+    kind = b"" if value.dtype == "float32" else value.dtype.encode()
+    rows = (value.data[size * n : size * (n + 1)] for n in range(len(layers)))
+    return {layer: hashlib.sha256(kind + row).hexdigest() for layer, row in zip(layers, rows, strict=True)}
 
 
 def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
@@ -112,11 +128,12 @@ def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) 
 def _vector_set(rows: Mapping[int | None, Row], bias: float) -> VectorSet:
     layers = sorted(rows, key=lambda one: -1 if one is None else one)
     width = rows[layers[0]].size
-    digest = hashlib.sha256(repr((width, layers, bias)).encode())
+    digests = {layer: hashlib.sha256(rows[layer].data).hexdigest() for layer in layers}
     for layer in layers:
-        digest.update(rows[layer].data)
         rows[layer].flags.writeable = False
-    return VectorSet(MappingProxyType({layer: rows[layer] for layer in layers}), width, digest.hexdigest(), bias)
+    fingerprint = hashlib.sha256(repr((width, bias, digests)).encode()).hexdigest()
+    kept = {layer: rows[layer] for layer in layers}
+    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias)
 
 
 def _from_bfloat16(data: bytes) -> Row:

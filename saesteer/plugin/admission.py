@@ -1,6 +1,7 @@
-"""What a request becomes before the engine takes it: its spec checked against the server, its KV cache kept apart.
+"""What a request becomes before the engine takes it: its spec checked against the server, and what each position keys.
 
-Knows plans and fingerprints, and of vLLM the fields of a request. Who calls it is in frontend.py.
+Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; prefix_cache.py makes keys of
+the cache's blocks from what is put beside the spec here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,13 @@ from saesteer.applied import applied
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.dose import sites_of
 from saesteer.errors import SpecError
-from saesteer.identity import content_of, digest
+from saesteer.identity import digest
 from saesteer.messages import named, resolve
 from saesteer.plan import Catalog, Plan, plan
 from saesteer.plugin import counts
 from saesteer.plugin.conversation import Conversation
+from saesteer.plugin.prefix_cache import RUNS
+from saesteer.runs import Run, change_digests, runs
 from saesteer.spec import Spec
 
 # Beside the spec in extra_args, for the worker: where it is equal, table rows are, with the same version of the names.
@@ -33,14 +36,15 @@ class Meaning:
     edits: bool  # anything at all
     applied: Sequence[Mapping[str, Any]]  # what an answer says, without counts
     sites: tuple[str, ...]  # whose doses are measured
-    content: str  # digest of its edits, by content
+    runs: tuple[Run, ...]  # which edits each position has
     same: str  # what SAME will be
 
 
 class Known:
     """The meanings of specs that came lately: a module or a set of vectors is mostly asked for more than once.
 
-    Safe to use in threads. A new catalog begins anew, since names stand for something else there.
+    Safe to use in threads: nobody waits while another one's spec is planned, and two that ask for the same spec at the
+    same time may both plan it. A new catalog begins anew, since names stand for something else there.
     """
 
     def __init__(self) -> None:
@@ -49,34 +53,45 @@ class Known:
         self._lock = Lock()
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
-        """That of a spec.
+        """The meaning of a spec.
 
         Raises:
             SpecError: it asks for what this server does not have.
         """
         with self._lock:
-            if self._catalog is not catalog:
-                self._catalog = catalog
-                self._kept.clear()
-            for key in (spec, (spec, prompt_len)):
-                found = self._kept.pop(key, None)
-                if found is not None:
-                    break
-            else:
-                planned = plan(spec, catalog, prompt_len)
-                found = _meaning(spec, catalog, planned)
-                key = (spec, prompt_len) if planned.relative else spec
-            self._kept[key] = found  # the last used stands last
-            if len(self._kept) > _KNOWN:
-                del self._kept[next(iter(self._kept))]
-            return found
+            found = self._find(spec, catalog, prompt_len)
+        if found is None:
+            planned = plan(spec, catalog, prompt_len)
+            found = _meaning(spec, catalog, planned)
+            with self._lock:
+                self._keep(catalog, (spec, prompt_len) if planned.relative else spec, found)
+        return found
+
+    def _find(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning | None:
+        for key in (spec, (spec, prompt_len)) if self._catalog is catalog else ():
+            found = self._kept.pop(key, None)
+            if found is not None:
+                self._kept[key] = found  # the last used stands last
+                return found
+        return None
+
+    def _keep(self, catalog: Catalog, key: Any, found: Meaning) -> None:
+        if self._catalog is not catalog:
+            self._catalog = catalog
+            self._kept.clear()
+        self._kept[key] = found
+        if len(self._kept) > _KNOWN:
+            del self._kept[next(iter(self._kept))]
 
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
-    content = digest(content_of(spec.edits, catalog))
-    windows = {(change.field, change.windows) for group in found.groups for change in group.changes}
-    same = digest([content, sorted(windows), spec.returns.to_json()])
-    return Meaning(bool(found), applied(found, catalog), sites_of(found), content, same)
+    changes = change_digests(found, catalog)
+    said = [
+        [(one.hex(), change.windows, change.field) for one, change in zip(digests, group.changes, strict=True)]
+        for digests, group in zip(changes, found.groups, strict=True)
+    ]
+    same = digest([said, [group.site for group in found.groups], spec.returns.to_json()])
+    return Meaning(bool(found), applied(found, catalog), sites_of(found), runs(found, changes), same)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
@@ -114,42 +129,38 @@ def admit(
     if ids is None or getattr(request, "resumable", False):
         message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
         raise SpecError(message, field="saesteer", code="not_served")
-    params = request.sampling_params
     if conversation is not None and named(spec):
         spec = resolved(spec, catalog, ids, conversation)
-        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
-    elif not _travels(params.extra_args[KEY]):
-        params.extra_args = {**params.extra_args, KEY: spec.to_json()}
     found = (known or Known()).meaning(spec, catalog, len(ids))
+    params = request.sampling_params
     limit = None if config is None else config.max_dose
     measured = spec.returns.dose or limit is not None
     counts.expect(params, found.applied, found.sites if measured else None, limit)
+    # The canonical JSON: what Python brings may hold records and numpy's numbers, which vLLM's messages do not carry.
+    extra = {**params.extra_args, KEY: spec.to_json(), SAME: found.same}
     if found.edits:
-        request.cache_salt = cache_salt(request.cache_salt, server, found.content)
-        if config is not None and config.max_dose_action == "refuse":
-            # A cached token is not measured again, and who computed it may be refused for it a moment later.
-            request.cache_salt = digest([request.cache_salt, uuid4().hex])
-    # Always, as the request may have brought one of its own.
-    params.extra_args = {**params.extra_args, SAME: found.same}
+        refusing = config is not None and config.max_dose_action == "refuse"
+        # A cached token is not measured again, and who computed it may be refused for it a moment later.
+        extra[RUNS] = keyed(found.runs, server, uuid4().hex if refusing else None)
+    params.extra_args = extra
     return spec
 
 
-def _travels(wire: Any) -> bool:
-    """Whether the engine's messages take a right spec as it was written: 2**64 is a number, msgpack's integers end."""
-    if isinstance(wire, int):
-        return -(2**63) <= wire < 2**64
-    parts = wire.values() if isinstance(wire, Mapping) else wire if isinstance(wire, list | tuple) else ()
-    return all(map(_travels, parts))
+def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a client may put beside its spec: all but our own words to the engine, which would key blocks of others."""
+    if not extra_args or not any(name.startswith(f"{KEY}_") for name in extra_args):
+        return extra_args  # type: ignore[return-value]  # it is the dict that vLLM made
+    return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}
 
 
-def cache_salt(tenant: str | None, server: str, content: str) -> str:
-    """Hex salt of the prefix cache for requests with these edits: what is not steered alike shares no KV block.
+def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]:
+    """The runs as the engine gets them, with digests that hold on this server alone.
 
     It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
 
     Args:
-        tenant: the request's own salt.
-        server: fingerprint of the dictionaries, since a KV store may outlive a server.
-        content: digest of what the request's edits do, as identity.content_of has it.
+        found: of the request's plan.
+        server: fingerprint of the dictionaries and limits.
+        own: makes the keys those of one request alone; None: who edits alike shares.
     """
-    return digest([tenant, server, content])
+    return [[lo, hi, digest([server, own, edits])] for lo, hi, edits in found]

@@ -2,11 +2,12 @@
 
     worker     a word for each such request leaves with the step's counts (counts.py)
     scheduler  the request is finished before vLLM looks at the step, as one whose client has gone; an output with the
-               word goes out in the place of its tokens, also where the step had none for it
+               word goes out in the place of its tokens, also where the step had none for it. With it ends each request
+               that has taken one of its edited blocks from the prefix cache meanwhile
     front end  a SpecRefused takes the place of whatever waits in the request's queue, and its other choices (n > 1)
                end with it; LLM has no queues: all that it has begun ends, and its generate or chat raises
 
-Batchmates see what they see of a client that goes away in the middle of an answer.
+Other batchmates see what they see of a client that goes away in the middle of an answer.
 """
 
 import logging
@@ -21,11 +22,14 @@ from vllm.v1.request import RequestStatus
 from saesteer.config import KEY
 from saesteer.errors import SpecError
 from saesteer.plugin import hooks, metrics
+from saesteer.plugin.prefix_cache import edited_blocks
 
 logger = logging.getLogger("vllm.saesteer")
 
 GONE = "gone"  # the version of the names with which the request was admitted
 DOSE = "dose"  # a token's was above the limit
+BROKEN = "broken"  # the worker could not make its row; what went wrong stands behind the word and a colon
+SHARED = "shared"  # it has taken blocks of a request that failed
 FAILED = f"{KEY}_failed"  # beside the counts in kv_transfer_params
 
 
@@ -46,7 +50,7 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
     """What the client of a failed request is told.
 
     Args:
-        code: GONE or DOSE.
+        code: GONE, DOSE or SHARED, or BROKEN with what went wrong.
         doses: of the request, as saesteer.dose reports them.
         limit: of a dose on this server.
     """
@@ -55,7 +59,12 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
         found = f"the edits change a token at {worst['site']} by {worst['max']} of its length"
         message = f"{found}, expected {limit:g} at most, the limit of this server (--max-dose)"
         return SpecError(message, field=f"{KEY}.edits", code=code)
-    message = "names in this request were replaced or deleted, and what they stood for is gone; send it again"
+    code, _, detail = code.partition(":")
+    message = {
+        GONE: "names in this request were replaced or deleted, and what they stood for is gone; send it again",
+        SHARED: "another request with the same edits failed while this one was reading its cache; send it again",
+        BROKEN: f"the server could not apply the edits ({detail.strip()}), so the request was ended",
+    }[code]
     return SpecError(message, field=KEY, code=code)
 
 
@@ -70,13 +79,20 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
         vLLM's requests that have ended here, each with its word.
     """
     known = ((scheduler.requests.get(name), word) for name, word in failed.items())
-    ended = [(request, word) for request, word in known if request is not None and not request.is_finished()]
+    ended = {one.request_id: (one, word) for one, word in known if one is not None and not one.is_finished()}
     blocks = scheduler.kv_cache_manager
-    for request, _ in ended:
-        # A request of a version that is gone ran unsteered, under a salt that says steered.
-        blocks.evict_blocks({block for group in blocks.get_block_ids(request.request_id) for block in group})
-    scheduler.finish_requests([request.request_id for request, _ in ended], RequestStatus.FINISHED_ERROR)
-    return ended
+    # It ran unsteered, or is refused for what it computed, under keys that say steered. The step behind this one may
+    # have been scheduled already, with requests that found these blocks.
+    wrong = set().union(*(edited_blocks(blocks, request) for request, _ in ended.values()))
+    for other in scheduler.requests.values() if wrong else ():
+        if other.request_id not in ended and not other.is_finished():
+            own = edited_blocks(blocks, other)
+            if own & wrong:
+                ended[other.request_id] = other, SHARED
+                wrong |= own
+    blocks.evict_blocks(wrong)
+    scheduler.finish_requests(list(ended), RequestStatus.FINISHED_ERROR)
+    return list(ended.values())
 
 
 def tell(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Mapping[str, bytes]) -> None:

@@ -1,8 +1,8 @@
-"""The front door: specs are checked, refused with 400, and their KV cache kept apart. Knows no tensor and no worker.
+"""The front door: specs are checked, refused with 400, and sent on with what they edit where. Knows no tensor.
 
 Wraps, each in the process that talks to clients:
     InputProcessor.__init__          reads the catalog of this server
-    InputProcessor.process_inputs    checks the spec against it; cache_salt := hash(tenant's salt, edits)
+    InputProcessor.process_inputs    checks the spec against it (admission.py)
     AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
     *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
     *Request.to_beam_search_params   beam search drops extra_args: refused
@@ -23,9 +23,9 @@ from saesteer import spec as language
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.messages import named
-from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, streams
+from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, prefix_cache, streams
 from saesteer.plugin import conversation as conversations
-from saesteer.plugin.admission import Known, admit, resolved
+from saesteer.plugin.admission import Known, admit, resolved, without_ours
 from saesteer.plugin.board import Board
 from saesteer.plugin.conversation import conversation_of
 from saesteer.plugin.engines import ask_workers
@@ -39,6 +39,7 @@ def install() -> None:
     hooks.wrap("AsyncLLM.add_request", _asking_ahead)
     conversations.install()
     counts.install()
+    prefix_cache.install()
     for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
         hooks.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
     for request in ("ChatCompletionRequest", "CompletionRequest"):
@@ -111,7 +112,14 @@ def refuse_unservable(vllm_config: Any) -> None:
         UnsupportedError: naming the option.
     """
     parallel, passes = vllm_config.parallel_config, vllm_config.compilation_config.pass_config
+    model, connector = vllm_config.model_config, getattr(vllm_config, "kv_transfer_config", None)
     refused = {
+        # They store blocks under keys of their own, most of them of token ids alone: another request would get them.
+        f"a KV connector ({getattr(connector, 'kv_connector', None)})": connector is not None,
+        f"the {model.runner_type} runner": model.runner_type != "generate",
+        "an encoder-decoder model": getattr(model, "is_encoder_decoder", False),
+        # It reaches the worker past the method that brings the counts home.
+        "vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)": _is_first_ray(parallel),
         "micro-batch overlap (use_ubatching)": getattr(parallel, "use_ubatching", False),
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -123,6 +131,14 @@ def refuse_unservable(vllm_config: Any) -> None:
     for option, on in refused.items():
         if on:
             raise UnsupportedError(f"saesteer cannot serve with {option} in this version; switch it off")
+
+
+def _is_first_ray(parallel: Any) -> bool:
+    import vllm.envs
+
+    # 0.33 has the second one alone, and no such variable.
+    second: bool = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return parallel.distributed_executor_backend == "ray" and not second
 
 
 def spec_of(params: Any) -> language.Spec | None:
@@ -141,6 +157,9 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             spec = spec_of(params)
             request = original(self, request_id, prompt, params, *args, **kwargs)
+            taken = request.sampling_params
+            if taken is not None:
+                taken.extra_args = without_ours(taken.extra_args)
             if spec is not None:
                 conversation = conversation_of(prompt)
                 held = None if self.saesteer_names is None else self.saesteer_names.hold()

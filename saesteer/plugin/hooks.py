@@ -132,7 +132,12 @@ HOOKS: dict[str, Hook] = {
             ("request_ids", "finished_status"),
             "a request fails",
         ),
-        Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids", ("request_id",), "a request fails"),
+        Hook(
+            "vllm.v1.core.kv_cache_utils",
+            "generate_block_hash_extra_keys",
+            ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+            "blocks are keyed by their edits",
+        ),
         Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks", ("block_ids",), "a request fails"),
         Hook(
             _OUTPUTS,

@@ -1,12 +1,15 @@
 """``saesteer.LLM``: vLLM's offline engine, with dictionaries at start and a spec for each prompt."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vllm
 from vllm import SamplingParams
 
+from saesteer import plugin
 from saesteer.config import KEY, DoseAction, SaesteerConfig
+from saesteer.errors import UnsupportedError
 from saesteer.spec import Spec, as_spec
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
@@ -30,6 +33,7 @@ class LLM(vllm.LLM):
 
     Raises:
         ConfigError: a dictionary, vector, module or site that this model or version cannot serve, or a wrong limit.
+        UnsupportedError: vLLM did not load saesteer's plugin (VLLM_PLUGINS), or an engine option that cannot be served.
         LoadError: a file that is not what it should be.
     """
 
@@ -47,6 +51,7 @@ class LLM(vllm.LLM):
         max_dose_action: DoseAction | None = None,
         **kwargs: Any,
     ) -> None:
+        plugin.require()
         config = SaesteerConfig.from_json(
             {
                 "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
@@ -62,6 +67,8 @@ class LLM(vllm.LLM):
         config.with_depth(1).catalog(config.describe())
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
         super().__init__(model=model, additional_config=additional, **kwargs)
+        if not getattr(self.llm_engine, "saesteer_agreed", False) and os.environ.get("SAESTEER_DISABLE") != "1":
+            raise UnsupportedError("the engine started without saesteer's handshake, so nothing would be steered")
 
     def generate(
         self, prompts: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any

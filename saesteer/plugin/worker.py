@@ -146,7 +146,11 @@ class Steering:
     def add(self, request: Any) -> Row | None:
         """Remember a new request; its row's content, or None when it is not steered."""
         self.forget(request.req_id)
-        row = self._row_of(request)
+        try:
+            row = self._row_of(request)
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request.req_id, exc)
+            return None
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
@@ -183,6 +187,23 @@ class Steering:
             self._batch = None
             self._drop(request)
             self._cached[request] = computed
+
+    def fail(self, request: str, exc: Exception) -> None:
+        """End a request for which something went wrong here; whatever is raised further ends the engine for all."""
+        logger.error("request %s could not be steered", request, exc_info=exc)
+        self.forget(request)
+        self.failed[request] = f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+
+    def fill(self, request: str, row: int) -> None:
+        """Give a table row to a request that is about to run: its own content, or none where it is not steered."""
+        content = self.rows.get(request)
+        try:
+            if content is not None:
+                self.place(request, row)
+            self.engine.fill(row, content)
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request, exc)
+            self.engine.fill(row, None)
 
     def place(self, request: str, row: int) -> None:
         """A steered request holds a table row from now on; whoever held it before keeps what was counted."""
@@ -258,10 +279,8 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
     @wraps(add)
     def add_request(req_index: int, new_req_data: Any) -> None:
         add(req_index, new_req_data)
-        row = steering.add(new_req_data)
-        if row is not None:
-            steering.place(new_req_data.req_id, req_index + 1)
-        engine.fill(req_index + 1, row)
+        steering.add(new_req_data)
+        steering.fill(new_req_data.req_id, req_index + 1)
 
     @wraps(remove)
     def remove_request(req_id: str) -> None:
@@ -318,8 +337,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         taken, fresh = rows.take(steered)
         by_id = dict(zip(steered, taken, strict=True))
         for request in fresh:
-            steering.place(request, by_id[request])
-            engine.fill(by_id[request], steering.rows[request])
+            steering.fill(request, by_id[request])
         return [by_id.get(request, 0) for request in batch]
 
     @wraps(prepare)

@@ -74,18 +74,6 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
         admission.admit(from_json({"edits": []}), None, "", object())
 
 
-def test_salts_differ_by_tenant_server_and_edits() -> None:
-    from saesteer.config import SaesteerConfig
-    from saesteer.identity import content_of, digest
-    from saesteer.spec import from_json
-
-    specs = [from_json({"edits": [conftest.BRIDGE]}), from_json({"edits": [conftest.OCEAN]})]
-    contents = [digest(content_of(spec.edits, SaesteerConfig().catalog({}))) for spec in specs]
-    salts = [admission.cache_salt(t, s, one) for t in (None, "a", "b") for s in ("x", "y") for one in contents]
-    assert len(set(salts)) == 12
-    assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts)
-
-
 def test_a_worker_that_disagrees_is_refused() -> None:
     from saesteer.config import SaesteerConfig
 

@@ -17,20 +17,29 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from saesteer.config import KEY
 from saesteer.kernels import layout
-from saesteer.plugin import bodies, counts, failures, metrics  # needs vLLM
+from saesteer.plugin import bodies, counts, failures, metrics, prefix_cache  # needs vLLM
 from saesteer.plugin.failures import SpecRefused
 
 APPLIED = [{"positions": [[1, None]]}]
 
 
 class Blocks:
-    """Of the scheduler's cache manager, as much as is called."""
+    """Of the scheduler's cache manager, as much as is called: two groups of layers, with blocks of 4 and 8 tokens."""
+
+    TABLES = (
+        (4, {"a": [1, 2, 3], "c": [1, 9], "d": [1, 2, 11], "e": [1, 12]}),
+        (8, {"a": [7, 0], "d": [7, 0, 13], "e": [14]}),
+    )
 
     def __init__(self) -> None:
         self.evicted: set[int] = set()
-
-    def get_block_ids(self, request: str) -> tuple[list[int], ...]:
-        return {"a": ([1, 2], [7]), "b": ([], [])}.get(request, ([9],))
+        groups = []
+        for size, tables in self.TABLES:
+            blocks = {
+                name: [SimpleNamespace(block_id=one, is_null=one == 0) for one in ids] for name, ids in tables.items()
+            }
+            groups.append(SimpleNamespace(block_size=size, req_to_blocks=blocks))
+        self.coordinator = SimpleNamespace(single_type_managers=groups)
 
     def evict_blocks(self, blocks: set[int]) -> None:
         self.evicted |= blocks
@@ -51,23 +60,26 @@ class Scheduler:
             self.finished_req_ids.add(name)
 
 
-def running(name: str, client: int = 0, done: bool = False) -> Any:
-    """Of vLLM's Request."""
+def running(name: str, client: int = 0, done: bool = False, edited: int | None = None) -> Any:
+    """Of vLLM's Request; edited from a position on."""
     events: list[Any] = []
     made = SimpleNamespace(request_id=name, client_index=client, done=done, trace_headers=None)
     made.take_events, made.is_finished = lambda: events, lambda: made.done
-    made.sampling_params = SimpleNamespace(stop=[])
+    extra = None if edited is None else {prefix_cache.RUNS: [[edited, 99, "digest"]]}
+    made.sampling_params, made.mm_features = SimpleNamespace(stop=[], extra_args=extra), []
     return made
 
 
 def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
-    scheduler = Scheduler(running("a"), running("b", client=3), running("c"), running("over", done=True))
+    more = running("d", edited=5), running("e", edited=5), running("over", done=True)
+    scheduler = Scheduler(running("a", edited=5), running("b", client=3), running("c"), *more)
     requests = dict(scheduler.requests)
 
     def update_from_output(self: Any, *_: Any) -> Any:
-        assert set(self.requests) == {"c", "over"} and requests["a"].done and requests["b"].done
+        assert set(self.requests) == {"c", "e", "over"}
+        assert all(requests[name].done for name in "abd")
         return {0: EngineCoreOutputs(outputs=[EngineCoreOutput("c", [5])])}
 
     table = np.array([[0, 4], [2, 9]], dtype=np.int32)
@@ -75,13 +87,25 @@ def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
     step = SimpleNamespace(saesteer=counts.Table(["a", "c"], table, failed, frozenset()))
     outputs = counts._sending(update_from_output)(scheduler, None, step)
     told = {client: {one.request_id: one for one in batch.outputs} for client, batch in outputs.items()}
-    assert {client: set(found) for client, found in told.items()} == {0: {"a", "c"}, 3: {"b"}}
+    assert {client: set(found) for client, found in told.items()} == {0: {"a", "c", "d"}, 3: {"b"}}
     assert told[0]["c"].new_token_ids == [5] and told[0]["c"].kv_transfer_params is None
     a, b = told[0]["a"], told[3]["b"]
     assert a.kv_transfer_params == {failures.FAILED: "dose", KEY: table[0].tobytes()}
     assert b.kv_transfer_params == {failures.FAILED: "gone"}
     assert (a.new_token_ids, a.finish_reason, b.finish_reason) == ([], FinishReason.ERROR, FinishReason.ERROR)
-    assert scheduler.kv_cache_manager.evicted == {1, 2, 7}, "nobody may find what it computed"
+    assert told[0]["d"].kv_transfer_params == {failures.FAILED: "shared"}, "it has taken an edited block of a's"
+    assert scheduler.kv_cache_manager.evicted == {2, 3, 7, 11, 13}, "nobody may find what was edited, or not"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("gone", "replaced or deleted"), ("shared", "another request"), ("broken: KeyError: 'x'", r"\(KeyError: 'x'\)")],
+)
+def test_each_word_is_a_sentence(word: str, told: str) -> None:
+    error = failures.reason(word, (), None)
+    assert error.code == word.partition(":")[0] and error.field == KEY
+    with pytest.raises(SpecRefused, match=told):
+        raise SpecRefused(error)
 
 
 class Front:

@@ -59,7 +59,7 @@ def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) 
     known, spec = admission.Known(), from_json({"edits": [{"op": "use", "module": "m"}]})
     catalogs = [replace(engine.catalog, modules={"m": from_json({"edits": [{**ADD, "scale": n}]})}) for n in (1, 2)]
     catalogs = [replace(one, digests=module_digests(one)) for one in catalogs]
-    contents = [known.meaning(spec, catalogs[n % 2], 9).content for n in range(4)]
+    contents = [known.meaning(spec, catalogs[n % 2], 9).runs for n in range(4)]
     assert contents[0] == contents[2] != contents[1] == contents[3]
 
 
