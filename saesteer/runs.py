@@ -1,7 +1,7 @@
 """What a plan edits at each position, as runs of positions with equal edits; knows content, no server and no cache.
 
-A request's key/value cache depends on the edits at each position and on nothing else in its spec. So blocks of the prefix
-cache are keyed by these runs (``saesteer.plugin.prefix_cache``): two requests share a block where their edits agree.
+A request's key/value cache depends on the edits at each position and on nothing else in its spec. So blocks of the
+prefix cache are keyed by these runs (``saesteer.plugin.prefix_cache``): requests share a block where their edits agree.
 """
 
 import hashlib
@@ -134,8 +134,8 @@ def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[Any,
         return "feature", target.dictionary, target.feature
     if isinstance(target, Whole):
         return "whole", target.dictionary
-    named = isinstance(target.vector, str)
-    rows = catalog.vectors[target.vector].digests if named else row_digests(target.vector)
+    vector = target.vector
+    rows = catalog.vectors[vector].digests if isinstance(vector, str) else row_digests(vector)
     return "direction", rows[target.layer]
 
 

@@ -1,7 +1,7 @@
-"""What a request becomes before the engine takes it: its spec checked against the server, and what each position keys.
+"""What a request becomes before the engine takes it: a spec that was checked against the server, and its runs.
 
-Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; prefix_cache.py makes keys of
-the cache's blocks from what is put beside the spec here.
+Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; from the runs, which say
+what is edited at each position, prefix_cache.py makes the keys of the cache's blocks.
 """
 
 from collections.abc import Mapping, Sequence

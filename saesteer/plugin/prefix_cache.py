@@ -1,13 +1,13 @@
 """Keys of the prefix cache's blocks: what is edited within a block is part of its key. Knows runs, and no spec.
 
-vLLM hashes a block with the hash of the block before it, its tokens, and extra keys such as a LoRA adapter's name. Here the
-edits of the block's positions join these keys, so two requests share a block exactly where their tokens and their edits
-agree, up to there. A block without an edit has stock's own key: whoever edits only what it generates shares its prompt with
-requests that edit nothing.
+vLLM hashes a block with the hash of the block before it, its tokens, and extra keys such as a LoRA adapter's name. Here
+the edits of the block's positions join these keys, so two requests share a block exactly where their tokens and their
+edits agree, up to there. A block without an edit has stock's own key: whoever edits only what it generates shares its
+prompt with requests that edit nothing.
 
-A key/value entry depends on the tokens up to its own position, hence on edits up to there. Images are the exception: some
-models let the tokens of one image attend to each other both ways, so a block that meets an image is keyed by the edits up
-to the image's end.
+A key/value entry depends on the tokens up to its own position, hence on edits up to there. Images are the exception:
+some models let the tokens of one image attend to each other both ways, so a block that meets an image is keyed by the
+edits up to the image's end.
 
 Wraps, in the process that schedules:
     generate_block_hash_extra_keys   also where it was imported by name before
@@ -22,7 +22,7 @@ from saesteer.config import KEY
 from saesteer.plugin import hooks
 from saesteer.runs import Run, meeting
 
-RUNS = f"{KEY}_runs"  # beside the spec in extra_args, from the front end to the scheduler: as admission.keyed makes them
+RUNS = f"{KEY}_runs"  # beside the spec in extra_args, from the front end to the scheduler (admission.keyed)
 _HOOK = "generate_block_hash_extra_keys"
 
 

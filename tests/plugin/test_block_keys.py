@@ -104,8 +104,9 @@ def edited_at(found: Plan, catalog: Catalog, position: int) -> Any:
 def numbers(target: Any, catalog: Catalog) -> Any:
     if not isinstance(target, Direction):
         return target
-    named: Any = catalog.vectors[target.vector].rows if isinstance(target.vector, str) else rows_of(target.vector)
-    return named[target.layer].tolist()
+    vectors: Any = catalog.vectors
+    rows = vectors[target.vector].rows if isinstance(target.vector, str) else rows_of(target.vector)
+    return rows[target.layer].tolist()
 
 
 def gates(bits: int, site: str, conditions: tuple[Condition, ...], catalog: Catalog) -> Any:

@@ -1,4 +1,4 @@
-"""A request that is refused changes no bit of those that came with it."""
+"""A request that is refused, at the door or by the worker, changes no bit of those that came with it."""
 
 import json
 import os
@@ -12,11 +12,23 @@ from tests.plugin.conftest import BRIDGE, Dictionaries, engine_options
 pytestmark = pytest.mark.slow
 
 # Requests are added by hand, a bad one among them; the scheduler is in this process, so none starts before all are in.
+# The worker is in it as well, and made to fail for one feature.
 JOB = """
 import json, sys
 from vllm import SamplingParams
 import saesteer
+from saesteer.engine import Engine
 from tests.apart import tell
+
+BROKEN = 4242
+make_row = Engine.make_row
+
+def make_row_or_fail(self, spec, *args):
+    if any(edit.feature == BROKEN for edit in spec.edits):
+        raise RuntimeError("made to fail")
+    return make_row(self, spec, *args)
+
+Engine.make_row = make_row_or_fail
 
 if __name__ == "__main__":
     job = json.load(sys.stdin)
@@ -37,6 +49,9 @@ if __name__ == "__main__":
             for output in engine.step():
                 if output.finished:
                     one = output.outputs[0]
+                    if one.finish_reason == "error":
+                        refused.append(output.request_id.split("-")[1])
+                        continue
                     made[str(output.prompt_token_ids)] = [
                         [t, step[t].logprob] for t, step in zip(one.token_ids, one.logprobs)
                     ]
@@ -52,10 +67,15 @@ def test_batchmates_of_a_refused_request_keep_their_bits(model_dir: str, diction
         "model": model_dir,
         "dictionaries": {"demo": dictionaries.arguments["demo"]},
         "options": engine_options(),
-        "runs": [good, [good[0], [[1, 2, 3, 4], bad], *good[1:]]],
+        "runs": [
+            good,
+            [good[0], [[1, 2, 3, 4], bad], *good[1:]],
+            [good[0], [[1, 2, 3, 4], {"edits": [{**BRIDGE, "feature": 4242}]}], *good[1:]],
+        ],
     }
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    without, beside = hear("-c", JOB, environment=environment, given=json.dumps(job), timeout=600)
+    without, beside, broken = hear("-c", JOB, environment=environment, given=json.dumps(job), timeout=600)
     assert without[0] == [] and beside[0] == ["saesteer.edits[0].feature"]
     assert len(beside[1]) == 3
     assert beside[1] == without[1]
+    assert broken == [["1"], without[1]], "it ended alone"

@@ -5,6 +5,7 @@ In float32, so that batch sizes do not change tokens: a request in a crowd is co
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, Answer, answer, generate
@@ -115,6 +116,25 @@ def test_a_reused_params_object_steers_every_time(make_engine: Any) -> None:
         outputs = llm.generate([PROMPTS[0], PROMPTS[0]], params, use_tqdm=False)
         assert all(same(answer(output.outputs[0]), expected) for output in outputs)
     assert params.extra_args == {"saesteer": {"edits": [BRIDGE]}}
+
+
+def test_records_and_numpys_numbers_reach_the_engine(make_engine: Any) -> None:
+    """vLLM's messages carry neither; what the language takes is sent as JSON."""
+    from vllm import SamplingParams
+
+    import saesteer
+
+    llm = make_engine(dtype="float32")
+    (expected,) = generate(llm, [PROMPTS[0]], STEERED)
+    for edit in (
+        saesteer.clamp("demo", 3497, 2.0, unit="max_act"),
+        {**BRIDGE, "feature": np.int64(3497), "value": np.float32(2.0)},
+    ):
+        extra = {"saesteer": {"edits": [edit]}}
+        params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, extra_args=extra)
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        assert same(answer(output.outputs[0]), expected)
+    assert len(generate(llm, PROMPTS)) == len(PROMPTS), "and the engine goes on"
 
 
 def test_a_bad_spec_is_refused_and_its_batchmates_do_not_notice(make_engine: Any) -> None:

@@ -1,8 +1,9 @@
 """What a spec means at admission: groups, bands, duplicates, limits, and what is refused."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ class Set:
 
     layers: tuple[int, ...] | None = None
     width: int = 4
+    digests: Mapping[int | None, str] = field(default_factory=dict)
+    bias: float = 0.0
 
 
 OPEN = Catalog(_Everything(Info(features=2**31 - 1)), None, 64, _Everything(Set()), {})
