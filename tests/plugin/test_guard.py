@@ -1,5 +1,6 @@
 """What goes wrong on a worker for one request ends that request, and what is asked of no plugin is refused."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,3 +156,35 @@ def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(UnsupportedError, match="Ray"):
         refuse_unservable(ray)
+
+
+START = """
+import json, sys
+import saesteer
+from tests.apart import tell
+
+if __name__ == "__main__":
+    model, told = sys.argv[1], []
+    for options in json.loads(sys.argv[2]):
+        if "kv_transfer_config" in options:
+            from vllm.config import KVTransferConfig
+            options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
+        try:
+            saesteer.LLM(model, sites=["resid_post.3"], enforce_eager=True, max_model_len=64, **options)
+            told.append("started")
+        except saesteer.UnsupportedError as error:
+            told.append(str(error))
+    tell(told)
+"""
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "ExampleConnector"),
+    ({"kv_offloading_size": 1.0}, "a KV connector"),
+    ({"runner": "pooling"}, "the pooling runner"),
+]
+
+
+@pytest.mark.slow
+def test_vllm_itself_is_refused_with_these_options(model_dir: str) -> None:
+    told = hear("-c", START, model_dir, json.dumps([options for options, _ in OPTIONS]), timeout=600)
+    for said, (_, expected) in zip(told, OPTIONS, strict=True):
+        assert expected in said and "saesteer cannot serve with" in said
