@@ -7,15 +7,17 @@ Work is counted in lines of Python that run, so that a busy machine changes noth
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import saesteer.checks
 import saesteer.plan
-from saesteer.checks import closest
+from saesteer import checks
+from saesteer.edits import Mode
 from saesteer.errors import ConfigError, SpecError
 from saesteer.identity import module_digests, names_in, users_of
 from saesteer.messages import resolve
@@ -65,6 +67,9 @@ def test_twice_the_work_would_be_seen() -> None:
         assert_linear(lambda size: lambda: [None for _ in range(size) for _ in range(size)], 100)
 
 
+MODES: tuple[Mode, ...] = ("set", "min", "max")
+BAND: tuple[tuple[Mode, float], ...] = (("min", 1.0), ("max", 2.0))
+
 scopes = st.sampled_from(
     [None, {"generated": True}, {"positions": [[2, 4], [6, 8]]}, {"positions": [[2, 3], [3, 4], [9, None]]}]
 )
@@ -76,14 +81,12 @@ gates = st.lists(
 clamps = st.builds(
     lambda feature, mode, when, scope: clamp("gs15", feature, 3.0, mode, when=when, scope=scope),
     st.integers(0, 2),
-    st.sampled_from(["set", "min", "max"]),
+    st.sampled_from(MODES),
     gates.filter(lambda found: all("probe" not in one for one in found)),
     scopes,
 )
 bands = st.builds(
-    lambda feature, when, scope: [
-        clamp("gs15", feature, value, mode, when=when, scope=scope) for mode, value in (("min", 1.0), ("max", 2.0))
-    ],
+    lambda feature, when, scope: [clamp("gs15", feature, value, mode, when=when, scope=scope) for mode, value in BAND],
     st.integers(3, 9),
     gates,
     scopes,
@@ -160,29 +163,21 @@ TOO_LARGE: dict[str, list[Any]] = {
 def test_what_is_too_large_is_refused_before_it_is_made(edits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     large = [clamp("gs15", n % 100, 1.0) for n in range(4000)]
     known = catalog(64, large=large, windows=[clamp("gs15", 1, 1.0, scope=MANY)])
-    made = 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal made
-        made += 1
-        return change(*args, **options)
-
-    change = saesteer.plan.Change
-    monkeypatch.setattr(saesteer.plan, "Change", counted)
+    changes = Mock(wraps=saesteer.plan.Change)
+    monkeypatch.setattr(saesteer.plan, "Change", changes)
     with pytest.raises(SpecError, match="makes more than 64 entries with ") as caught:
         plan(from_json({"edits": edits}), known, P)
     assert (caught.value.field, caught.value.code) == ("saesteer.edits", "too_many")
-    assert made <= 64 + 1
+    assert changes.call_count <= 64 + 1
 
 
 def test_windows_of_a_module_are_made_once_however_often_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     touching = {"positions": [[n, n + 2] for n in range(1, 4097)]}  # many intervals, one window
-    made: list[int] = []
-    windows = saesteer.plan.windows
-    monkeypatch.setattr(saesteer.plan, "windows", lambda *args: made.append(1) or windows(*args))
+    windows = Mock(wraps=saesteer.plan.windows)
+    monkeypatch.setattr(saesteer.plan, "windows", windows)
     known = catalog(64, m=[ablate("any", "resid_post.15", scope=touching)])
     assert len(plan(from_json({"edits": [use("m")] * 64}), known, P).groups) == 64
-    assert len(made) == 1
+    assert windows.call_count == 1
 
 
 def test_planning_is_linear_in_the_edits() -> None:
@@ -227,7 +222,7 @@ def test_a_server_does_not_start_with_modules_that_no_request_could_use() -> Non
 
 def test_what_modules_stand_for_is_found_in_one_pass() -> None:
     def over(work: Callable[[Catalog], object]) -> Callable[[int], Callable[[], object]]:
-        return lambda size: (lambda known: lambda: work(known))(catalog(**chain(size)))  # type: ignore[no-any-return]
+        return lambda size: (lambda known: lambda: work(known))(catalog(**chain(size)))
 
     assert_linear(over(module_digests), 100)
     assert_linear(over(lambda known: users_of([("module", "m0")], known.modules)), 100)
@@ -274,25 +269,21 @@ def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
         resolve(spec, catalog(4), 200, ["user"] * 100, spans)
     assert (caught.value.field, caught.value.code, asked) == ("saesteer.edits[12].scope.messages", "too_many", 13)
     first = {"messages": [1]}
-    three: list[Any] = [clamp("gs15", 1, value, mode, scope=first) for mode, value in (("min", 1.0), ("max", 2.0))]
+    three: list[Any] = [clamp("gs15", 1, value, mode, scope=first) for mode, value in BAND]
     three.append(reconstruct("gs15", "keep", scope=first))
     assert plan(resolve(Spec(tuple(three)), catalog(1), 200, ["user"] * 2, spans), catalog(1), 200)
 
 
 def test_a_suggestion_is_looked_for_among_few_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    compare = saesteer.checks.get_close_matches
-
-    def counted(name: str, known: Any, most: int) -> Any:
-        seen.append(len(known))
-        return compare(name, known, most)
-
-    monkeypatch.setattr(saesteer.checks, "get_close_matches", counted)
+    compare = Mock(wraps=get_close_matches)
+    monkeypatch.setattr(checks, "get_close_matches", compare)
     names = [f"module-{n:04}" for n in range(4096)]
-    assert closest("modul-1234", names) == " (did you mean 'module-1234'?)"
-    assert closest("module-12x34", names) == " (did you mean 'module-1234'?)"
-    assert closest("bridge", [*names, "golden-gate", "bridges"]) == " (did you mean 'bridges'?)"
-    assert closest("x", ["y"]) == closest("", names) == ""
-    assert max(seen) <= 32
-    seen.clear()
-    assert closest("n" * 100, ["n" * 99]) == "" and not seen, "difflib takes the square of a name's length"
+    assert checks.closest("modul-1234", names) == " (did you mean 'module-1234'?)"
+    assert checks.closest("module-12x34", names) == " (did you mean 'module-1234'?)"
+    assert checks.closest("bridge", [*names, "golden-gate", "bridges"]) == " (did you mean 'bridges'?)"
+    assert checks.closest("x", ["y"]) == checks.closest("", names) == ""
+    assert max(len(call.args[1]) for call in compare.call_args_list) <= 32
+    compare.reset_mock()
+    assert checks.closest("n" * 100, ["n" * 99]) == "" and not compare.called, (
+        "difflib takes the square of a name's length"
+    )
