@@ -6,7 +6,7 @@ Work is counted in lines of Python that run, so that a busy machine changes noth
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from typing import Any
 from unittest.mock import Mock
@@ -17,13 +17,27 @@ from hypothesis import strategies as st
 
 import saesteer.plan
 from saesteer import checks
-from saesteer.edits import Mode
+from saesteer.edits import Gate, Mode, Scope
 from saesteer.errors import ConfigError, SpecError
 from saesteer.identity import module_digests, names_in, users_of
 from saesteer.messages import resolve
 from saesteer.modules import read_modules
 from saesteer.plan import Catalog, Plan, plan
-from saesteer.spec import Spec, ablate, add, cap, clamp, from_json, reconstruct, use
+from saesteer.spec import (
+    OPS,
+    ActivationRead,
+    FeatureRead,
+    InlineVector,
+    Return,
+    Spec,
+    ablate,
+    add,
+    cap,
+    clamp,
+    from_json,
+    reconstruct,
+    use,
+)
 from saesteer.uses import MAX_DEPTH
 from tests.spec.test_kinds import INFOS, SITES, VECTORS
 
@@ -287,3 +301,11 @@ def test_a_suggestion_is_looked_for_among_few_names(monkeypatch: pytest.MonkeyPa
     assert checks.closest("n" * 100, ["n" * 99]) == "" and not compare.called, (
         "difflib takes the square of a name's length"
     )
+
+
+def test_defaults_are_right_as_they_are() -> None:
+    """A field at its default is not checked again in each of a request's records."""
+    for cls in (*OPS.values(), Gate, Scope, Spec, Return, FeatureRead, ActivationRead, InlineVector):
+        for one in fields(cls):
+            if one.default is not MISSING:
+                assert one.metadata["check"](one.default, one.name) == one.default, (cls, one.name)
