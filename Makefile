@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-layers bench-host bench-modes clean
+.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-layers bench-host bench-front bench-modes clean
 
 help:
 	@echo "make demo      set up, then run the demo"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-all  the same and the slow engine tests"
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make bench-front    what admitting a request costs, on a CPU"
 
 setup: $(READY)
 
@@ -42,7 +43,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# These measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
+# All but bench-front measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results
 GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 
@@ -56,6 +57,9 @@ bench-layers:
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)
+
+bench-front: $(READY)
+	$(BIN)/python -m bench.front --out $(RESULTS) $(GIVEN)
 
 bench-modes:
 	$(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
+from heapq import nlargest
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
@@ -18,6 +19,8 @@ from saesteer.sites import KINDS, canonical, parse
 MAX_NAME = 128  # characters
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
+_COMPARABLE = 64  # characters of a name that a suggestion is looked for
+_COMPARED = 32  # known names at most that are compared with it letter by letter
 
 Code = Literal[
     "bad_json",  # the text is no JSON
@@ -72,8 +75,16 @@ def listing(names: Iterable[Any], most: int = 20) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` where a known name is close, else nothing."""
-    found = get_close_matches(name[:MAX_NAME], known, 1)
+    """``" (did you mean 'x'?)"`` where a known name is close, else nothing.
+
+    difflib takes as long for a name as it is long, squared, and looks at every known one. So long names get no
+    suggestion, and where many are known it sees only those that share most pairs of letters with this one.
+    """
+    if len(name) > _COMPARABLE:
+        return ""
+    pairs = [name[i : i + 2] for i in range(len(name) - 1)]
+    likely = nlargest(_COMPARED, known, key=lambda one: sum(map(one.__contains__, pairs)))
+    found = get_close_matches(name, likely, 1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
@@ -213,8 +224,9 @@ class Record:
 
     def _settle(self, at: str) -> None:
         for key, one in _table(type(self)).items():
-            value = one.metadata["check"](getattr(self, one.name), f"{at}.{key}")
-            object.__setattr__(self, one.name, value)
+            value = getattr(self, one.name)
+            if value is not one.default:  # which is right as it is, and most fields have it
+                object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
         self._whole(at)
 
     def _whole(self, at: str) -> None:

@@ -1,6 +1,7 @@
 """The conditions of a request: what `when` reads, where, and which bit of a token holds the answer. Knows no values."""
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from saesteer.checks import fail
 from saesteer.edits import Gate
@@ -17,6 +18,10 @@ class Conditions:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._fields: dict[Key, str] = {}  # path of its first mention
+        self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit waits for it
+
+    def __len__(self) -> int:
+        return len(self._fields)
 
     def keys(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
         """What an edit at a site waits for.
@@ -46,33 +51,29 @@ class Conditions:
         below = float("inf") if gate.below is None else gate.below
         key = (place, target, above, below)
         self._fields.setdefault(key, at)
+        self._last[key] = max(order(site), self._last.get(key, order(site)))
         return key
 
-    def settle(self, uses: Sequence[tuple[Key, str]]) -> tuple[tuple[Condition, ...], dict[Key, int]]:
+    def settle(self) -> tuple[tuple[Condition, ...], dict[Key, int]]:
         """The conditions in the order of their sites, and the bit of each.
 
         A bit is given again at a site behind the last edit that waits for it: all that a token has is 32 bits.
 
-        Args:
-            uses: each condition with the sites of the edits that wait for it.
-
         Raises:
             SpecError: too many of them at a time.
         """
-        last: dict[Key, tuple[int, int]] = {}
-        for key, site in uses:
-            last[key] = max(order(site), last.get(key, order(site)))
         found: list[Condition] = []
         free = [1 << bit for bit in range(MOST_CONDITIONS)][::-1]
-        held: dict[Key, int] = {}
+        held: list[tuple[tuple[int, int], int]] = []  # bits, the first to become free in front
         bits: dict[Key, int] = {}
-        for key in sorted(last, key=lambda one: order(one[0])):
+        for key in sorted(self._last, key=lambda one: order(one[0])):
             site, target, above, below = key
-            for other in [one for one in held if last[one] < order(site)]:
-                free.append(held.pop(other))
+            while held and held[0][0] < order(site):
+                free.append(heappop(held)[1])
             if not free:
                 message = f"is condition {MOST_CONDITIONS + 1} that edits wait for at {site}"
                 fail(self._fields[key], "too_many", f"{message}, expected at most {MOST_CONDITIONS} different ones")
-            held[key] = bits[key] = free.pop()
+            bits[key] = free.pop()
+            heappush(held, (self._last[key], bits[key]))
             found.append(Condition(site, target, above, below, bits[key], self._fields[key]))
         return tuple(found), bits

@@ -5,8 +5,11 @@ Knows catalogs and fingerprints, no server and no token. Two specs with equal co
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from saesteer.edits import Edit, Use
@@ -39,14 +42,16 @@ def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, st
 
 def module_digests(catalog: Catalog) -> dict[str, str]:
     """The version hash of every module: what it does, with the vectors and modules behind its names."""
+    uses = {name: {used for _, used in _direct(spec.edits, "module")} for name, spec in catalog.modules.items()}
     found: dict[str, str] = {}
-    while missing := [name for name in catalog.modules if name not in found]:
-        # A pass for each level of modules in modules; a circle, which the plan refuses, would end it.
-        ready = [n for n in missing if all(used in found for _, used in _direct(catalog.modules[n].edits, "module"))]
-        if not ready:
-            break
-        for name in ready:
-            found[name] = digest(content_of(catalog.modules[name].edits, catalog, found))
+    order = TopologicalSorter(uses)
+    with suppress(CycleError):  # the plan refuses a circle, and nobody asks for the digests of its modules
+        order.prepare()
+    while order.is_active():
+        for name in order.get_ready():
+            if name in uses and uses[name] <= found.keys():
+                found[name] = digest(content_of(catalog.modules[name].edits, catalog, found))
+            order.done(name)
     return found
 
 
@@ -65,12 +70,17 @@ def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
 
 def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool = False) -> list[str]:
     """The modules that name one of these; with ``direct`` only in their own words."""
-    wanted = set(names)
-
-    def mentioned(spec: Spec) -> set[Name]:
-        return set(_direct(spec.edits)) if direct else names_in(spec.edits, modules)
-
-    return [name for name, spec in modules.items() if mentioned(spec) & wanted]
+    users: defaultdict[Name, list[str]] = defaultdict(list)
+    for name, spec in modules.items():
+        for used in _direct(spec.edits):
+            users[used].append(name)
+    found: set[str] = set()
+    ahead = list(names)
+    while ahead:
+        new = set(users[ahead.pop()]) - found
+        found |= new
+        ahead += [] if direct else [("module", name) for name in new]
+    return [name for name in modules if name in found]
 
 
 def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:

@@ -3,7 +3,7 @@
 Knows roles and windows, no text, no template and no tokenizer: where a message stands in a prompt the caller is asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +39,19 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     Raises:
         SpecError: a role or an index that the conversation does not have, or a scope without a token.
     """
-    total = 0
+    # An entry comes from three edits at most: a min, a max and the reconstruction that takes them.
+    total, most = 0, min(MAX_POSITIONS, 3 * catalog.max_entries)
+    places: dict[str, list[int]] = {}
+    for place, role in enumerate(roles):
+        places.setdefault(role, []).append(place)
+    known: dict[tuple[Message, ...], list[tuple[int, int]]] = {}
     edits: list[Edit] = []
     for i, edit in enumerate(spec.edits):
         scope, at = _scope(edit), f"saesteer.edits[{i}].scope"
         if scope.messages is not None:
-            runs = _runs(scope.messages, roles, f"{at}.messages")
+            runs = known.get(scope.messages)
+            if runs is None:
+                runs = known[scope.messages] = _runs(scope.messages, places, len(roles), f"{at}.messages")
             if len(runs) > catalog.max_entries:
                 expected = f"at most {catalog.max_entries}, as many entries as the server takes"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
@@ -54,9 +61,9 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             total += len(found)
             if not found:
                 fail(at, "empty_scope", "holds no token of these messages, expected at least one")
-            if total > MAX_POSITIONS:
-                expected = f"at most {MAX_POSITIONS}"
-                fail(f"{at}.messages", "too_many", f"makes {total} intervals up to here, expected {expected}")
+            if total > most:
+                message = f"makes {total} intervals up to here, expected at most {most}"
+                fail(f"{at}.messages", "too_many", message)
             changed: Any = edit  # every edit but `use` has a scope
             edit = replace(changed, scope=Scope(positions=found))
         edits.append(edit)
@@ -68,27 +75,32 @@ def _scope(edit: Edit) -> Scope:
     return found
 
 
-def _runs(wanted: Sequence[Message], roles: Sequence[str], at: str) -> list[tuple[int, int]]:
-    """The messages that are named, as runs [first, end) of neighbours, ascending."""
-    places: set[int] = set()
+def _runs(wanted: Sequence[Message], places: Mapping[str, list[int]], count: int, at: str) -> list[tuple[int, int]]:
+    """The messages that are named, as runs [first, end) of neighbours, ascending.
+
+    Args:
+        wanted: roles and indices.
+        places: of the messages that have a role, by role.
+        count: of messages.
+        at: path of the field.
+    """
+    found: set[int] = set()
+    fresh = dict(places)  # a role that is named again adds nothing
     for i, one in enumerate(wanted):
         if isinstance(one, str):
-            having = [place for place, role in enumerate(roles) if role == one]
-            if not having:
-                known = f"one of: {listing(set(roles))}"
+            if one not in places:
+                expected = f"one of: {listing(places)}"
                 fail(
-                    f"{at}[{i}]",
-                    "unknown_name",
-                    f"got the role {show(one)}{closest(one, set(roles))}, expected {known}",
+                    f"{at}[{i}]", "unknown_name", f"got the role {show(one)}{closest(one, places)}, expected {expected}"
                 )
-            places.update(having)
-        elif -len(roles) <= one < len(roles):
-            places.add(one % len(roles))
+            found.update(fresh.pop(one, ()))
+        elif -count <= one < count:
+            found.add(one % count)
         else:
-            expected = f"an index from {-len(roles)} to {len(roles) - 1}: the prompt has {len(roles)} messages"
+            expected = f"an index from {-count} to {count - 1}: the prompt has {count} messages"
             fail(f"{at}[{i}]", "out_of_range", f"got {one}, expected {expected}")
     runs: list[tuple[int, int]] = []
-    for place in sorted(places):
+    for place in sorted(found):
         if runs and runs[-1][1] == place:
             runs[-1] = (runs[-1][0], place + 1)
         else:

@@ -26,7 +26,7 @@ def read_modules(
 
     Raises:
         ConfigError: a file that cannot be read, a wrong spec, one that asks for ``return``, an unknown name, or modules
-            that use each other in a circle.
+            that use each other in a circle or too deep.
     """
     modules = {name: _read(name, source) for name, source in sources.items()}
     known = {"dictionary": set(dictionaries), "vector": set(vectors), "probe": set(vectors)}
@@ -39,7 +39,7 @@ def read_modules(
                 at = f"module {name!r}: saesteer.edits[{i}].scope.messages"
                 raise ConfigError(f"{at}: is not served in modules by this version, expected positions or flags")
         try:
-            steps(spec.edits, modules)
+            list(steps(spec.edits, modules, (name,)))
         except SpecError as exc:
             raise ConfigError(f"module {name!r}: {exc}") from exc
     return modules

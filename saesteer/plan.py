@@ -5,7 +5,7 @@ Knows no weights, no tensors and no engine. What is not served is refused here b
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from saesteer.checks import FLOAT32_MAX, fail
@@ -34,10 +34,9 @@ __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Gro
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A change before the bits of its conditions are known, and the edit that it comes from."""
+    """A change before the bits of its conditions are known."""
 
     change: Change
-    edit: Edit
     keys: tuple[Key, ...]
 
 
@@ -46,11 +45,15 @@ class _Growing:
     site: str
     of: object  # who may join: a dictionary's clamps, plain adds, or nobody (None)
     run: int
-    members: list[_Member]
+    members: list[_Member] = field(default_factory=list)
+    halves: dict[object, int] = field(default_factory=dict)  # a min or max without its other half → its place
 
 
 def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     """The groups and conditions of a spec.
+
+    Entries are counted as they are made, and the first one too many ends the planning: a request that the server
+    refuses costs no more than one that it serves.
 
     Raises:
         SpecError: an unknown name, a feature out of range, an empty scope, a feature clamped twice at a position, too
@@ -76,7 +79,9 @@ class _Planner:
         self.conditions = Conditions(catalog)
         self.groups: list[_Growing] = []
         self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
+        self.entries = 0  # changes times windows, conditions left out
         self.relative = False
+        self._known: dict[tuple[int, int], tuple[Window, ...]] = {}  # windows by the scope's id and skip_first
 
     def clamp(self, step: Step) -> None:
         edit, at = step.edit, step.at
@@ -163,20 +168,24 @@ class _Planner:
 
     def finish(self) -> Plan:
         """The plan, when all edits are there."""
-        members = [_together(group) for group in self.groups]
-        uses = [(key, group.site) for group, found in zip(self.groups, members, strict=True) for m in found
-                for key in m.keys]  # fmt: skip
-        conditions, bits = self.conditions.settle(uses)
+        for group in self.groups:
+            _refuse_twice([member.change for member in group.members])
+        conditions, bits = self.conditions.settle()
         groups = tuple(
-            Group(group.site, tuple(_gated(member, bits) for member in found))
-            for group, found in zip(self.groups, members, strict=True)
+            Group(group.site, tuple(_gated(member, bits) for member in group.members)) for group in self.groups
         )
         found = Plan(groups, conditions, self.relative)
         _refuse_dense(found, self.catalog)
-        _count(found, self.catalog)
+        _refuse_brought(found, self.catalog)
         return found
 
     def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
+        key = id(scope), skip_first  # a module's scope comes again with each use of the module
+        if key not in self._known:
+            self._known[key] = self._new_windows(scope, at, skip_first)
+        return self._known[key]
+
+    def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
         if scope.messages is not None:
             message = "names chat messages, which only the prompt of a chat request has, if it is text alone"
             if ".module." in at:
@@ -195,9 +204,17 @@ class _Planner:
         keys = self.conditions.keys(getattr(step.edit, "when", ()), site, step.at)
         group = self.last.get(site)
         if group is None or of is None or group.of != of or group.run != step.run:
-            group = self.last[site] = _Growing(site, of, step.run, [])
+            group = self.last[site] = _Growing(site, of, step.run)
             self.groups.append(group)
-        group.members.append(_Member(change, step.edit, keys))
+        if not _made_band(group, step.edit, change, keys):
+            group.members.append(_Member(change, keys))
+            self.entries += len(change.windows)
+        most = self.catalog.max_entries
+        if self.entries + len(self.conditions) > most:
+            message = f"makes more than {most} entries with {step.at}, expected at most {most}"
+            what = "an entry is a condition, or one feature or vector in one window of positions"
+            hint = "the server takes more when started with a higher --max-edits"
+            fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
 
 
 _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
@@ -229,26 +246,21 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
 
 
-def _together(group: _Growing) -> list[_Member]:
-    """The members, min and max of the same windows and gate made one band; no feature twice at a position."""
-    if len(group.members) == 1:  # of which a set of vectors makes one for each layer
-        return group.members
-    found: list[_Member] = []
-    halves: dict[object, int] = {}  # half of a band → its place in found
-    for one in group.members:
-        mode = one.edit.mode if isinstance(one.edit, Clamp) else None
-        other = {"min": "max", "max": "min"}.get(mode or "")
-        change = one.change
-        alike = (change.target, change.windows, change.only_if_active, change.unit, frozenset(one.keys))
-        place = halves.pop((*alike, other), None) if other else None
-        if place is None:
-            if other:
-                halves.setdefault((*alike, mode), len(found))
-            found.append(one)
-        else:
-            found[place] = replace(found[place], change=_band(found[place].change, change))
-    _refuse_twice([one.change for one in found])
-    return found
+def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key]) -> bool:
+    """Whether a min or max has joined its other half, one of the same windows and gate, as a band."""
+    if not isinstance(edit, Clamp) or edit.mode not in _OTHER:
+        return False
+    alike = change.target, change.windows, change.only_if_active, change.unit, frozenset(keys)
+    place = group.halves.pop((*alike, _OTHER[edit.mode]), None)
+    if place is None:
+        group.halves.setdefault((*alike, edit.mode), len(group.members))
+        return False
+    half = group.members[place]
+    group.members[place] = replace(half, change=_band(half.change, change))
+    return True
+
+
+_OTHER = {"min": "max", "max": "min"}
 
 
 def _band(first: Change, second: Change) -> Change:
@@ -260,6 +272,7 @@ def _band(first: Change, second: Change) -> Change:
 
 
 def _refuse_twice(changes: Sequence[Change]) -> None:
+    """No feature is clamped twice at a position."""
     spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
     for place, change in enumerate(changes):
         if isinstance(change.target, Feature):
@@ -302,18 +315,12 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
         begun.add(group.site)
 
 
-def _count(found: Plan, catalog: Catalog) -> None:
-    changes = [(group.site, change) for group in found.groups for change in group.changes]
-    count = sum(len(change.windows) for _, change in changes) + len(found.conditions)
-    if count > catalog.max_entries:
-        message = f"makes {count} entries, expected at most {catalog.max_entries}"
-        what = "an entry is a condition, or one feature or vector in one window of positions"
-        hint = "the server takes more when started with a higher --max-edits"
-        fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
+def _refuse_brought(found: Plan, catalog: Catalog) -> None:
+    """A site has room for so many vectors that one request brings."""
     if catalog.inline_rows is None:
         return
     brought: defaultdict[str, set[Direction]] = defaultdict(set)
-    for site, change in changes:
+    for site, change in ((group.site, change) for group in found.groups for change in group.changes):
         if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
             if catalog.pinned and (site, change.target) in catalog.pinned:
                 continue

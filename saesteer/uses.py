@@ -9,6 +9,8 @@ from saesteer.checks import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.edits import Edit, Use
 from saesteer.spec import MAX_EDITS, Return, Spec
 
+MAX_DEPTH = 32  # of modules in one another, the one that a request names among them
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -20,18 +22,22 @@ class Step:
     run: int  # edits of different runs have a `use` between them
 
 
-def steps(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> list[Step]:
-    """The edits in the order in which they apply.
+def steps(edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str, ...] = ()) -> Iterator[Step]:
+    """The edits in the order in which they apply, each found when it is asked for.
+
+    Args:
+        edits: of a request or a module.
+        modules: by name.
+        inside: the modules that the edits stand in, the outermost first.
 
     Raises:
-        SpecError: an unknown module, a module that uses itself, too many edits, or scales that multiply to too much.
+        SpecError: an unknown module, one that uses itself, modules too deep in one another, too many edits, or scales
+            that multiply to too much.
     """
-    found: list[Step] = []
-    for step in _Walk(modules).walk(edits, "saesteer", 1.0, ()):
-        if len(found) == MAX_EDITS:
+    for count, step in enumerate(_Walk(modules).walk(edits, "saesteer", 1.0, inside)):
+        if count == MAX_EDITS:
             fail(step.at, "too_many", f"is edit {MAX_EDITS + 1} with those of modules, expected at most {MAX_EDITS}")
-        found.append(step)
-    return found
+        yield step
 
 
 class _Walk:
@@ -59,6 +65,9 @@ class _Walk:
         if name in inside:
             path = " uses ".join(map(repr, [*inside[inside.index(name) :], name]))
             fail(at, "conflict", f"is a cycle, {path}, expected modules that do not use themselves")
+        if len(inside) == MAX_DEPTH:
+            message = f"uses {show(name)}, {MAX_DEPTH + 1} modules deep, expected at most {MAX_DEPTH}"
+            fail(at, "too_many", message)
         if module.returns != Return():
             fail(at, "not_served", f"module {name!r} reads values out, which is not served by this version")
         self.used += 1

@@ -16,6 +16,10 @@ from saesteer.planned import Window
 from saesteer.plugin import hooks
 
 CONVERSATION = "saesteer_conversation"  # in the engine's input, which vLLM reads by its own keys alone
+# Each place where a message begins or ends is a rendering of all before it, so many places in a long prompt cost as its
+# square. A rendering takes 1 to 2 µs a token, nearly all in the tokenizer.
+MOST_RENDERED = 2**20  # tokens for one request, each rendering counted as the whole prompt
+FEW = 8  # renderings that a prompt of any length may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,15 @@ class Conversation:
             at: path of the field that asks.
 
         Raises:
-            SpecError: the template does not render the first messages as it does within the whole.
+            SpecError: the template does not render the first messages as it does within the whole, or the request would
+                have more rendered than MOST_RENDERED.
         """
         missing = sorted({count for run in runs for count in run if count} - self._ends.keys())
+        ends = len(self._ends) + len(missing)
+        most = max(FEW, MOST_RENDERED // len(ids))
+        if ends > most:
+            message = f"asks for {ends} places where messages begin or end, in a prompt of {len(ids)} tokens"
+            fail(at, "too_many", f"{message}; expected at most {most} in a prompt so long, or positions")
         for count in missing:
             self._ends[count] = self._end(count, ids, at)
         return [(self._ends.get(first, 0), self._ends[end]) for first, end in runs]

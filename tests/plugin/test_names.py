@@ -17,6 +17,7 @@ from saesteer.plugin.board import Board
 from saesteer.plugin.changes import Given
 from saesteer.plugin.names import Names
 from saesteer.spec import from_json
+from saesteer.uses import MAX_DEPTH
 
 
 class Workers:
@@ -172,3 +173,21 @@ def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:
     other = Given.read({"dtype": "float32", "shape": [1, 3], "layers": [4], "data": "AACAPwAAgD8AAIA/"}, None)
     with pytest.raises(RegistryError, match=r"module 'm' uses vector 'v'.*layer 3"):
         asyncio.run(known.put_vector(engine, "v", other))
+
+
+def test_modules_are_registered_in_one_another_up_to_a_bound() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    asyncio.run(known.put_module(engine, "m0", SPEC))
+
+    def chained() -> None:
+        for n in range(1, 600):
+            nested = from_json({"edits": [{"op": "use", "module": f"m{n - 1}"}]})
+            asyncio.run(known.put_module(engine, f"m{n}", nested))
+
+    with pytest.raises(SpecError, match=f"{MAX_DEPTH + 1} modules deep, expected at most {MAX_DEPTH}") as error:
+        chained()
+    assert error.value.code == "too_many" and error.value.field.startswith("spec.edits[0].module.edits[0].module")
+    asyncio.run(known.put_module(engine, "apart", SPEC))
+    with pytest.raises(RegistryError, match=r"module 'm\d+' uses module 'm0', and could not use this one"):
+        asyncio.run(known.put_module(engine, "m0", from_json({"edits": [{"op": "use", "module": "apart"}]})))

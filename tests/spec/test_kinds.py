@@ -222,8 +222,8 @@ def test_names_are_told() -> None:
 
 
 def test_modules_that_double_are_cut_off() -> None:
-    field, code, _ = refusal(use("m39"))
-    assert code == "too_many" and field.endswith(".module")
+    field, code, message = refusal(use("m30"))
+    assert code == "too_many" and field.endswith(".module") and f"module {MAX_EDITS + 1} in a row" in message
     many = Catalog(INFOS, SITES, 10**6, VECTORS, {"x": from_json({"edits": [ablate("any", "resid_post.15")] * 64})}, 4)
     with pytest.raises(SpecError, match=rf"expected at most {MAX_EDITS}") as caught:
         planned(*[use("x")] * 65, catalog=many)
@@ -233,5 +233,5 @@ def test_modules_that_double_are_cut_off() -> None:
 def test_conditions_count_as_entries() -> None:
     catalog = Catalog(INFOS, SITES, 3, VECTORS)
     assert planned(gated(FEATURE), gated(FEATURE), catalog=catalog)
-    with pytest.raises(SpecError, match="makes 4 entries"):
+    with pytest.raises(SpecError, match="makes more than 3 entries with saesteer\\.edits\\[1\\], expected at most 3"):
         planned(gated(FEATURE), gated({**FEATURE, "above": 2.0}), catalog=catalog)
