@@ -45,14 +45,13 @@ def digest_of(file: Path) -> str:
         OSError: the file cannot be read.
     """
     with file.open("rb") as stream:
-        before = os.fstat(stream.fileno())
-        state = _state(before)
-        large = before.st_size >= _LARGE
+        stat = os.fstat(stream.fileno())
+        state, large = _state(stat), stat.st_size >= _LARGE
         found = _seen.get(state) or (_kept().get(state) if large else None)
         if found is None:
-            settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED
+            settled = time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLED
             found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if not settled or _state(os.fstat(stream.fileno())) != state:
+            if not settled:
                 return found
             if large:
                 _keep(state, found)
