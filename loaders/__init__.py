@@ -43,7 +43,9 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
 
 
 def describe(place: str | Path) -> CoderInfo:
-    """What ``load(place).info`` would be, from headers and small JSON alone: instant whatever the size.
+    """What ``load(place).info`` would be, from headers and small JSON alone.
+
+    Its fingerprint takes one reading of the whole files, which a machine and a process do once: see ``saesteer.cache``.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from saesteer.cache import digest_of
 from saesteer.errors import LoadError
 
 # All that is ever asked of the hub; a repository cannot make us fetch anything else.
@@ -26,7 +27,7 @@ ALLOWED = (
 COMPANIONS = ("cfg.json", "manifest.json")  # what a single file needs beside it
 SQUARE = "F other than d_in: a square encoder may be transposed unseen"
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's of small files, sha256 of large ones
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
 
@@ -112,17 +113,26 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Hex sha256 over names, sizes and modification times; the content is not read.
+    """Hex digest of what the files hold, whatever they are called, wherever they lie and however old they are.
 
-    The hub's cache names content by its digest. That stands for the time, so the same download is the same everywhere.
+    Of one file it is the sha256 that `sha256sum` prints, of several the sha256 over theirs. Files in the hub's cache
+    are named by the sha256 of their content if they are large, and are not read for it.
+
+    Raises:
+        LoadError: a file cannot be read.
     """
-    digest = hashlib.sha256()
-    for file in files:
-        stat, content = file.stat(), file.resolve()
-        is_blob = content.parent.name == "blobs" and _DIGEST.fullmatch(content.name)
-        stamp = content.name if is_blob else stat.st_mtime_ns
-        digest.update(f"{file.name}\0{stat.st_size}\0{stamp}\0".encode())
-    return digest.hexdigest()
+    digests = [_digest(file) for file in files]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    content = file.resolve()
+    if content.parent.name == "blobs" and _SHA256.fullmatch(content.name):
+        return content.name
+    try:
+        return digest_of(content)
+    except OSError as exc:
+        raise LoadError(f"{file}: cannot be read ({exc.strerror or exc}); expected a file with weights") from exc
 
 
 def bytes_on_disk(files: Iterable[Path]) -> int:

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time: a 10 GB bf16 dictionary 
 
 @dataclass(frozen=True, slots=True)
 class CoderInfo:
-    """All that is known of a dictionary without reading its weights; plain Python values.
+    """All that is known of a dictionary without its weights in memory; plain Python values.
 
     ``feature_ids`` is None when row i of the weights is feature i. A file that holds only some features of a dictionary
     (a manifest) names them in row order; requests use the original index, ``row_of`` finds its row.
@@ -47,7 +47,7 @@ class CoderInfo:
     has_max_act: bool = False
     skip_first: int = 1  # first positions that the format leaves alone
     source: str = ""  # the path or hub id as given
-    fingerprint: str = ""  # of the files read, see loaders.files.fingerprint
+    fingerprint: str = ""  # of the files' content, see loaders.files.fingerprint
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True  # False: decode() lacks features or the output bias, only deltas mean something
     model: str | None = None  # the language model it was trained on, where the files say

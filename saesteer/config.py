@@ -173,10 +173,13 @@ class SaesteerConfig:
         return tuple(sorted(set(wanted), key=order))
 
     def fingerprint(self) -> str:
-        """Hex digest of all that decides which ops stand where in the compiled graph, and what they read."""
+        """Hex digest of all that decides which ops stand where in the compiled graph, and what they read.
+
+        Files count by what they hold, so machines that keep the same ones in other places agree.
+        """
         facts = [
-            self.to_json(),
-            {name: info.to_json() for name, info in self.describe().items()},
+            replace(self, dictionaries={}, vectors={}, modules={}).to_json(),
+            {name: replace(info, source="").to_json() for name, info in self.describe().items()},
             {name: found.fingerprint for name, found in self.read_vectors().items()},
             {name: spec.to_json() for name, spec in self.read_modules().items()},
         ]
@@ -246,17 +249,28 @@ def _module_source(name: str, value: Any) -> str | dict[str, Any]:
     return dict(value)
 
 
+def unserved(info: CoderInfo) -> str | None:
+    """Why no server can hold a dictionary, as its files are; None where one can, or would if the site were named."""
+    site, not_served = info.site_in, "which is not served by this version"
+    if info.d_in != info.d_out:
+        return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
+    if site is None or info.site_out is None or (site == info.site_out and site.partition(".")[0] in SERVED_KINDS):
+        return None
+    served = f"served: one of {', '.join(SERVED_KINDS)} read and written"
+    return f"reads {site} and writes {info.site_out}, {not_served}; {served}"
+
+
 def _placed(name: str, source: DictionarySource) -> CoderInfo:
     info = describe(source.path)
-    site_in, site_out = (source.site, source.site) if source.site else (info.site_in, info.site_out)
-    if site_in is None or site_out is None:
+    if source.site:
+        parse(source.site)
+        info = replace(info, site_in=source.site, site_out=source.site)
+    if info.site_in is None or info.site_out is None:
         raise ConfigError(
             f"dictionary {name!r}: the files in {source.path} do not say where they belong; "
             f"name the site, as in --dictionary {name}={source.path}@resid_post.20"
         )
-    if site_in != site_out or parse(site_in)[0] not in SERVED_KINDS:
-        raise ConfigError(
-            f"dictionary {name!r} reads {site_in} and writes {site_out}, which is not served by this version; "
-            f"served: one of {', '.join(SERVED_KINDS)} read and written"
-        )
-    return replace(info, site_in=site_in, site_out=site_out)
+    if why := unserved(info):
+        raise ConfigError(f"dictionary {name!r} {why}")
+    parse(info.site_in)
+    return info

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from saesteer import dose
 from saesteer.coder import SparseCoder
 from saesteer.config import LIMITS, SaesteerConfig
 from saesteer.engine import Engine, Row, Site
-from saesteer.errors import ConfigError, UnsupportedError
+from saesteer.errors import ConfigError
+from saesteer.families import Family, find_trunk
 from saesteer.loaders import load
+from saesteer.modules import check_modules
 from saesteer.plan import plan
 from saesteer.sites import canonical, parse
 from saesteer.spec import Spec, as_spec
@@ -51,8 +53,9 @@ class Model:
         dtype: to load the model in; default float32.
 
     Raises:
-        ConfigError: a dictionary or site that the model does not have, or a wrong limit.
-        UnsupportedError: a model whose layers have no residual stream of the known shape.
+        ConfigError: a dictionary or site that the model does not have, a module that no request could use, or a wrong
+            limit.
+        UnsupportedError: a model whose decoder layers are of no family in ``saesteer.families``.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Model:
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.model = model.eval()
         self.tokenizer = tokenizer
-        trunk = _find_trunk(model)
+        trunk, family = find_trunk(model, "transformers")
         self._config = SaesteerConfig.from_json(
             {
                 "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
@@ -97,13 +100,14 @@ class Model:
             max_rows=1,
             max_tokens=text.max_position_embeddings,
         )
+        check_modules(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
-            self._hook(trunk, site)
+            self._hook(trunk, family, site)
 
-    def _hook(self, trunk: Any, site: Site) -> None:
+    def _hook(self, trunk: Any, family: Family, site: Site) -> None:
         kind, layer = parse(site.name)
         block = trunk.layers[layer]
         if kind == "resid_post":
@@ -111,8 +115,7 @@ class Model:
         elif kind == "resid_pre":
             block.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
         else:
-            gemma = hasattr(block, "pre_feedforward_layernorm")
-            norm = block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm
+            norm = getattr(block, family.mid_norm)
             norm.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
 
     def _edit(self, site: Site, hidden: Tensor) -> None:
@@ -312,11 +315,3 @@ class Model:
             ]
             for position in range(1, len(ids))
         ]
-
-
-def _find_trunk(model: nn.Module) -> Any:
-    for module in model.modules():
-        blocks = getattr(module, "layers", None)
-        if isinstance(blocks, nn.ModuleList) and len(blocks) and hasattr(blocks[0], "post_attention_layernorm"):
-            return module
-    raise UnsupportedError(f"model {type(model).__name__} has no decoder layers of a known shape")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from saesteer.coder import CoderInfo
+from saesteer.coder import RANKED, CoderInfo
+from saesteer.config import unserved
 from saesteer.errors import LoadError
 from saesteer.loaders import describe
 from saesteer.vectors import VectorSet, read_vectors
@@ -63,22 +64,33 @@ def _listed(layers: tuple[int, ...]) -> str:
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
     site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}"
+    if info.site_in is None or info.site_out is None:
+        site = "not said by the files: give it, as in NAME=PATH@resid_post.12"
+    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` finds it"
     return [
         ("source", info.source),
         ("format", info.format),
         ("model", info.model or "not said by the files"),
-        ("site", site or "not said by the files: give it, as in NAME=PATH@resid_post.12"),
+        ("site", str(site)),
         ("features", f"{info.features:,}{_ids(info)}"),
         ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]"),
-        ("activation", f"topk, k = {info.k}" if info.k is not None else info.activation),
-        ("input norm", info.in_norm),
+        ("activation", _activation(info)),
+        ("input norm", info.in_norm if info.in_norm == "none" else f"{info.in_norm}, of each token"),
         ("unit", f"{info.feature_unit} feature values"),
-        ("max_act", "known" if info.has_max_act else "unknown: `saesteer calibrate` finds it"),
-        ("leaves alone", f"the first {info.skip_first} position(s)" if info.skip_first else "no position"),
+        ("max_act", "known" if info.has_max_act else unknown),
+        ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
         ("on disk", _size(info.bytes_on_disk)),
         ("fingerprint", info.fingerprint[:16]),
     ]
+
+
+def _activation(info: CoderInfo) -> str:
+    if info.k is None:
+        return info.activation
+    if info.activation == "groupmax":
+        return f"groupmax, {info.k} groups of {info.features // info.k}"
+    return f"{info.activation}, k = {info.k}"
 
 
 def _ids(info: CoderInfo) -> str:
@@ -89,17 +101,20 @@ def _ids(info: CoderInfo) -> str:
 
 
 def _not_served(info: CoderInfo) -> list[str]:
+    """What a server refuses of this dictionary, at start or request by request."""
+    if why := unserved(info):
+        return [f"this dictionary, in a server: it {why}"]
     notes = []
     if info.feature_ids is not None:
         notes.append("features that the file does not hold")
     if not info.can_reconstruct:
-        notes.append("reconstruct: the file lacks the output bias or some features")
+        notes.append("reconstruct with error drop: the file lacks the output bias or some features")
+    elif info.activation == "groupmax":
+        notes.append("reconstruct with error drop, for groupmax")
     if not info.has_max_act:
         notes.append("values in unit max_act, until it is calibrated")
-    if info.in_norm != "none":
-        notes.append(f"clamps inside a model: the per-token {info.in_norm} is known to encode and decode only")
-    if info.site_in != info.site_out:
-        notes.append("clamps inside a model: what reads at one site and writes at another only encodes and decodes")
+    if info.activation in RANKED:
+        notes.append(f"clamps behind other edits of the site in one request, as {info.activation} needs all features")
     return notes
 
 

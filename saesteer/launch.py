@@ -16,6 +16,7 @@ from saesteer.config import KEY, DictionarySource, SaesteerConfig
 from saesteer.demo import DEMO_DICTIONARY, DEMO_SAE, engine_options
 from saesteer.errors import ConfigError
 from saesteer.model import ensure_model
+from saesteer.modules import check_modules
 from saesteer.vectors import check_vectors
 
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
@@ -39,7 +40,8 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
         flags: for vLLM; those that say how to find the model's config are heeded.
 
     Raises:
-        ConfigError: no such model, a dictionary, vector or site that it does not have, or a wrong module.
+        ConfigError: no such model, a dictionary, vector or site that it does not have, or a module that no
+            request could use.
         LoadError: a file of a dictionary or of vectors is not what it should be.
     """
     infos, vectors = config.describe(), config.read_vectors()
@@ -51,8 +53,10 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
 
     shape = _text_config(model, flags)
     width, layers = shape.hidden_size, shape.num_hidden_layers
+    config = config.with_depth(layers)
     check_vectors(vectors, width=width, layers=layers)
-    check_fit(infos, config.with_depth(layers).all_sites(infos), width=width, layers=layers)
+    check_fit(infos, config.all_sites(infos), width=width, layers=layers)
+    check_modules(config.catalog(infos, width=width))
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:

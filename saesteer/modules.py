@@ -1,17 +1,24 @@
-"""Modules at start: specs from files under a name, checked against the names that this server has.
+"""Modules: specs under a name, read from files at start, and checked against what the server has whenever they come.
 
-Knows no tokens and no weights; whether a feature exists is seen when a request uses the module.
+Knows no tokens, no weights and no engine. The prompt of a request is not known yet: what depends on it is seen there.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saesteer.checks import closest, listing
+from saesteer.checks import closest, fail, listing
 from saesteer.edits import Scope
 from saesteer.errors import ConfigError, SpecError
+from saesteer.identity import names_in
+from saesteer.plan import plan
+from saesteer.planned import Catalog
 from saesteer.spec import MAX_CHARACTERS, Return, Spec, from_json
 from saesteer.uses import steps
+
+_LENGTHS = (1 << 20, 64, 8)  # of prompts, for one of which a module must mean something
+_BY_PROMPT = ("empty_scope", "duplicate")  # what may be wrong for one prompt and right for another
 
 
 def read_modules(
@@ -43,6 +50,51 @@ def read_modules(
         except SpecError as exc:
             raise ConfigError(f"module {name!r}: {exc}") from exc
     return modules
+
+
+def check_modules(catalog: Catalog) -> None:
+    """Refuse modules of a server that no request could use, as they would be if they came over HTTP.
+
+    Raises:
+        ConfigError: naming the module and the field; where modules use each other, the one that is wrong itself.
+    """
+    modules = catalog.modules
+    # What a module uses comes before it, as it names fewer.
+    for name in sorted(modules, key=lambda name: len(names_in(modules[name].edits, modules))):
+        try:
+            check_module(modules[name], catalog)
+        except SpecError as exc:
+            raise ConfigError(f"module {name!r}: {exc}") from exc
+
+
+def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
+    """Refuse a module that no request could use.
+
+    Args:
+        spec: of the module.
+        catalog: what the server has, with all of its modules.
+        where: what stands in the error's field for the module.
+
+    Raises:
+        SpecError: as ``plan`` for each prompt, or it asks for ``return``.
+    """
+    if spec.returns != Return():
+        fail(f"{where}.return", "not_served", "asks for return, expected edits only")
+    catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
+    for prompt_len in _LENGTHS:
+        try:
+            plan(spec, catalog, prompt_len)
+            return
+        except SpecError as error:
+            if error.code not in _BY_PROMPT:
+                message = str(error).removeprefix(f"{error.field}: ")
+                field = error.field.replace("saesteer", where, 1)
+                raise SpecError(message, field=field, code=error.code) from None
+    # Planned to the end for none of these prompts: at least every name is known.
+    known = {"vector": catalog.vectors, "module": catalog.modules}
+    for kind, name in names_in(spec.edits, {}):
+        if name not in known[kind]:
+            fail(where, "unknown_name", f"names the unknown {kind} {name!r}")
 
 
 def _read(name: str, source: str | Mapping[str, Any]) -> Spec:

@@ -20,6 +20,8 @@ MAX_LINES = 400
 # The rooms, lowest first: a file imports from its own room and from those that stand before it.
 ROOMS = (
     "errors",
+    "cache",
+    "families",
     "sites",
     "checks",
     "inline",
@@ -39,10 +41,11 @@ ROOMS = (
     "loaders",
     "vectors",
     "applied",
+    "runs",
     "identity",
-    "inspect",
     "modules",
     "config",
+    "inspect",
     "settings",
     "rows",
     "pool",
@@ -69,7 +72,7 @@ ONLY = {
     "answers": {"answers", "errors"},
     "client": {"answers", "client", "errors", "spec"},
     "kernels": {"kernels"},
-    "loaders": {"loaders", "errors", "coder"},
+    "loaders": {"loaders", "errors", "cache", "coder"},
     **{room: set(ROOMS[: ROOMS.index("coder")]) for room in PLANNING},
 }
 STANDARD_LIBRARY_ONLY = set(ROOMS[: ROOMS.index("coder")])

@@ -2,23 +2,20 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from saesteer.checks import closest, listing, number, show
-from saesteer.config import KEY
 from saesteer.errors import RegistryError, SpecError
-from saesteer.identity import Kind, Name, names_in, users_of
+from saesteer.identity import Kind, Name, users_of
 from saesteer.inline import InlineVector, vector
-from saesteer.plan import plan
+from saesteer.modules import check_module
 from saesteer.planned import Catalog
 from saesteer.sites import canonical
-from saesteer.spec import Return, Spec, from_json
+from saesteer.spec import Spec, from_json
 from saesteer.vectors import VectorSet, from_inline
 
 MOST = 4096  # vectors, and modules
-_LENGTHS = (1 << 20, 64, 8)  # of prompts, for which a module must mean something
-_BY_PROMPT = ("empty_scope", "duplicate")  # what may be wrong for one prompt and right for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +114,11 @@ def check_put(name: Name, catalog: Catalog, layers: int) -> None:
     if kind == "vector":
         _check_vector(own, catalog, layers)
     else:
-        _check_module(catalog.modules[own], catalog, "spec")
+        check_module(catalog.modules[own], catalog, "spec")
     for user in users_of([name], catalog.modules):
         if (kind, own) != ("module", user):
             try:
-                _check_module(catalog.modules[user], catalog, user)
+                check_module(catalog.modules[user], catalog, user)
             except SpecError as error:
                 message = f"module {user!r} uses {kind} {own!r}, and could not use this one ({error})"
                 raise RegistryError(f"{message}; replace or delete the module first", code="in_use") from None
@@ -150,21 +147,3 @@ def _check_vector(name: str, catalog: Catalog, layers: int) -> None:
 
 def _instrumented(layer: int, sites: frozenset[str]) -> bool:
     return any(canonical(f"{kind}.{layer}") in sites for kind in ("resid_pre", "resid_mid", "resid_post"))
-
-
-def _check_module(spec: Spec, catalog: Catalog, where: str) -> None:
-    """Refuse a module that no request could use; what depends on the prompt is seen when one does."""
-    if spec.returns != Return():
-        raise SpecError("asks for return, expected edits only", field=f"{where}.return", code="not_served")
-    catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
-    for prompt_len in _LENGTHS:
-        try:
-            plan(spec, catalog, prompt_len)
-            return
-        except SpecError as error:
-            if error.code not in _BY_PROMPT:
-                message = str(error).removeprefix(f"{error.field}: ")
-                raise SpecError(message, field=error.field.replace(KEY, where, 1), code=error.code) from None
-    for kind, name in names_in(spec.edits, {}):
-        if name not in of(kind, catalog):
-            raise SpecError(f"names the unknown {kind} {name!r}", field=where, code="unknown_name")

@@ -23,6 +23,7 @@ from saesteer import spec as language
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.messages import named
+from saesteer.modules import check_modules
 from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, prefix_cache, streams
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.admission import Known, admit, resolved, without_ours
@@ -102,6 +103,7 @@ def _names(config: SaesteerConfig, vllm_config: Any) -> names.Names:
     layers = model.hf_text_config.num_hidden_layers
     config = config.with_depth(layers)
     catalog = config.catalog(config.describe(), width=model.get_hidden_size())
+    check_modules(catalog)
     return names.Names(catalog, pool_rows=config.pool_rows, layers=layers, board=board)
 
 

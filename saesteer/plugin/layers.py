@@ -1,4 +1,4 @@
-"""Where a model family's layers offer the sites, and the op put there. Knows norms and streams, not requests.
+"""Where the layers of a vLLM model offer the sites, and the op put there. Knows norms and streams, not requests.
 
 A vLLM decoder layer hands (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
 stands around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
@@ -17,18 +17,9 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from saesteer.engine import Engine, Site
 from saesteer.errors import UnsupportedError
+from saesteer.families import Family, find_trunk
 from saesteer.kernels import layout, ops
 from saesteer.sites import parse
-
-# Decoder layer class → the norm that consumes resid_mid.
-FAMILIES = {
-    "LlamaDecoderLayer": "post_attention_layernorm",
-    "MistralDecoderLayer": "post_attention_layernorm",
-    "Qwen2DecoderLayer": "post_attention_layernorm",
-    "Qwen3DecoderLayer": "post_attention_layernorm",
-    "Gemma2DecoderLayer": "pre_feedforward_layernorm",
-    "Gemma3DecoderLayer": "pre_feedforward_layernorm",
-}
 
 
 class _Edited(nn.Module):
@@ -113,9 +104,9 @@ def attach(model: nn.Module, engine: Engine) -> None:
     Raises:
         UnsupportedError: the model's family or a norm is not known.
     """
-    trunk = find_trunk(model)
+    trunk, family = find_trunk(model, "vllm")
     for site in engine.sites.values():
-        norm, mixin = _place(trunk, site)
+        norm, mixin = _place(trunk, family, site)
         _swap(norm, mixin, site, engine)
 
 
@@ -123,10 +114,10 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     """Have every kernel compiled that a step can launch, before one does; nothing to do on a CPU."""
     if engine.device.type != "cuda":
         return
-    trunk = find_trunk(model)
+    trunk, family = find_trunk(model, "vllm")
     with engine.warming() as sizes:
         for site in engine.sites.values():
-            norm: Any = _place(trunk, site)[0]
+            norm: Any = _place(trunk, family, site)[0]
             for tokens in sizes:
                 stream = torch.zeros(tokens, engine.width, dtype=site.w_enc.dtype, device=engine.device)
                 forms = (layout.NORMED,) if isinstance(norm, _AfterNorm) else (layout.PAIR, layout.BARE)
@@ -137,31 +128,11 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
         ops.hits.pop(engine.published.data_ptr(), None)
 
 
-def find_trunk(model: nn.Module) -> Any:
-    """The module that holds ``layers`` and the final ``norm`` of the text model.
-
-    Raises:
-        UnsupportedError: there is none of a known family.
-    """
-    seen = set()
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and len(layers) and hasattr(module, "norm"):
-            family = type(layers[0]).__name__
-            if family in FAMILIES:
-                return module
-            seen.add(family)
-    raise UnsupportedError(
-        f"model {type(model).__name__} with layers {sorted(seen)} is not served by this version; "
-        f"served: {', '.join(FAMILIES)}"
-    )
-
-
-def _place(trunk: Any, site: Site) -> tuple[nn.Module, type[_Edited]]:
+def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edited]]:
     kind, layer = parse(site.name)
     layers = trunk.layers
     if kind == "resid_mid":
-        return getattr(layers[layer], FAMILIES[type(layers[layer]).__name__]), _BeforeNorm
+        return getattr(layers[layer], family.mid_norm), _BeforeNorm
     if kind == "resid_pre":
         assert layer == 0, "other resid_pre are resid_post of the layer before"
         return layers[0].input_layernorm, _BeforeNorm

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from saesteer.cache import cache_dir
 from saesteer.errors import ConfigError
-from saesteer.model import cache_dir, ensure_model
+from saesteer.model import ensure_model
 
 
 def test_folder_is_whole() -> None:

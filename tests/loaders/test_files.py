@@ -1,9 +1,12 @@
 """Places: paths, names inside a folder, hub ids (with a fake hub), and describe() on files far too large to read."""
 
+import hashlib
 import json
 import os
+import shutil
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,14 @@ import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
+from saesteer.config import SaesteerConfig
 from saesteer.errors import LoadError
 from saesteer.inspect import report
-from saesteer.loaders import arrays, describe, load, max_act
+from saesteer.loaders import arrays, describe, files, load, max_act
 from saesteer.loaders.files import fetch
 from saesteer.vectors import read_vectors
 from tests.loaders import writers
-from tests.loaders.test_formats import CASES, Case, every_case
+from tests.loaders.test_formats import Case, every_case
 
 LEAF = "layer_20/width_16k/average_l0_71"
 WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}
@@ -140,28 +144,61 @@ def test_neither_a_path_nor_a_hub_id(place: str, fake_hub: FakeHub) -> None:
     assert not fake_hub.given
 
 
-def test_the_same_download_is_the_same_dictionary(tmp_path: Path) -> None:
-    """Laid out as in the hub's cache, where a name leads to content named by its digest; nodes have their own times."""
+def in_hub_cache(root: Path, seed: int = 0, digest: str | None = None) -> Path:
+    """A snapshot as the hub's cache has it, where a name leads to content that is named by its digest."""
+    snapshot, blobs = root / "snapshots" / "abc", root / "blobs"
+    file = writers.gemma_scope(snapshot, writers.raw(seed=seed)) / "params.npz"
+    blobs.mkdir()
+    name = digest or hashlib.sha256(file.read_bytes()).hexdigest()
+    file.rename(blobs / name)
+    file.symlink_to(f"../../blobs/{name}")
+    return snapshot
 
-    def fingerprint(node: str, digest: str, seconds: int) -> str:
-        blob, snapshot = tmp_path / node / "blobs" / digest, tmp_path / node / "snapshots" / "abc"
-        blob.parent.mkdir(parents=True)
-        writers.gemma_scope(snapshot, writers.raw())
-        (snapshot / "params.npz").rename(blob)
-        os.utime(blob, (seconds, seconds))
-        (snapshot / "params.npz").symlink_to(f"../../blobs/{digest}")
-        return describe(snapshot).fingerprint
 
-    one, two = "1f" * 32, "2f" * 32
-    assert fingerprint("one", one, 100) == fingerprint("two", one, 200) != fingerprint("three", two, 100)
-    assert fingerprint("four", "plain", 100) != fingerprint("five", "plain", 200), "a folder may be called so by chance"
-    for node in ("one", "two"):  # as plain files they differ by their times
-        (tmp_path / node / "blobs").rename(tmp_path / node / "files")
-        link = tmp_path / node / "snapshots" / "abc" / "params.npz"
-        link.unlink()
-        link.symlink_to(f"../../files/{one}")
-    first, second = (describe(tmp_path / node / "snapshots" / "abc").fingerprint for node in ("one", "two"))
-    assert first != second
+def test_the_same_files_are_the_same_dictionary_on_every_node(tmp_path: Path) -> None:
+    """In the hub's cache, as a plain folder, as a file by another name, and whatever their times are."""
+    folder = writers.gemma_scope(tmp_path / "a", writers.raw())
+    other = tmp_path / "deep" / "down" / "other.npz"
+    other.parent.mkdir(parents=True)
+    shutil.copy(folder / "params.npz", other)
+    os.utime(other, (100, 100))
+    places = [folder, other, in_hub_cache(tmp_path / "hub")]
+    places.append(in_hub_cache(tmp_path / "small", digest="1f" * 20))  # git's digest is not of the content alone
+    assert {describe(place).fingerprint for place in places} == {
+        hashlib.sha256((folder / "params.npz").read_bytes()).hexdigest()
+    }
+    assert describe(in_hub_cache(tmp_path / "next", seed=1)).fingerprint != describe(folder).fingerprint
+    configs = [
+        SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}, "sites": ["resid_mid.1"]})
+        for place in places
+    ]
+    assert len({config.fingerprint() for config in configs}) == 1
+    assert replace(configs[0], sites=()).fingerprint() != configs[0].fingerprint()
+
+
+def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:
+    name = "1f" * 32
+    assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name
+
+
+def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
+    arrays = {key: value for key, value in writers.raw().items() if key != "threshold"}
+    folder = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
+    first = describe(folder).fingerprint
+    config, weights = folder / "cfg.json", folder / "sae_weights.safetensors"
+    for file, content in ((config, config.read_bytes() + b" "), (weights, weights.read_bytes()[:-1] + b"\x00")):
+        before, times = file.read_bytes(), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+        assert content != before
+        file.write_bytes(content)
+        os.utime(file, ns=times)
+        assert describe(folder).fingerprint != first
+        file.write_bytes(before)
+        assert describe(folder).fingerprint == first
+
+
+def test_a_file_that_cannot_be_read_is_a_load_error(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="cannot be read"):
+        files.fingerprint([tmp_path / "gone"])
 
 
 def test_a_path_object_is_never_asked_from_the_hub(fake_hub: FakeHub) -> None:
@@ -188,7 +225,9 @@ def test_describe_reads_no_values(case: Case, tmp_path: Path, monkeypatch: pytes
     assert report(place)
 
 
-def test_describe_of_a_million_features_is_instant(tmp_path: Path) -> None:
+def test_describe_of_a_million_features_is_instant_but_for_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sparse file of 19 GB that holds a header and nothing else."""
     features, width = 1 << 20, 2304
     shapes = {"W_enc": [width, features], "W_dec": [features, width], "b_dec": [width]}
@@ -203,33 +242,12 @@ def test_describe_of_a_million_features_is_instant(tmp_path: Path) -> None:
         stream.write(struct.pack("<Q", len(head)) + head)
         stream.truncate(8 + len(head) + end)
     (tmp_path / "cfg.json").write_text(json.dumps(writers.saelens_cfg("jumprelu", d_in=width, d_sae=features)))
+    hashed = []
+    monkeypatch.setattr(files, "digest_of", lambda file: hashed.append(file.name) or "ab" * 32)  # 14 s
     started = time.process_time()  # others on the machine take no part in it
     info = describe(tmp_path)
     assert time.process_time() - started < 1
+    assert hashed == ["cfg.json", "sae_weights.safetensors"]
     assert (info.features, info.bytes_on_disk > 19e9) == (features, True)
     assert "1,048,576" in report(tmp_path)
     assert "19.3 GB" in report(tmp_path)
-
-
-def test_report_tells_what_a_file_is_and_what_is_not_served(tmp_path: Path) -> None:
-    cases = {case.name: str(case.write(tmp_path / case.name)) for case in CASES}
-    text = report(cases["gemma_scope-transcoder"])
-    for words in (
-        "gemma_scope",
-        "mlp_in_pregain.19 -> mlp_out.19",
-        "w_enc [40, 24]  w_dec [40, 12]",
-        "jumprelu",
-        "float32",
-    ):
-        assert words in text
-    assert "reads at one site and writes at another" in text
-    assert "not said by the files: give it" in report(cases["own-no-metadata"])
-    assert "max_act       known" in report(cases["own-no-metadata"])
-    assert "`saesteer calibrate`" in report(cases["saelens-v6-topk"])
-    assert "topk, k = 5" in report(cases["saelens-v6-topk"])
-    assert "per-token layer_norm" in report(cases["saelens-v6-standard-layer_norm"])
-    manifest = report(cases["manifest-jumprelu"])
-    assert "3 of a larger dictionary: 17, 2, 30" in manifest
-    assert "not served    reconstruct" in manifest
-    with pytest.raises(LoadError):
-        report(tmp_path / "nowhere")

@@ -1,0 +1,164 @@
+"""What `saesteer inspect` says of a file, held against what plans and configs do with the same dictionary."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from saesteer.coder import RANKED, Activation, InNorm
+from saesteer.config import SaesteerConfig
+from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.inspect import report
+from saesteer.loaders import load, own
+from saesteer.plan import Catalog, plan
+from saesteer.scopes import windows
+from saesteer.spec import from_json
+from tests.loaders import writers
+from tests.loaders.test_formats import CASES, Case, every_case
+
+ACTIVATIONS = get_args(Activation)
+CLAMP = {"op": "clamp", "dictionary": "d", "feature": 2, "value": 1.0}
+ADD = {"op": "add", "vector": [1.0] * writers.D, "site": "resid_post.3"}
+DROP = {"op": "reconstruct", "dictionary": "d"}
+KEEP = {"op": "reconstruct", "dictionary": "d", "error": "keep"}
+
+
+def lines(place: Path | str) -> dict[str, list[str]]:
+    """What is said by the name of the line."""
+    found: dict[str, list[str]] = {}
+    for line in report(place).splitlines():
+        name, _, value = line.partition("  ")
+        found.setdefault(name, []).append(value.strip())
+    return found
+
+
+def written(folder: Path, **facts: Any) -> Path:
+    """A file of ours with a dictionary of which these facts are true."""
+    arrays = {key: value for key, value in writers.raw().items() if key != "threshold"}
+    base = load(writers.saelens(folder / "base", writers.saelens_cfg("standard"), arrays))
+    info = replace(base.info, **facts)
+    threshold = base.b_enc.abs() if info.activation == "jumprelu" else None
+    own.write(folder / "made.safetensors", replace(base, info=info, threshold=threshold))
+    return folder / "made.safetensors"
+
+
+def served(place: Path | str, *edits: Any) -> bool:
+    """Whether a server with this dictionary takes a request with these edits."""
+    config = SaesteerConfig.from_json({"dictionaries": {"d": str(place)}})
+    try:
+        infos = config.describe()
+        plan(from_json({"edits": list(edits)}), config.catalog(infos), 20)
+    except (ConfigError, SpecError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("in_norm", get_args(InNorm))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_not_served_is_what_a_plan_refuses(activation: Any, in_norm: Any, tmp_path: Path) -> None:
+    k = 5 if activation in RANKED else None
+    place = written(tmp_path, activation=activation, k=k, in_norm=in_norm)
+    said = lines(place)
+    notes = said.get("not served", [])
+    assert served(place, CLAMP)
+    assert not any("this dictionary" in note for note in notes)
+    assert served(place, CLAMP, KEEP)
+    assert served(place, DROP) == (not any(note.startswith("reconstruct with error drop") for note in notes))
+    assert served(place, ADD, CLAMP) == (not any(note.startswith("clamps behind other edits") for note in notes))
+    assert not served(place, {**CLAMP, "unit": "max_act"})
+    assert "values in unit max_act, until it is calibrated" in notes
+    assert said["max_act"] == ["unknown: `saesteer calibrate` finds it"]
+    expected = {"groupmax": "groupmax, 5 groups of 8"}.get(activation, f"{activation}, k = 5" if k else activation)
+    assert said["activation"] == [expected]
+    assert said["input norm"] == [in_norm if in_norm == "none" else f"{in_norm}, of each token"]
+
+
+@every_case
+def test_every_format_is_told_as_it_is_served(case: Case, tmp_path: Path) -> None:
+    place = str(case.write(tmp_path))
+    info = load(place).info
+    said = lines(place)
+    notes = said.get("not served", [])
+    clamp = {**CLAMP, "feature": info.feature_ids[0] if info.feature_ids else 2}
+    unnamed = None in (info.site_in, info.site_out)
+    assert said["site"][0].startswith("not said by the files: give it") == unnamed
+    taken = f"{place}@resid_post.3" if unnamed and info.d_in == info.d_out else place
+    assert served(taken, clamp) == (not any(note.startswith("this dictionary, in a server: it ") for note in notes))
+    if served(taken, clamp):
+        assert served(taken, DROP) == (not any(note.startswith("reconstruct with error drop") for note in notes))
+        assert served(taken, {**clamp, "unit": "max_act"}) == (said["max_act"] == ["known"])
+        absent = next(n for n in range(10**6) if info.row_of(n) is None)
+        assert not served(taken, {**clamp, "feature": absent})
+        assert ("features that the file does not hold" in notes) == (info.feature_ids is not None)
+    else:
+        assert said["max_act"][0] in ("known", "unknown")
+    assert said["fingerprint"] == [info.fingerprint[:16]]
+
+
+@pytest.mark.parametrize("site", ["embed", "mlp_out.3", "z.3"])
+def test_a_site_that_is_not_served(site: str, tmp_path: Path) -> None:
+    said = lines(written(tmp_path, site_in=site, site_out=site))
+    assert said["site"] == [site]
+    [note] = said["not served"]
+    assert note == (
+        f"this dictionary, in a server: it reads {site} and writes {site}, which is not served by this version; "
+        "served: one of resid_pre, resid_mid, resid_post read and written"
+    )
+    with pytest.raises(ConfigError, match=f"dictionary 'd' reads {site} and writes {site}, which is not served"):
+        SaesteerConfig.from_json({"dictionaries": {"d": f"{tmp_path}/made.safetensors"}}).describe()
+
+
+def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp_path: Path) -> None:
+    arrays = writers.own_tensors(writers.raw(d_out=12))
+    place = writers.own(tmp_path / "wide.safetensors", arrays)
+    assert lines(place)["not served"] == [
+        "this dictionary, in a server: it reads 24 numbers and writes 12, which is not served by this version; "
+        "served: as many read as written"
+    ]
+    with pytest.raises(ConfigError, match="dictionary 'd' reads 24 numbers and writes 12"):
+        SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}).describe()
+
+
+@pytest.mark.parametrize("skip_first", [0, 1, 3])
+def test_the_positions_that_are_left_alone(skip_first: int, tmp_path: Path) -> None:
+    place = written(tmp_path, skip_first=skip_first)
+    info = load(place).info
+    [change] = (
+        plan(from_json({"edits": [CLAMP]}), Catalog(dictionaries={"d": info}, sites=None, max_entries=4), 20)
+        .groups[0]
+        .changes
+    )
+    left = change.windows[0][0]
+    assert lines(place)["leaves alone"] == [f"the first {left} position(s), unless a scope names them"]
+    scope = from_json({"edits": [{**CLAMP, "scope": {"positions": [[0, 2]]}}]}).edits[0].scope  # type: ignore[attr-defined]
+    assert windows(scope, 20, skip_first) == ((0, 2),)
+
+
+def test_what_a_file_is(tmp_path: Path) -> None:
+    cases = {case.name: str(case.write(tmp_path / case.name)) for case in CASES}
+    said = lines(cases["gemma_scope-transcoder"])
+    assert said["format"] == ["gemma_scope"]
+    assert said["site"] == ["mlp_in_pregain.19 -> mlp_out.19"]
+    assert said["shapes"] == ["w_enc [40, 24]  w_dec [40, 12]"]
+    assert (said["activation"], said["dtype"]) == (["jumprelu"], ["float32"])
+    assert lines(cases["own-no-metadata"])["max_act"] == ["known"]
+    assert lines(cases["saelens-v6-topk"])["activation"] == ["topk, k = 5"]
+    assert lines(cases["saelens-v6-standard-layer_norm"])["input norm"] == ["layer_norm, of each token"]
+    assert lines(cases["manifest-jumprelu"])["features"] == ["3 of a larger dictionary: 17, 2, 30"]
+    with pytest.raises(LoadError):
+        report(tmp_path / "nowhere")
+
+
+def test_vectors(tmp_path: Path) -> None:
+    rows = np.zeros((3, 8), np.float32)
+    rows[:, 0] = 3, 4, 5
+    np.save(tmp_path / "v.npy", rows)
+    said = lines(tmp_path / "v.npy")
+    assert {name: said[name] for name in ("vectors", "width", "length", "bias")} == {
+        "vectors": ["one for each layer of 0 to 2"],
+        "width": ["8 wide"],
+        "length": ["3 to 5"],
+        "bias": ["0"],
+    }

@@ -1,0 +1,152 @@
+"""A module given at start is taken or refused as over HTTP, by `saesteer serve` and by vLLM's front end."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer import launch
+from saesteer.config import SaesteerConfig
+from saesteer.errors import ConfigError, SpecError
+from saesteer.loaders import own
+from saesteer.plugin import frontend
+from saesteer.plugin.names import Names
+from saesteer.spec import from_json
+from tests.plugin.conftest import WIDTH, random_coder
+from tests.plugin.test_names import Workers
+
+LAYERS = 4
+ADD = {"op": "add", "vector": "happy", "site": "resid_post.2"}
+CLAMP = {"op": "clamp", "dictionary": "d", "feature": 3, "value": 1.0}
+
+
+def at(*positions: Any) -> dict[str, Any]:
+    return {"scope": {"positions": list(positions)}}
+
+
+RIGHT: dict[str, list[Any]] = {
+    "nothing": [],
+    "a clamp": [CLAMP],
+    "a layer of resid_post.all": [{**ADD, "site": "resid_post.3"}],
+    "resid_pre of the layer behind": [{**ADD, "site": "resid_pre.3"}],
+    "every layer of a vector": [{**ADD, "vector": "layers", "site": "resid_post"}],
+    "a vector of its own": [{**ADD, "vector": [1.0] * WIDTH}],
+    "more of its own than a request may bring": [
+        {**ADD, "vector": [float(n)] * WIDTH} for n in range(1, 4)
+    ],
+    "the end of the prompt": [{**CLAMP, **at([-5, -2])}],
+    "a long prompt alone": [{**CLAMP, **at([2000, -2000])}],
+    "a prompt longer than anybody tries": [{**CLAMP, **at([1 << 21, -4])}],
+    "once for long prompts": [{**CLAMP, **at([0, 10])}, {**CLAMP, **at([-10, None])}],
+    "another module": [{"op": "use", "module": "calm"}],
+}  # fmt: skip
+
+WRONG: dict[str, tuple[list[Any], str]] = {
+    "a feature": (
+        [CLAMP, {**CLAMP, "feature": 96}],
+        "edits[1].feature: got 96, expected a feature of dictionary 'd', 0 to 95",
+    ),
+    "a feature of a gate": (
+        [{**ADD, "when": {"dictionary": "d", "feature": 4096, "above": 1}}],
+        "edits[0].when.feature",
+    ),
+    "a site without an op": ([{**ADD, "site": "resid_mid.1"}], "edits[0].site: got resid_mid.1, where this server has"),
+    "a layer that is none": ([{**ADD, "site": "resid_post.4"}], "edits[0].site: got resid_post.4, where this server"),
+    "a layer without a row": (
+        [{**ADD, "vector": "one", "site": "resid_post.2"}],
+        "edits[0].site: got resid_post.2, but the vector has no row for layer 2, expected one of its layers: 1",
+    ),
+    "a width": ([{**ADD, "vector": [1.0]}], f"edits[0].vector: is 1 wide, expected {WIDTH}, the width of this model"),
+    "max_act that nobody knows": ([{**CLAMP, "dictionary": "bare", "unit": "max_act"}], "edits[0].unit: got max_act"),
+    "nothing to keep": ([{"op": "reconstruct", "dictionary": "d", "error": "keep"}], "edits[0].error: is keep"),
+    "too many entries": ([ADD] * 9, "edits: makes 9 entries, expected at most 8"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = {"model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    coder = random_coder("relu", 0)
+    own.write(tmp_path / "d.safetensors", coder)
+    bare = replace(coder, max_act=None, info=replace(coder.info, has_max_act=False))
+    own.write(tmp_path / "bare.safetensors", bare)
+    np.save(tmp_path / "happy.npy", np.ones(WIDTH, np.float32))
+    np.save(tmp_path / "layers.npy", np.ones((LAYERS, WIDTH), np.float32))
+    save_file({"layer.1": np.ones(WIDTH, np.float32)}, tmp_path / "one.safetensors")
+    return tmp_path
+
+
+def config(folder: Path, **modules: list[Any]) -> SaesteerConfig:
+    return SaesteerConfig.from_json(
+        {
+            "dictionaries": {name: f"{folder}/{name}.safetensors@resid_post.1" for name in ("d", "bare")},
+            "vectors": {
+                "happy": f"{folder}/happy.npy", "layers": f"{folder}/layers.npy", "one": f"{folder}/one.safetensors"
+            },
+            "modules": {"calm": {"edits": [ADD]}, **{name: {"edits": edits} for name, edits in modules.items()}},
+            "sites": ["resid_post.all"],
+            "max_edits": 8,
+        }
+    )  # fmt: skip
+
+
+def by_serve(folder: Path, edits: list[Any]) -> None:
+    launch.check(str(folder), config(folder, m=edits))
+
+
+def in_front_end(folder: Path, edits: list[Any]) -> None:
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
+    )  # all of a VllmConfig that is asked for
+    frontend._names(config(folder, m=edits), SimpleNamespace(model_config=model, parallel_config=None))
+
+
+def over_http(folder: Path, edits: list[Any]) -> None:
+    known = config(folder).with_depth(LAYERS)
+    names = Names(known.catalog(known.describe(), width=WIDTH), pool_rows=8, layers=LAYERS)
+    asyncio.run(names.put_module(Workers(), "m", from_json({"edits": edits})))
+
+
+at_start = pytest.mark.parametrize("start", [by_serve, in_front_end])
+
+
+@at_start
+@pytest.mark.parametrize("edits", RIGHT.values(), ids=RIGHT)
+def test_what_http_takes_starts(edits: list[Any], start: Callable[..., None], folder: Path) -> None:
+    over_http(folder, edits)
+    start(folder, edits)
+
+
+@at_start
+@pytest.mark.parametrize(("edits", "told"), WRONG.values(), ids=WRONG)
+def test_what_http_refuses_does_not_start(
+    edits: list[Any], told: str, start: Callable[..., None], folder: Path
+) -> None:
+    with pytest.raises(SpecError) as there:
+        over_http(folder, edits)
+    assert str(there.value).startswith(f"spec.{told}")
+    with pytest.raises(ConfigError) as here:
+        start(folder, edits)
+    assert str(here.value) == f"module 'm': saesteer.{str(there.value).removeprefix('spec.')}"
+    assert "\n" not in str(here.value)
+
+
+def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path) -> None:
+    found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
+    with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
+        launch.check(str(folder), found)
+
+
+def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:
+    """The depth is not known, so neither are the sites."""
+    launch.check("s3://bucket/model", config(folder, m=WRONG["a feature"][0]))
