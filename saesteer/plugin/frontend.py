@@ -23,7 +23,7 @@ from saesteer import spec as language
 from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.messages import named
-from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, streams
+from saesteer.plugin import anthropic, bodies, counts, failures, hooks, metrics, names, streams
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.admission import Known, admit, resolved
 from saesteer.plugin.board import Board
@@ -279,6 +279,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             bodies.install()  # whoever asks this awaits answers over HTTP
             streams.install()
+            anthropic.install()
             metrics.pools(self.input_processor.saesteer_names.usage())
             self.input_processor.saesteer_names.begin()
             try:

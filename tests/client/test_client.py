@@ -40,6 +40,7 @@ ANSWERS: dict[str, Any] = {
             {"type": "message", "content": [{"type": "output_text", "text": "The "}, {"text": "Bridge."}]},
         ],
         "usage": USAGE,
+        "saesteer": {"applied": []},
     },
 }
 CHUNKS: dict[str, list[Any]] = {
