@@ -1,0 +1,297 @@
+"""The guard in front of routes that drop the field, on vLLM's real app without an engine and on one that echoes."""
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from fastapi import FastAPI, Form, Request, UploadFile, WebSocket
+from fastapi.testclient import TestClient
+
+from saesteer.errors import ConfigError
+from saesteer.plugin import hooks, register, routes
+from saesteer.plugin.routes import SERVED, Guard
+from tests.plugin.conftest import BRIDGE
+from tests.plugin.vllm_routes import POST
+
+STEERED = {"edits": [BRIDGE]}
+ASKING: list[Any] = [
+    {"saesteer": STEERED},
+    {"saesteer": None},
+    {"vllm_xargs": {"saesteer": json.dumps(STEERED)}},
+    {"sampling_params": {"extra_args": {"saesteer": STEERED}}},
+]
+PLAIN: list[Any] = [
+    {"prompt": "saesteer"},
+    {"messages": [{"role": "user", "content": '{"saesteer": {}}'}]},
+    {"vllm_xargs": {"other": "saesteer"}},
+    {"vllm_xargs": None, "sampling_params": [1]},
+    ["saesteer"],
+    "saesteer",
+]
+
+
+def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
+    """vLLM's own, with the routes of every task and of developers."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.api_server import build_app
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+    register()
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", key)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "x", *flags])
+    args.additional_config = {"saesteer": {}} if additional is None else additional
+    args.enable_fault_tolerance = args.enable_scale_out = True
+    tasks = ("generate", "render", "transcription", "realtime", "embed", "classify")
+    model = Namespace(get_pooling_task=lambda _: "embed", hf_config=Namespace(num_labels=1))
+    return build_app(args, tasks, model)
+
+
+def posts(app: Any) -> list[str]:
+    return sorted({route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())})
+
+
+def ask(app: Any, path: str, **sent: Any) -> httpx.Response:
+    async def wait() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://host") as client:
+            return await client.post(path, **sent)
+
+    return asyncio.run(wait())
+
+
+def assert_refused(response: httpx.Response, *words: str) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "saesteer", 400)
+    assert error["message"].startswith("saesteer: ") and error["message"].endswith(" [not_served]")
+    assert all(word in error["message"] for word in words)
+
+
+def test_every_route_of_the_installed_vllm_is_served_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    app = app_of_vllm(monkeypatch)
+    found = [path for path in posts(app) if not path.startswith(routes.OURS)]
+    assert set(SERVED) <= set(found)
+    if hooks.vllm_version().startswith("0.32"):
+        known = {"/cohere/v2/chat", "/cohere/v2/chat/render", "/start_profile", "/stop_profile", "/v1/decisions"}
+        assert set(POST["0.33.0"]) - set(found) == known, "off here, or not there yet"
+    for path in set(found) - set(SERVED):
+        for body in ASKING:
+            assert_refused(ask(app, path.replace("{response_id}", "r"), json=body), path.split("{")[0], *SERVED)
+
+
+@pytest.mark.parametrize("version", POST)
+def test_every_route_of_other_versions_is_served_or_refuses(version: str) -> None:
+    """Their routes are a list, read from the sources of that version; the app behind the guard is a stand-in."""
+    app = echo()
+    assert set(SERVED) <= set(POST[version])
+    for path in POST[version]:
+        response = ask(app, path, json={"saesteer": STEERED})
+        if path in SERVED:
+            assert response.json() == {"saesteer": STEERED}
+        else:
+            assert_refused(response, path)
+
+
+def echo(**guard: Any) -> Any:
+    """An app that answers with the JSON it is sent, or the names of the form's fields."""
+    app = FastAPI()
+
+    @app.post("/form")
+    async def form(request: Request, file: UploadFile, prompt: str = Form("")) -> Any:
+        return {"size": len(await file.read()), "fields": sorted(await request.form())}
+
+    @app.post("/{path:path}")
+    async def whole(request: Request) -> Any:
+        return await request.json()
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    app.add_middleware(Guard, **guard)
+    return app
+
+
+@pytest.mark.parametrize("body", PLAIN, ids=map(str, range(len(PLAIN))))
+def test_bodies_that_only_speak_of_it_pass(body: Any) -> None:
+    assert ask(echo(), "/tokenize", json=body).json() == body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"saesteer": STEERED}).encode("utf-16"),
+        json.dumps({"saesteer": STEERED}).encode("utf-32-le"),
+        json.dumps({"saesteer": STEERED}).replace("saesteer", "\\u0073aesteer").encode(),
+        json.dumps({"saesteer": STEERED}).replace("saesteer", "sae\\u0073tee\\u0072").encode(),
+    ],
+)
+def test_however_the_key_is_written(content: bytes) -> None:
+    assert_refused(ask(echo(), "/tokenize", content=content))
+
+
+@pytest.mark.parametrize("content", [b'{"saesteer": ', b'{"saesteer":' * 100_000, b"saesteer", b""])
+def test_what_is_no_json_is_left_to_vllm(content: bytes) -> None:
+    with pytest.raises((ValueError, RecursionError)):  # from the app
+        ask(echo(), "/tokenize", content=content)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"saesteer": "{}"},
+        {"saesteer[edits][][op]": "clamp"},  # as OpenAI's client flattens its extra_body
+        {"vllm_xargs": json.dumps({"saesteer": "{}"})},
+        {"vllm_xargs[saesteer]": "{}"},
+    ],
+)
+@pytest.mark.parametrize("multipart", [True, False])
+def test_forms(fields: dict[str, str], multipart: bool) -> None:
+    files: Any = {"files": {"file": b"saesteer" * 1000}} if multipart else {}
+    assert_refused(ask(echo(), "/form", data={"prompt": "x", **fields}, **files), "/form")
+
+
+def test_a_form_with_the_word_in_its_values_passes() -> None:
+    sent = {"prompt": "saesteer", "vllm_xargs": '{"other": "saesteer"}', "notsaesteer": "1"}
+    told = ask(echo(), "/form", data=sent, files={"file": b"saesteer" * 1000}).json()
+    assert told == {"size": 8000, "fields": sorted([*sent, "file"])}
+    long = {"data": {"prompt": "x"}, "files": {"file": b"\0" * (20 << 20)}}
+    assert ask(echo(), "/form", **long).json() == {"size": 20 << 20, "fields": ["file", "prompt"]}
+
+
+async def pieces(*found: bytes) -> AsyncIterator[bytes]:
+    for one in found:
+        yield one
+
+
+def test_a_body_in_pieces() -> None:
+    body = json.dumps({"a": 1, "saesteer": STEERED}).encode()
+    cut = body.index(b"steer")
+    assert_refused(ask(echo(), "/tokenize", content=pieces(body[:cut], b"", body[cut:])))
+    assert ask(echo(), "/tokenize", content=pieces(b'{"a"', b"", b": 1}")).json() == {"a": 1}
+
+
+def test_a_longer_body_is_not_held_and_is_refused_at_the_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "LIMIT", 64)
+    word = b'", "saesteer": {}, "b": "'
+    sent = {
+        "at once": (word, b"x" * 200),
+        "later": (b"x" * 200, word, b"x" * 200),
+        "cut": (b"x" * 200, word[:8], word[8:]),
+        "cut where it begins to pass": (b"x" * 60 + word[:8], word[8:], b"x" * 200),
+    }
+    for name, parts in sent.items():
+        response = ask(echo(), "/tokenize", content=pieces(b'{"a": "', *parts, b'"}'))
+        assert response.status_code == 400 and "[not_served]" in response.text, name
+    plain = (b'{"a": "', b"x" * 200, b"x" * 200, b'"}')
+    assert ask(echo(), "/tokenize", content=pieces(*plain)).json() == {"a": "x" * 400}
+
+    async def run() -> list[int]:
+        """How much has been asked for each time the app gets a message."""
+        taken, seen = 0, []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal taken
+            taken += 50
+            return {"type": "http.request", "body": b"x" * 50, "more_body": taken < 500}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                seen.append(taken)
+
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        await Guard(app)(scope, receive, lambda _: asyncio.sleep(0))
+        return seen
+
+    assert asyncio.run(run()) == [100, *range(150, 500, 50)]
+
+
+def test_served_routes_and_ours_are_not_even_read() -> None:
+    async def run(path: str, method: str = "POST", kind: str = "http") -> bool:
+        seen: list[Any] = []
+
+        async def app(*words: Any) -> None:
+            seen.extend(words)
+
+        scope = {"type": kind, "method": method, "path": path, "root_path": "/root", "headers": []}
+        words: list[Any] = [scope, object(), object()]
+        await Guard(app)(*words)
+        return all(one is other for one, other in zip(seen, words, strict=True))
+
+    for path in (*SERVED, "/v1/completions/", "/root/v1/completions", "/v1/saesteer/modules"):
+        assert asyncio.run(run(path))
+    assert asyncio.run(run("/health", "GET")) and asyncio.run(run("/x", kind="lifespan"))
+
+
+def test_a_client_that_goes_away_is_left_to_the_app() -> None:
+    async def run() -> list[str]:
+        events: list[dict[str, Any]] = [
+            {"type": "http.request", "body": b"{", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+        seen = []
+
+        async def receive() -> dict[str, Any]:
+            return events.pop(0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.extend([(await receive())["type"] for _ in range(2)])
+
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        await Guard(app)(scope, receive, lambda _: asyncio.sleep(0))
+        return seen
+
+    assert asyncio.run(run()) == ["http.request", "http.disconnect"]
+
+
+def test_a_socket_is_told_and_its_event_dropped() -> None:
+    with TestClient(echo()) as client, client.websocket_connect("/v1/realtime") as socket:
+        for event in ({"type": "session.update", "model": "saesteer"}, {"audio": "AAAA"}):
+            socket.send_text(json.dumps(event))
+            assert socket.receive_json() == event
+        socket.send_text(json.dumps({"type": "session.update", "saesteer": STEERED}))
+        socket.send_text('{"after": 1}')
+        told = socket.receive_json()
+        assert (told["type"], told["code"]) == ("error", "not_served") and "/v1/realtime" in told["error"]
+        assert socket.receive_json() == {"after": 1}
+
+
+@pytest.mark.parametrize("why", ["no configuration", "disabled"])
+def test_a_server_that_cannot_steer_refuses_on_every_route(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "disabled":
+        monkeypatch.setenv("SAESTEER_DISABLE", "1")
+    app = app_of_vllm(monkeypatch, additional=None if why == "disabled" else {})
+    assert why == "disabled" or not [path for path in posts(app) if path.startswith(routes.OURS)]
+    for path in (*SERVED, "/tokenize"):
+        for body in ASKING:
+            assert_refused(ask(app, path, json=body), "this server was started without saesteer")
+
+
+def test_keys_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_of_vllm(monkeypatch, "--api-key", "usual")
+    assert ask(app, "/v1/embeddings", json=ASKING[0]).status_code == 401
+    assert_refused(ask(app, "/v1/embeddings", json=ASKING[0], headers={"Authorization": "Bearer usual"}))
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_the_admins_key_is_nobody_elses(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "same" if by == "environment" else "")
+    flags = ["--api-key", "other", "same"] if by == "flag" else []
+    with pytest.raises(ConfigError, match="SAESTEER_ADMIN_KEY equals a key of --api-key or VLLM_API_KEY"):
+        app_of_vllm(monkeypatch, *flags, key="same")
+    app_of_vllm(monkeypatch, *flags, key="another")
