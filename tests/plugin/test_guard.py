@@ -228,12 +228,12 @@ def test_served_routes_and_ours_are_not_even_read() -> None:
         async def app(*words: Any) -> None:
             seen.extend(words)
 
-        scope = {"type": kind, "method": method, "path": path, "root_path": "/root", "headers": []}
+        scope = {"type": kind, "method": method, "path": path, "root_path": "/proxy", "headers": []}
         words: list[Any] = [scope, object(), object()]
         await Guard(app)(*words)
         return all(one is other for one, other in zip(seen, words, strict=True))
 
-    for path in (*SERVED, "/v1/completions/", "/root/v1/completions", "/v1/saesteer/modules"):
+    for path in (*SERVED, "/v1/completions/", "/proxy/v1/completions", "/v1/saesteer/modules"):
         assert asyncio.run(run(path))
     assert asyncio.run(run("/health", "GET")) and asyncio.run(run("/x", kind="lifespan"))
 
