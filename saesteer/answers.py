@@ -68,11 +68,21 @@ def _refuse(status: int, document: Any, text: str) -> NoReturn:
     raise RequestRefused(message, status=status, field=field if isinstance(field, str) else None, code=code)
 
 
-def answer_of(kind: Route, document: Any) -> Answer:
+def _silent(url: str) -> ServerError:
+    told = "answered without saying what was applied: it runs without saesteer, so nothing was steered"
+    return ServerError(f"the server at {url} {told}", status=200)
+
+
+def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
     """The answer in a response's JSON.
 
+    Args:
+        kind: of the route.
+        document: the JSON.
+        steered: where a request with a spec was sent to, whose answer has to say what was applied; None without one.
+
     Raises:
-        ServerError: there is none in it.
+        ServerError: there is none in it, or it does not say what was applied.
     """
     try:
         if kind == "responses":
@@ -80,9 +90,13 @@ def answer_of(kind: Route, document: Any) -> Answer:
         else:
             choice = document["choices"][0]
             text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
-        return Answer(text, reason, document.get("usage") or {}, document, *_told(document))
+        answer = Answer(text, reason, document.get("usage") or {}, document, *_told(document))
     except (KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's answer has no {kind} in it", status=200) from exc
+    made = kind != "responses" or reason in ("completed", "incomplete")  # others are not there yet, or never will be
+    if steered is not None and answer.applied is None and made:
+        raise _silent(steered)
+    return answer
 
 
 def _choice_text(kind: Route, choice: Mapping[str, Any], message: str) -> str:
@@ -97,8 +111,10 @@ def _response_text(document: Mapping[str, Any]) -> str:
 class Events:
     """A stream of events, cut at line feeds alone: httpx's lines also end at U+2028, which texts may hold."""
 
-    def __init__(self, kind: Route) -> None:
+    def __init__(self, kind: Route, steered: str | None = None) -> None:
+        """Kind and steered as ``answer_of``."""
         self._kind = kind
+        self._steered = steered  # None as well once the stream has said what was applied
         self._rest = b""  # the beginning of a line that has not come whole
 
     def feed(self, data: bytes) -> Iterator[Piece]:
@@ -110,7 +126,18 @@ class Events:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
-                yield from _pieces(self._kind, event.decode("utf-8", "replace"))
+                for piece in _pieces(self._kind, event.decode("utf-8", "replace")):
+                    self._steered = self._steered if piece.applied is None else None
+                    yield piece
+
+    def end(self) -> None:
+        """The stream has ended.
+
+        Raises:
+            ServerError: the request had a spec, and no piece says what was applied.
+        """
+        if self._steered is not None:
+            raise _silent(self._steered)
 
 
 def _pieces(kind: Route, data: str) -> Iterator[Piece]:

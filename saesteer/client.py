@@ -66,7 +66,7 @@ class Client:
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
             RequestRefused: the server refused the request.
-            ServerError: it failed, or did not answer.
+            ServerError: it failed, did not answer, or runs without saesteer and did not steer.
         """
         return self._ask("chat/completions", {"messages": _messages(messages)}, steer, model, fields)
 
@@ -158,7 +158,8 @@ class Client:
         body["model"] = model or self._known_model()
         with _translated():
             response = self._http.post(kind, json=body)
-        return answer_of(kind, document_of(response.status_code, response.content))
+        steered = _steered(body, self._http.base_url)
+        return answer_of(kind, document_of(response.status_code, response.content), steered)
 
     def _stream(
         self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any
@@ -172,9 +173,10 @@ class Client:
         with _translated(), self._http.stream("POST", kind, json=body) as response:
             if response.status_code != 200:
                 document_of(response.status_code, response.read())
-            events = Events(kind)
+            events = Events(kind, _steered(body, self._http.base_url))
             for data in response.iter_bytes():
                 yield from events.feed(data)
+            events.end()
 
     def _known_model(self) -> str:
         if self._model is None:
@@ -282,7 +284,8 @@ class AsyncClient:
         body["model"] = model or await self._known_model()
         with _translated():
             response = await self._http.post(kind, json=body)
-        return answer_of(kind, document_of(response.status_code, response.content))
+        steered = _steered(body, self._http.base_url)
+        return answer_of(kind, document_of(response.status_code, response.content), steered)
 
     def _stream(
         self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any
@@ -296,10 +299,11 @@ class AsyncClient:
             async with self._http.stream("POST", kind, json=body) as response:
                 if response.status_code != 200:
                     document_of(response.status_code, await response.aread())
-                events = Events(kind)
+                events = Events(kind, _steered(body, self._http.base_url))
                 async for data in response.aiter_bytes():
                     for piece in events.feed(data):
                         yield piece
+                events.end()
 
     async def _known_model(self) -> str:
         if self._model is None:
@@ -336,6 +340,11 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
 def _body(body: dict[str, Any], steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:
     spec = as_spec(steer)
     return {**fields, **body, **({} if spec is None else {"saesteer": spec.to_json()})}
+
+
+def _steered(body: Mapping[str, Any], url: httpx.URL) -> str | None:
+    """Where a body with a spec is sent to; None where the body has none."""
+    return str(url) if "saesteer" in body or "saesteer" in (body.get("vllm_xargs") or ()) else None
 
 
 class _translated:

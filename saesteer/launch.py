@@ -83,11 +83,11 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
 
     Raises:
         ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config, or a
-            key that no header can carry.
+            key that no header can carry or that is a key of everybody.
     """
     need_vllm()
     if admin_key is not None:
-        _check_key(admin_key)
+        _check_key(admin_key, _values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])
     place, config, options = resolve(model, config)
     if place != model:
         options["served_model_name"] = model
@@ -100,11 +100,13 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
     )
 
 
-def _check_key(key: str) -> None:
+def _check_key(key: str, others: Sequence[str]) -> None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
             "--saesteer-admin-key is empty or no header can carry it, expected printable ASCII, no blanks"
         )
+    if key in others:
+        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
 
 
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
@@ -178,6 +180,19 @@ def _value(flags: Sequence[str], flag: str) -> str | None:
     for place, word in enumerate(flags):
         if _is(word, flag):
             found = word.partition("=")[2] if "=" in word else "".join(flags[place + 1 : place + 2])
+    return found
+
+
+def _values(flags: Sequence[str], flag: str) -> list[str]:
+    """All values of a flag that takes several, up to the next flag."""
+    found: list[str] = []
+    mine = False
+    for word in flags:
+        if word.startswith("-"):
+            mine = _is(word, flag)
+            found += [word.partition("=")[2]] if mine and "=" in word else []
+        elif mine:
+            found.append(word)
     return found
 
 

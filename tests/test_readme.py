@@ -64,7 +64,7 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             return httpx.Response(200, json={"data": [{"id": "demo"}]})
         asked.append(json.loads(request.content))
         choice = {"message": {"content": "The Bridge."}, "delta": {"content": "The Bridge."}}
-        body = json.dumps({"choices": [choice]})
+        body = json.dumps({"choices": [choice], "saesteer": {"applied": []}})
         return httpx.Response(200, content=f"data: {body}\n\n" if asked[-1].get("stream") else body)
 
     options = client._options
@@ -83,8 +83,8 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append((request.method, request.url.path, json.loads(request.content or b"{}")))
         entry = {"name": "calm", "version": "0123456789abcdef", "uses": 1}
-        choices = [{"message": {"content": "Calm."}}]
-        return httpx.Response(200, json={"data": [{"id": "demo"}], "choices": choices, "modules": [entry], **entry})
+        said = {"choices": [{"message": {"content": "Calm."}}], "saesteer": {"applied": []}}
+        return httpx.Response(200, json={"data": [{"id": "demo"}], **said, "modules": [entry], **entry})
 
     options = client._options
     monkeypatch.setattr(

@@ -22,6 +22,8 @@ from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.planned import Catalog
 from saesteer.plugin.changes import Given
 from saesteer.plugin.names import Names
+from saesteer.plugin.openapi import document
+from saesteer.plugin.routes import SERVED, Guard
 from saesteer.spec import MAX_CHARACTERS, from_json
 
 ENV = "SAESTEER_ADMIN_KEY"
@@ -166,19 +168,28 @@ class EndpointPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes where this server runs saesteer.
+        """Guard all routes, and where this server runs saesteer, document the field and add ours.
 
         Where --api-key guards /v1, vLLM would answer 401 before the routes are asked, so the admin's key opens that
         gate as well; the routes themselves take no other.
+
+        Raises:
+            ConfigError: the admin's key is a key of everybody.
         """
         args = app.state.args
-        if KEY not in (args.additional_config or {}):
+        configured = KEY in (args.additional_config or {})
+        steers = configured and os.environ.get("SAESTEER_DISABLE") != "1"
+        app.add_middleware(Guard, served=SERVED if steers else ())
+        if not configured:
             return
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
-        if key and keys and key not in keys:
+        if key and key in keys:
+            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
+        if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
+        document(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine and the names of this process."""

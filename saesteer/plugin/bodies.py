@@ -4,6 +4,7 @@ Knows vLLM's serving classes, and of an answer only what ``CompletionOutput.saes
 without a spec passes through untouched. A body with several choices has the first one's on top, and each its own.
 
 What is refused while it runs (failures.py) is a 400, or the last event of a stream; of responses it is made here.
+Anthropic's form of an answer is in anthropic.py.
 """
 
 import json
@@ -36,32 +37,18 @@ def install() -> None:
     hooks.wrap("OpenAIServingCompletion.completion_stream_generator", _completion_stream)
     hooks.wrap("OpenAIServingResponses.responses_full_generator", _response)
     hooks.wrap("OpenAIServingResponses.responses_stream_generator", _response_stream)
-    hooks.wrap("AnthropicServingMessages.create_messages", _refusing_messages)
+    hooks.wrap("BatchChatCompletionRequest.to_chat_completion_request", _batch_request)
+    hooks.wrap("OpenAIServingChatBatch.chat_completion_full_generator_batch", _batch)
     for context in ("SimpleContext", "ParsableContext", "HarmonyContext"):
         hooks.wrap(f"{context}.append_output", _remembering)
 
 
-def _refusing_messages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Anthropic's form of a request drops fields that it does not know: it would run unsteered."""
-
-    @wraps(original)
-    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if raw_request is not None and KEY in await raw_request.json():
-            message = (
-                f"{KEY} is not served on this route; expected /v1/chat/completions, /v1/completions or /v1/responses"
-            )
-            return self.create_error_response(f"{message} [not_served]", param=KEY)
-        return await original(self, request, raw_request)
-
-    return create_messages
-
-
 def is_steered(request: Any) -> bool:
     """Whether a request of the OpenAI API brings a spec, in its body or in vllm_xargs."""
-    return KEY in (request.model_extra or ()) or KEY in (request.vllm_xargs or ())
+    return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
 
 
-class _Watched:
+class Watched:
     """The engine's outputs as they pass, and what they say by choice."""
 
     def __init__(self, outputs: AsyncIterator[Any], choices: int) -> None:
@@ -69,7 +56,7 @@ class _Watched:
         self._outputs = outputs
         self._choices = choices  # of each prompt
 
-    def __aiter__(self) -> "_Watched":
+    def __aiter__(self) -> "Watched":
         return self
 
     async def __anext__(self) -> Any:
@@ -121,7 +108,7 @@ def _chat(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_steered(request):
             return await original(self, request, result_generator, *args, **kwargs)
-        watched = _Watched(result_generator, request.n or 1)
+        watched = Watched(result_generator, request.n or 1)
         response = await original(self, request, watched, *args, **kwargs)
         _tell(response, watched.said)
         return response
@@ -136,10 +123,48 @@ def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_steered(request):
             return original(self, request, result_generator, *args, **kwargs)
-        watched = _Watched(result_generator, request.n or 1)
+        watched = Watched(result_generator, request.n or 1)
         return _chunks(original(self, request, watched, *args, **kwargs), watched.said)
 
     return chat_completion_stream_generator
+
+
+def _batch_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The request of one conversation has what the batch's has, also a null, which vLLM leaves out."""
+
+    @wraps(original)
+    def to_chat_completion_request(self: Any, messages: Any) -> Any:
+        request = original(self, messages)
+        if KEY in (self.model_extra or ()):
+            request.saesteer = self.model_extra[KEY]
+        return request
+
+    return to_chat_completion_request
+
+
+def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice for each conversation, in its own stream of outputs."""
+
+    @wraps(original)
+    async def chat_completion_full_generator_batch(
+        self: Any, request: Any, generators: Sequence[AsyncGenerator[Any, None]], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_steered(request):
+            return await original(self, request, generators, *args, **kwargs)
+        said: dict[int, Any] = {}
+        heard = [_heard(outputs, number, said) for number, outputs in enumerate(generators)]
+        response = await original(self, request, heard, *args, **kwargs)
+        _tell(response, said)
+        return response
+
+    return chat_completion_full_generator_batch
+
+
+async def _heard(outputs: AsyncGenerator[Any, None], choice: int, said: dict[int, Any]) -> AsyncGenerator[Any, None]:
+    async with aclosing(outputs):  # where another conversation fails, vLLM closes the rest
+        async for output in outputs:
+            said |= _said(output, choice)
+            yield output
 
 
 def _completion(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +190,7 @@ def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_steered(request):
             return original(self, request, engine_inputs, result_generator, *args, **kwargs)
-        watched = _Watched(result_generator, request.n or 1)
+        watched = Watched(result_generator, request.n or 1)
         return _chunks(original(self, request, engine_inputs, watched, *args, **kwargs), watched.said)
 
     return completion_stream_generator

@@ -24,7 +24,7 @@ from saesteer.config import KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.messages import named
 from saesteer.modules import check_modules
-from saesteer.plugin import bodies, counts, failures, hooks, metrics, names, prefix_cache, streams
+from saesteer.plugin import anthropic, bodies, counts, failures, hooks, metrics, names, prefix_cache, streams
 from saesteer.plugin import conversation as conversations
 from saesteer.plugin.admission import Known, admit, resolved, without_ours
 from saesteer.plugin.board import Board
@@ -300,6 +300,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is not None:
             bodies.install()  # whoever asks this awaits answers over HTTP
             streams.install()
+            anthropic.install()
             metrics.pools(self.input_processor.saesteer_names.usage())
             self.input_processor.saesteer_names.begin()
             try:

@@ -218,11 +218,35 @@ HOOKS: dict[str, Hook] = {
                 ("responses", "OpenAIServingResponses.create_responses"),
             )
         ),
+        *(
+            Hook("vllm.entrypoints.anthropic.serving", f"AnthropicServingMessages.{path}", parameters, why, server=True)
+            for path, parameters, why in (
+                ("create_messages", ("request", "raw_request"), "refusals"),
+                ("create_chat_completion", ("request", "raw_request"), "the body field"),
+                ("messages_full_converter", ("generator",), "what was applied"),
+                ("message_stream_converter", ("generator",), "what was applied"),
+            )
+        ),
         Hook(
             "vllm.entrypoints.anthropic.serving",
-            "AnthropicServingMessages.create_messages",
-            ("request", "raw_request"),
-            "refused there",
+            "AnthropicServingMessages.chat_completion_stream_generator_raw",
+            ("request", "result_generator"),
+            "what was applied",
+            server=True,
+            late=True,
+        ),
+        Hook(
+            f"{_OPENAI}.chat_completion.protocol",
+            "BatchChatCompletionRequest.to_chat_completion_request",
+            ("messages",),
+            "the body field",
+            server=True,
+        ),
+        Hook(
+            f"{_OPENAI}.chat_completion.batch_serving",
+            "OpenAIServingChatBatch.chat_completion_full_generator_batch",
+            ("request", "generators"),
+            "what was applied",
             server=True,
         ),
         Hook("vllm.sampling_params", "SamplingParams.__repr__", (), "logs hold no vectors"),

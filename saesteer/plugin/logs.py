@@ -2,8 +2,12 @@
 
 ``--enable-log-requests`` prints the parameters of every request, and an engine that fails prints those of its batch;
 the text of SamplingParams is the one place that both come through. What travels to the engine stays as it is.
+
+A refused spec is the client's mistake, and prints nothing: vLLM logs whatever ends a stream with its traceback.
 """
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -13,9 +17,15 @@ from typing import Any
 from saesteer.checks import show
 from saesteer.config import KEY
 from saesteer.plugin import hooks
+from saesteer.plugin.failures import SpecRefused
 from saesteer.spec import OPS
 
 _BODY = "RequestLogger.log_request_body"
+_OF_STREAMS = (
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.anthropic.serving",
+)
 
 
 def install() -> None:
@@ -25,6 +35,8 @@ def install() -> None:
 
 def install_server() -> None:
     """The same where HTTP is answered: newer versions of vLLM print whole bodies when they log at DEBUG."""
+    for name in _OF_STREAMS:
+        logging.getLogger(name).addFilter(_is_fit)
     if hooks.HOOKS[_BODY].exists():
         hooks.wrap(_BODY, _of_body)
 
@@ -64,3 +76,12 @@ def _of_body(original: Callable[..., None]) -> Callable[..., None]:
         original(self, request.model_copy(update=short) if short else request)
 
     return log_request_body
+
+
+def _is_fit(record: logging.LogRecord) -> bool:
+    """Whether a record of a serving class may be logged: it tells no refusal, and prints no body with a spec."""
+    error = record.exc_info[1] if record.exc_info else None
+    about = getattr(getattr(error, "error_info", None), "param", None)  # 0.33 wraps what ends a stream of /v1/messages
+    if isinstance(error, SpecRefused) or (isinstance(about, str) and re.match(rf"{KEY}\b", about)):
+        return False
+    return not any(isinstance(one, str) and f'"{KEY}"' in one for one in record.args or ())

@@ -115,6 +115,10 @@ def _refusal(event: Any) -> dict[str, Any] | None:
     if not isinstance(event, str):
         error = getattr(event, "type", None) == "error"
         return {"message": event.message, "param": event.param} if error else None
+    if event.startswith("event: error\n"):  # of /v1/messages, which is made so from 0.33 on
+        told = json.loads(event.partition("data: ")[2])["error"]
+        wrong = told["type"] == "invalid_request_error"
+        return {"message": told["message"]} if wrong else None
     if not event.startswith('data: {"error":'):
         return None
     told = json.loads(event.removeprefix("data: "))["error"]

@@ -159,6 +159,26 @@ def test_a_key_that_no_header_carries_is_refused(model: str, become: dict[str, A
     assert not become
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable"),
+    [
+        (["--api-key", "same"], ""),
+        (["--api_key=same", "--port", "1"], "other"),
+        (["--api-key", "other", "same", "--enforce-eager"], ""),
+        (["--port", "1"], "same"),
+    ],
+)
+def test_a_key_that_everybody_has_is_refused(
+    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch, flags: list[str], variable: str
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", variable)
+    with pytest.raises(ConfigError, match="--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY"):
+        launch.serve(model, read_settings([]), flags, "same")
+    assert not become
+    with pytest.raises(Became):
+        launch.serve(model, read_settings([]), flags, "another")
+
+
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:
     with pytest.raises(Became):
         launch.serve("s3://bucket/model", read_settings([f"demo={DEMO_SAE}"]), [])

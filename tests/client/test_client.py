@@ -40,6 +40,7 @@ ANSWERS: dict[str, Any] = {
             {"type": "message", "content": [{"type": "output_text", "text": "The "}, {"text": "Bridge."}]},
         ],
         "usage": USAGE,
+        "saesteer": {"applied": []},
     },
 }
 CHUNKS: dict[str, list[Any]] = {
@@ -269,6 +270,43 @@ def test_failures_in_a_stream(
         ask(server, "stream", "x", asynchronous=asynchronous)
     assert type(caught.value) is kind
     assert words in str(caught.value)
+
+
+SILENT: list[tuple[str, str, dict[str, Any]]] = [
+    ("chat", "/v1/chat/completions", {"steer": CLAMP}),
+    ("chat", "/v1/chat/completions", {"steer": []}),
+    ("complete", "/v1/completions", {"vllm_xargs": {"saesteer": "{}"}}),
+    ("respond", "/v1/responses", {"steer": CLAMP}),
+    ("stream", "/v1/chat/completions", {"steer": CLAMP}),
+    ("stream_complete", "/v1/completions", {"steer": CLAMP}),
+]
+
+
+@both_clients
+@pytest.mark.parametrize(("method", "path", "asked"), SILENT)
+def test_a_server_that_does_not_say_what_was_applied(
+    server: StandIn, method: str, path: str, asked: dict[str, Any], asynchronous: bool
+) -> None:
+    def without(document: Any) -> Any:
+        return {key: value for key, value in document.items() if key != "saesteer"}
+
+    server.answer = json.dumps(without(ANSWERS[path])).encode()
+    server.stream = "".join(f"data: {json.dumps(without(one))}\n\n" for one in CHUNKS.get(path, [])).encode()
+    with pytest.raises(ServerError) as caught:
+        ask(server, method, "x", asynchronous=asynchronous, **asked)
+    assert str(caught.value) == (
+        f"the server at {server.url}/v1/ answered without saying what was applied: "
+        "it runs without saesteer, so nothing was steered"
+    )
+    assert type(caught.value) is ServerError and caught.value.status == 200
+    assert ask(server, method, "x", asynchronous=asynchronous), "unsteered requests get what there is"
+
+
+@pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
+def test_a_response_that_is_not_there_yet_has_nothing_to_say(server: StandIn, status: str) -> None:
+    server.answer = json.dumps({"status": status, "output": [], "usage": None}).encode()
+    answer = ask(server, "respond", "x", steer=CLAMP, background=True, asynchronous=False)
+    assert (answer.finish_reason, answer.applied) == (status, None)
 
 
 @both_clients

@@ -125,6 +125,71 @@ def test_responses_whole_and_streamed(server: httpx.Client) -> None:  # noqa: F8
     assert "saesteer" not in post(server, "responses", input="x", max_output_tokens=2)
 
 
+def test_a_batch_says_it_for_each_conversation(server: httpx.Client) -> None:  # noqa: F811
+    batch = {"messages": [TURNS, [{"role": "user", "content": "Tell me of the sea."}]], "max_tokens": 7}
+    lengths = [
+        post(server, "chat/completions", messages=one, max_tokens=1)["usage"]["prompt_tokens"]
+        for one in batch["messages"]  # type: ignore[attr-defined]
+    ]
+    alone = post(server, "chat/completions", messages=TURNS, max_tokens=7, saesteer=STEERED)
+    for more in ({"saesteer": STEERED}, {"vllm_xargs": {"saesteer": json.dumps(STEERED)}}):
+        made = post(server, "chat/completions/batch", **batch, **more)
+        assert [tokens(one["saesteer"]) for one in made["choices"]] == [[length - 1 + 6] for length in lengths]
+        assert made["saesteer"] == made["choices"][0]["saesteer"]
+        first = made["choices"][0]["message"]["content"]
+        assert first[:8] == alone["choices"][0]["message"]["content"][:8], "bf16 rounds otherwise in a larger batch"
+    assert "saesteer" not in json.dumps(post(server, "chat/completions/batch", **batch))
+
+
+def test_messages_in_anthropics_form(server: httpx.Client) -> None:  # noqa: F811
+    body: dict[str, Any] = {"messages": TURNS, "max_tokens": 9}
+    plain, steered = (post(server, "messages", **body, **more) for more in ({}, {"saesteer": STEERED}))
+    assert list(steered) == [*plain, "saesteer"] and "saesteer" not in json.dumps(plain)
+    assert tokens(steered["saesteer"]) == [steered["usage"]["input_tokens"] - 1 + 8]
+    assert steered["saesteer"]["applied"][0]["positions"] == [[1, None]]
+    whole = post(server, "chat/completions", messages=TURNS, max_tokens=9, saesteer=STEERED)
+    assert steered["content"][0]["text"] == whole["choices"][0]["message"]["content"] != plain["content"][0]["text"]
+    by_string = post(server, "messages", **body, vllm_xargs={"saesteer": json.dumps(STEERED)})
+    assert by_string["content"] == steered["content"] and by_string["saesteer"].keys() == {"applied"}
+    for more in ({"saesteer": STEERED}, {"vllm_xargs": {"saesteer": json.dumps(STEERED)}}):
+        pieces = events(server, "messages", **body, **more)
+        told = [one for one in pieces if "saesteer" in one]
+        assert [one["type"] for one in told] == ["message_delta"] and told[0]["delta"]["stop_reason"] == "max_tokens"
+        assert tokens(told[0]["saesteer"]) == tokens(steered["saesteer"])
+        text = "".join(one["delta"].get("text", "") for one in pieces if one["type"] == "content_block_delta")
+        assert text == steered["content"][0]["text"]
+    quiet = events(server, "messages", **body)
+    assert "saesteer" not in json.dumps(quiet)
+    assert [one["type"] for one in quiet][-2:] == ["message_delta", "message_stop"]
+
+
+def test_what_is_wrong_with_messages_is_a_400(server: httpx.Client) -> None:  # noqa: F811
+    wrong = {"edits": [{**BRIDGE, "feature": 9216}]}
+    body = {"model": "demo", "messages": TURNS, "max_tokens": 9, "saesteer": wrong}
+    for stream in (False, True):
+        response = server.post("/v1/messages", json={**body, "stream": stream})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert message.startswith("saesteer.edits[0].feature: ") and message.endswith("[out_of_range]")
+
+
+def test_sagemakers_route_hands_it_on(server: httpx.Client) -> None:  # noqa: F811
+    body = {"model": "demo", "messages": TURNS, "temperature": 0, "ignore_eos": True, "max_tokens": 9}
+    made = server.post("/invocations", json={**body, "saesteer": STEERED}).json()
+    assert tokens(made["saesteer"]) == [made["usage"]["prompt_tokens"] - 1 + 8]
+    prompt = {"model": "demo", "prompt": "x", "max_tokens": 2, "ignore_eos": True, "saesteer": STEERED}
+    assert tokens(server.post("/invocations", json=prompt).json()["saesteer"])
+
+
+def test_no_edits_are_applied_where_none_are_asked_for(server: httpx.Client) -> None:  # noqa: F811
+    with Client(str(server.base_url), timeout=120) as client:
+        steers: list[Any] = [[], {}, {"edits": []}]
+        for steer in steers:
+            assert client.chat("x", steer=steer, max_tokens=2).applied == ()
+            assert client.respond("x", steer=steer, max_output_tokens=2).applied == ()
+            assert [one.applied for one in client.stream("x", steer=steer, max_tokens=2) if one.finish_reason] == [()]
+
+
 def test_bodies_without_a_spec_are_stock_s(server: httpx.Client) -> None:  # noqa: F811
     """Steered and plain bodies have the same fields but one; nothing of ours stands in the plain one."""
     for path, asked in (("chat/completions", {"messages": TURNS}), ("completions", {"prompt": "x"})):

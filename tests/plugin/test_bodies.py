@@ -111,6 +111,36 @@ def test_a_stream_is_told_what_its_outputs_say() -> None:
     assert json.loads(chunk[6:])["saesteer"] == SAID
 
 
+def test_each_conversation_of_a_batch_has_its_own() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
+
+    other: dict[str, Any] = {"applied": []}
+    turns: Any = [{"role": "user", "content": "x"}]
+    forward = bodies._batch_request(BatchChatCompletionRequest.to_chat_completion_request)
+    fields: list[dict[str, Any]] = [{"saesteer": {"edits": []}}, {"saesteer": None}, {"vllm_xargs": {"saesteer": "{}"}}]
+    for more in fields:
+        request = BatchChatCompletionRequest(messages=[turns, turns], **more)
+        one = forward(request, turns)
+        found = {key: value for key, value in one.model_extra.items() if key == "saesteer"}
+        assert found | ({"vllm_xargs": one.vllm_xargs} if one.vllm_xargs else {}) == more, "a null is no absence"
+        assert bodies.is_steered(request) and bodies.is_steered(one)
+    plain = BatchChatCompletionRequest(messages=[turns])
+    assert not bodies.is_steered(plain) and not bodies.is_steered(forward(plain, turns))
+
+    async def whole(self: Any, request: Any, generators: Any, *_: Any) -> Any:
+        if request is plain:
+            assert generators == [1]
+            return "as it is"
+        for outputs in generators:
+            assert [one async for one in outputs]
+        return SimpleNamespace(choices=[SimpleNamespace(index=0), SimpleNamespace(index=1)])
+
+    said = [SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=one)]) for one in (SAID, other)]
+    made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(one) for one in said]))
+    assert (made.saesteer, [choice.saesteer for choice in made.choices]) == (SAID, [SAID, other])
+    assert asyncio.run(bodies._batch(whole)(None, plain, [1])) == "as it is"
+
+
 def test_a_stream_that_is_given_up_closes_vllm_s_own() -> None:
     closed = []
 

@@ -1,190 +1,297 @@
-"""What goes wrong on a worker for one request ends that request, and what is asked of no plugin is refused."""
+"""The guard in front of routes that drop the field, on vLLM's real app without an engine and on one that echoes."""
 
+import asyncio
 import json
-import os
-from pathlib import Path
-from types import SimpleNamespace
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer import plugin
-from saesteer.config import KEY
-from saesteer.errors import UnsupportedError
-from saesteer.plugin import worker
-from tests.apart import hear
-from tests.plugin.test_recent import ADD, admitted
-from tests.test_formulas import WIDTH, make_engine
+from fastapi import FastAPI, Form, Request, UploadFile, WebSocket
+from fastapi.testclient import TestClient
 
-SPEC = {"edits": [ADD]}
-OTHER = {"edits": [{**ADD, "vector": [2.0, *[1.0] * (WIDTH - 1)]}]}
+from saesteer.errors import ConfigError
+from saesteer.plugin import hooks, register, routes
+from saesteer.plugin.routes import SERVED, Guard
+from tests.plugin.conftest import BRIDGE
+from tests.plugin.vllm_routes import POST
 
-
-@pytest.fixture
-def steering(tmp_path: Path) -> worker.Steering:
-    return worker.Steering(make_engine(tmp_path))
-
-
-def arrive(steering: worker.Steering, name: str, spec: Any, row: int) -> None:
-    """As the V2 runner's add_request does."""
-    request = admitted(steering.engine, spec, 4)
-    request.req_id = name
-    steering.add(request)
-    steering.fill(name, row)
-
-
-def test_a_row_that_cannot_be_made_fails_its_request(
-    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrive(steering, "good", SPEC, 1)
-    nothing: dict[str, Any] = {}
-    monkeypatch.setattr(steering.engine, "make_row", lambda *_: nothing["gone"])
-    arrive(steering, "bad", OTHER, 2)
-    assert steering.failed == {"bad": "broken: KeyError: 'gone'"}
-    assert set(steering.rows) == {"good"} and set(steering.engine._filled) == {1}
-    assert steering.look(["good", "bad"], 2) and steering.snapshot().failed == steering.failed
-    steering.forget("bad")
-    assert not steering.failed
-
-
-def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
-    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
-    arrive(steering, "good", SPEC, 1)
-    pools = steering.engine._pools
-    held = {site: len(pool) for site, pool in pools.items()}
-
-    def take(content: bytes) -> Any:
-        raise AssertionError("no slot")
-
-    monkeypatch.setattr(pools["resid_mid.2"], "take", take)
-    arrive(steering, "bad", two, 2)
-    assert steering.failed == {"bad": "broken: AssertionError: no slot"}
-    assert {site: len(pool) for site, pool in pools.items()} == held
-    assert set(steering.engine._filled) == {1} and set(steering._places) == {"good"}
-    monkeypatch.undo()
-    arrive(steering, "next", two, 2)
-    assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
-
-
-def test_a_spec_that_the_worker_cannot_read_fails_its_request(steering: worker.Steering) -> None:
-    request = admitted(steering.engine, SPEC, 4)
-    request.sampling_params.extra_args = {KEY: {"edits": [{"op": "clamp"}]}}
-    assert steering.add(request) is None
-    assert steering.failed["r"].startswith("broken: SpecError: saesteer.edits[0].dictionary")
-
-
-def test_a_plugin_that_could_not_register_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def broken() -> None:
-        calls.append(1)
-        raise UnsupportedError("vLLM 9 has no such hook")
-
-    monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "_failed", None)
-    monkeypatch.setattr(plugin, "_install", broken)
-    for _ in range(2):
-        with pytest.raises(UnsupportedError, match="no such hook"):
-            plugin.register()
-    assert len(calls) == 1, "wraps are not put around wraps"
-    monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
-    with pytest.raises(UnsupportedError, match=r"could not register .* no such hook"):
-        plugin.require()
-
-
-JOB = """
-from tests.apart import tell
-import saesteer
-try:
-    saesteer.LLM("no such model", dictionaries={})
-except saesteer.SaesteerError as error:
-    tell([type(error).__name__, str(error)])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["", "lora_filesystem_resolver"])
-def test_an_engine_whose_plugins_leave_saesteer_out_is_refused_at_once(chosen: str) -> None:
-    kind, told = hear("-c", JOB, environment={**os.environ, "VLLM_PLUGINS": chosen}, timeout=300)
-    assert kind == "UnsupportedError"
-    assert f"VLLM_PLUGINS is {chosen!r}, which leaves saesteer out" in told
-
-
-def settings(**changes: Any) -> Any:
-    """Of vLLM's config as much as is looked at; a stand-in, since each of these starts an engine of its own kind."""
-    found: dict[str, Any] = {
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=None),
-        "compilation_config": SimpleNamespace(pass_config=None),
-        "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
-        "cache_config": SimpleNamespace(),
-        "speculative_config": None,
-        "kv_transfer_config": None,
-    }
-    return SimpleNamespace(**{**found, **changes})
-
-
-REFUSED = {
-    "a KV connector": ({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")}, "ExampleConnector"),
-    "a pooling model": ({"model_config": SimpleNamespace(runner_type="pooling")}, "the pooling runner"),
-    "an encoder-decoder": (
-        {"model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=True)},
-        "encoder-decoder",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
-    from saesteer.plugin.frontend import refuse_unservable
-
-    refuse_unservable(settings())
-    changes, told = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=told):
-        refuse_unservable(settings(**changes))
-
-
-def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saesteer.plugin.frontend import refuse_unservable
-
-    ray = settings(parallel_config=SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="ray"))
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
-    refuse_unservable(ray)
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    with pytest.raises(UnsupportedError, match="Ray"):
-        refuse_unservable(ray)
-
-
-START = """
-import json, sys
-import saesteer
-from tests.apart import tell
-
-if __name__ == "__main__":
-    model, told = sys.argv[1], []
-    for options in json.loads(sys.argv[2]):
-        if "kv_transfer_config" in options:
-            from vllm.config import KVTransferConfig
-            options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
-        try:
-            saesteer.LLM(model, sites=["resid_post.3"], enforce_eager=True, max_model_len=64, **options)
-            told.append("started")
-        except saesteer.UnsupportedError as error:
-            told.append(str(error))
-    tell(told)
-"""
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "ExampleConnector"),
-    ({"kv_offloading_size": 1.0}, "a KV connector"),
-    ({"runner": "pooling"}, "the pooling runner"),
+STEERED = {"edits": [BRIDGE]}
+ASKING: list[Any] = [
+    {"saesteer": STEERED},
+    {"saesteer": None},
+    {"vllm_xargs": {"saesteer": json.dumps(STEERED)}},
+    {"sampling_params": {"extra_args": {"saesteer": STEERED}}},
+]
+PLAIN: list[Any] = [
+    {"prompt": "saesteer"},
+    {"messages": [{"role": "user", "content": '{"saesteer": {}}'}]},
+    {"vllm_xargs": {"other": "saesteer"}},
+    {"vllm_xargs": None, "sampling_params": [1]},
+    ["saesteer"],
+    "saesteer",
 ]
 
 
-@pytest.mark.slow
-def test_vllm_itself_is_refused_with_these_options(model_dir: str) -> None:
-    told = hear("-c", START, model_dir, json.dumps([options for options, _ in OPTIONS]), timeout=600)
-    for said, (_, expected) in zip(told, OPTIONS, strict=True):
-        assert expected in said and "saesteer cannot serve with" in said
+def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
+    """vLLM's own, with the routes of every task and of developers."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.api_server import build_app
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+
+    register()
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", key)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "x", *flags])
+    args.additional_config = {"saesteer": {}} if additional is None else additional
+    args.enable_fault_tolerance = args.enable_scale_out = True
+    tasks = ("generate", "render", "transcription", "realtime", "embed", "classify")
+    model = Namespace(get_pooling_task=lambda _: "embed", hf_config=Namespace(num_labels=1))
+    return build_app(args, tasks, model)
+
+
+def posts(app: Any) -> list[str]:
+    return sorted({route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())})
+
+
+def ask(app: Any, path: str, **sent: Any) -> httpx.Response:
+    async def wait() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://host") as client:
+            return await client.post(path, **sent)
+
+    return asyncio.run(wait())
+
+
+def assert_refused(response: httpx.Response, *words: str) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "saesteer", 400)
+    assert error["message"].startswith("saesteer: ") and error["message"].endswith(" [not_served]")
+    assert all(word in error["message"] for word in words)
+
+
+def test_every_route_of_the_installed_vllm_is_served_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    app = app_of_vllm(monkeypatch)
+    found = [path for path in posts(app) if not path.startswith(routes.OURS)]
+    assert set(SERVED) <= set(found)
+    if hooks.vllm_version().startswith("0.32"):
+        known = {"/cohere/v2/chat", "/cohere/v2/chat/render", "/start_profile", "/stop_profile", "/v1/decisions"}
+        assert set(POST["0.33.0"]) - set(found) == known, "off here, or not there yet"
+    for path in set(found) - set(SERVED):
+        for body in ASKING:
+            assert_refused(ask(app, path.replace("{response_id}", "r"), json=body), path.split("{")[0], *SERVED)
+
+
+@pytest.mark.parametrize("version", POST)
+def test_every_route_of_other_versions_is_served_or_refuses(version: str) -> None:
+    """Their routes are a list, read from the sources of that version; the app behind the guard is a stand-in."""
+    app = echo()
+    assert set(SERVED) <= set(POST[version])
+    for path in POST[version]:
+        response = ask(app, path, json={"saesteer": STEERED})
+        if path in SERVED:
+            assert response.json() == {"saesteer": STEERED}
+        else:
+            assert_refused(response, path)
+
+
+def echo(**guard: Any) -> Any:
+    """An app that answers with the JSON it is sent, or the names of the form's fields."""
+    app = FastAPI()
+
+    @app.post("/form")
+    async def form(request: Request, file: UploadFile, prompt: str = Form("")) -> Any:
+        return {"size": len(await file.read()), "fields": sorted(await request.form())}
+
+    @app.post("/{path:path}")
+    async def whole(request: Request) -> Any:
+        return await request.json()
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    app.add_middleware(Guard, **guard)
+    return app
+
+
+@pytest.mark.parametrize("body", PLAIN, ids=map(str, range(len(PLAIN))))
+def test_bodies_that_only_speak_of_it_pass(body: Any) -> None:
+    assert ask(echo(), "/tokenize", json=body).json() == body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"saesteer": STEERED}).encode("utf-16"),
+        json.dumps({"saesteer": STEERED}).encode("utf-32-le"),
+        json.dumps({"saesteer": STEERED}).replace("saesteer", "\\u0073aesteer").encode(),
+        json.dumps({"saesteer": STEERED}).replace("saesteer", "sae\\u0073tee\\u0072").encode(),
+    ],
+)
+def test_however_the_key_is_written(content: bytes) -> None:
+    assert_refused(ask(echo(), "/tokenize", content=content))
+
+
+@pytest.mark.parametrize("content", [b'{"saesteer": ', b'{"saesteer":' * 100_000, b"saesteer", b""])
+def test_what_is_no_json_is_left_to_vllm(content: bytes) -> None:
+    with pytest.raises((ValueError, RecursionError)):  # from the app
+        ask(echo(), "/tokenize", content=content)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"saesteer": "{}"},
+        {"saesteer[edits][][op]": "clamp"},  # as OpenAI's client flattens its extra_body
+        {"vllm_xargs": json.dumps({"saesteer": "{}"})},
+        {"vllm_xargs[saesteer]": "{}"},
+    ],
+)
+@pytest.mark.parametrize("multipart", [True, False])
+def test_forms(fields: dict[str, str], multipart: bool) -> None:
+    files: Any = {"files": {"file": b"saesteer" * 1000}} if multipart else {}
+    assert_refused(ask(echo(), "/form", data={"prompt": "x", **fields}, **files), "/form")
+
+
+def test_a_form_with_the_word_in_its_values_passes() -> None:
+    sent = {"prompt": "saesteer", "vllm_xargs": '{"other": "saesteer"}', "notsaesteer": "1"}
+    told = ask(echo(), "/form", data=sent, files={"file": b"saesteer" * 1000}).json()
+    assert told == {"size": 8000, "fields": sorted([*sent, "file"])}
+    long = {"data": {"prompt": "x"}, "files": {"file": b"\0" * (20 << 20)}}
+    assert ask(echo(), "/form", **long).json() == {"size": 20 << 20, "fields": ["file", "prompt"]}
+
+
+async def pieces(*found: bytes) -> AsyncIterator[bytes]:
+    for one in found:
+        yield one
+
+
+def test_a_body_in_pieces() -> None:
+    body = json.dumps({"a": 1, "saesteer": STEERED}).encode()
+    cut = body.index(b"steer")
+    assert_refused(ask(echo(), "/tokenize", content=pieces(body[:cut], b"", body[cut:])))
+    assert ask(echo(), "/tokenize", content=pieces(b'{"a"', b"", b": 1}")).json() == {"a": 1}
+
+
+def test_a_longer_body_is_not_held_and_is_refused_at_the_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "LIMIT", 64)
+    word = b'", "saesteer": {}, "b": "'
+    sent = {
+        "at once": (word, b"x" * 200),
+        "later": (b"x" * 200, word, b"x" * 200),
+        "cut": (b"x" * 200, word[:8], word[8:]),
+        "cut where it begins to pass": (b"x" * 60 + word[:8], word[8:], b"x" * 200),
+    }
+    for name, parts in sent.items():
+        response = ask(echo(), "/tokenize", content=pieces(b'{"a": "', *parts, b'"}'))
+        assert response.status_code == 400 and "[not_served]" in response.text, name
+    plain = (b'{"a": "', b"x" * 200, b"x" * 200, b'"}')
+    assert ask(echo(), "/tokenize", content=pieces(*plain)).json() == {"a": "x" * 400}
+
+    async def run() -> list[int]:
+        """How much has been asked for each time the app gets a message."""
+        taken, seen = 0, []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal taken
+            taken += 50
+            return {"type": "http.request", "body": b"x" * 50, "more_body": taken < 500}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive())["more_body"]:
+                seen.append(taken)
+
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        await Guard(app)(scope, receive, lambda _: asyncio.sleep(0))
+        return seen
+
+    assert asyncio.run(run()) == [100, *range(150, 500, 50)]
+
+
+def test_served_routes_and_ours_are_not_even_read() -> None:
+    async def run(path: str, method: str = "POST", kind: str = "http") -> bool:
+        seen: list[Any] = []
+
+        async def app(*words: Any) -> None:
+            seen.extend(words)
+
+        scope = {"type": kind, "method": method, "path": path, "root_path": "/proxy", "headers": []}
+        words: list[Any] = [scope, object(), object()]
+        await Guard(app)(*words)
+        return all(one is other for one, other in zip(seen, words, strict=True))
+
+    for path in (*SERVED, "/v1/completions/", "/proxy/v1/completions", "/v1/saesteer/modules"):
+        assert asyncio.run(run(path))
+    assert asyncio.run(run("/health", "GET")) and asyncio.run(run("/x", kind="lifespan"))
+
+
+def test_a_client_that_goes_away_is_left_to_the_app() -> None:
+    async def run() -> list[str]:
+        events: list[dict[str, Any]] = [
+            {"type": "http.request", "body": b"{", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+        seen = []
+
+        async def receive() -> dict[str, Any]:
+            return events.pop(0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.extend([(await receive())["type"] for _ in range(2)])
+
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+        await Guard(app)(scope, receive, lambda _: asyncio.sleep(0))
+        return seen
+
+    assert asyncio.run(run()) == ["http.request", "http.disconnect"]
+
+
+def test_a_socket_is_told_and_its_event_dropped() -> None:
+    with TestClient(echo()) as client, client.websocket_connect("/v1/realtime") as socket:
+        for event in ({"type": "session.update", "model": "saesteer"}, {"audio": "AAAA"}):
+            socket.send_text(json.dumps(event))
+            assert socket.receive_json() == event
+        socket.send_text(json.dumps({"type": "session.update", "saesteer": STEERED}))
+        socket.send_text('{"after": 1}')
+        told = socket.receive_json()
+        assert (told["type"], told["code"]) == ("error", "not_served") and "/v1/realtime" in told["error"]
+        assert socket.receive_json() == {"after": 1}
+
+
+@pytest.mark.parametrize("why", ["no configuration", "disabled"])
+def test_a_server_that_cannot_steer_refuses_on_every_route(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "disabled":
+        monkeypatch.setenv("SAESTEER_DISABLE", "1")
+    app = app_of_vllm(monkeypatch, additional=None if why == "disabled" else {})
+    assert why == "disabled" or not [path for path in posts(app) if path.startswith(routes.OURS)]
+    for path in (*SERVED, "/tokenize"):
+        for body in ASKING:
+            assert_refused(ask(app, path, json=body), "this server was started without saesteer")
+
+
+def test_keys_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_of_vllm(monkeypatch, "--api-key", "usual")
+    assert ask(app, "/v1/embeddings", json=ASKING[0]).status_code == 401
+    assert_refused(ask(app, "/v1/embeddings", json=ASKING[0], headers={"Authorization": "Bearer usual"}))
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_the_admins_key_is_nobody_elses(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "same" if by == "environment" else "")
+    flags = ["--api-key", "other", "same"] if by == "flag" else []
+    with pytest.raises(ConfigError, match="SAESTEER_ADMIN_KEY equals a key of --api-key or VLLM_API_KEY"):
+        app_of_vllm(monkeypatch, *flags, key="same")
+    app_of_vllm(monkeypatch, *flags, key="another")

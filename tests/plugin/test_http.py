@@ -185,9 +185,24 @@ def test_many_at_once_over_the_socket(server: httpx.Client, model: str) -> None:
         assert text(job.result())[:4] == plain[n % 3][:4]
 
 
-def test_the_route_that_drops_the_field_refuses_it(server: httpx.Client) -> None:
-    body = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "Who are you?"}]}
-    assert server.post("/v1/messages", json=body).status_code == 200
-    refused = server.post("/v1/messages", json={**body, "saesteer": {"edits": [BRIDGE]}})
-    assert refused.status_code == 400
-    assert "saesteer is not served on this route" in refused.text
+UNSERVED: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/generative_scoring": {"query": "x", "items": ["y"]},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    "/v1/systemone": {"prompt": "x"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/embeddings": {"input": "x"},
+}
+
+
+@pytest.mark.parametrize("path", UNSERVED)
+def test_a_route_that_drops_the_field_refuses_it(server: httpx.Client, path: str) -> None:
+    for more in ({"saesteer": STEERED}, {"vllm_xargs": {"saesteer": json.dumps(STEERED)}}):
+        response = server.post(path, json={"model": "demo", **UNSERVED[path], **more})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("saesteer", 400) and error["message"].endswith("[not_served]")
+        assert path in error["message"] and "/v1/chat/completions, " in error["message"]
+    assert "not_served" not in server.post(path, json={"model": "demo", **UNSERVED[path]}).text

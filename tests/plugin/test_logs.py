@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,9 @@ from vllm import SamplingParams
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import NewRequestData
 
+from saesteer.errors import SpecError
 from saesteer.plugin import hooks, logs, register
+from saesteer.plugin.failures import SpecRefused
 from tests.plugin.conftest import BRIDGE, WIDTH
 
 ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
@@ -85,6 +88,61 @@ def test_bodies_that_are_printed_when_debugging(
     assert len(said) == 3 and all('"max_tokens":3' in one for one in said)
     assert '"saesteer":"2 add, 1 clamp"' in said[0] and '"saesteer":"a text of' in said[1]
     assert not parts("".join(said))
+
+
+def test_a_refusal_is_no_failure_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    class Converted(Exception):
+        """As 0.33 ends a stream of /v1/messages."""
+
+        def __init__(self, param: str | None) -> None:
+            self.error_info = SimpleNamespace(param=param)
+
+    def raised(error: Exception) -> Any:
+        try:
+            raise error
+        except Exception as caught:  # noqa: BLE001  # with its traceback
+            return type(caught), caught, caught.__traceback__
+
+    refusal = SpecRefused(SpecError("no", field="saesteer.edits", code="out_of_range"))
+    silent = [refusal, Converted("saesteer"), Converted("saesteer.edits[0]")]
+    heard: list[Exception] = [ValueError("no"), Converted("model"), Converted(None), Converted("saesteers")]
+    for error in [*silent, *heard]:
+        record = logging.makeLogRecord({"msg": "Error", "exc_info": raised(error)})
+        assert logs._is_fit(record) is (error in heard)
+    assert logs._is_fit(logging.makeLogRecord({"msg": "%s", "args": ('{"vllm_xargs":null}',)}))
+    body = '{"vllm_xargs":{"saesteer":"..."}}'
+    assert not logs._is_fit(logging.makeLogRecord({"msg": "Received messages request %s", "args": (body,)}))
+
+
+ROUTES: list[tuple[str, dict[str, Any], bool]] = [
+    ("completions", {"prompt": PROMPT, "max_tokens": 2}, True),
+    ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}, True),
+    ("chat/completions/batch", {"messages": [[{"role": "user", "content": PROMPT}]] * 2, "max_tokens": 2}, False),
+    ("responses", {"input": PROMPT, "max_output_tokens": 2}, True),
+    ("messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}, True),
+]
+
+
+@pytest.mark.slow
+def test_a_server_says_nothing_of_what_clients_do_wrong(any_server: httpx.Client, server_log: Path) -> None:
+    before, asked = len(server_log.read_text()), 0
+    wrong = {"edits": [{**BRIDGE, "feature": 9216}]}
+    both = {"saesteer": SPEC, "vllm_xargs": {"saesteer": json.dumps(SPEC)}}
+    for path, body, streams in ROUTES:
+        for more in ({"saesteer": wrong}, {"vllm_xargs": {"saesteer": json.dumps(wrong)}}, both, {"saesteer": None}):
+            for stream in (False, True)[: 1 + streams]:
+                sent = {"model": "base", **body, **more, **({"stream": True} if stream else {})}
+                response = any_server.post(f"/v1/{path}", json=sent)
+                assert response.status_code == 400 and "saesteer" in response.json()["error"]["message"], response.text
+                asked += 1
+    said = ""
+    for _ in range(100):
+        said = server_log.read_text()[before:]
+        if said.count("400 Bad Request") >= asked:
+            break
+        time.sleep(0.1)
+    assert said.count("400 Bad Request") == asked
+    assert "Traceback" not in said and "ERROR" not in said
 
 
 @pytest.mark.slow

@@ -82,6 +82,16 @@ def test_what_is_wrong_is_told_in_the_place_of_the_stream(action: str) -> None:
     asyncio.run(run())
 
 
+def test_what_stands_in_an_error_of_each_form() -> None:
+    told = streams._refusal(WRONG)
+    assert told == {"message": "no", "err_type": "Bad", "status_code": 400, "param": "saesteer"}
+    error = 'event: error\ndata: {"type":"error","error":{"type":"%s","message":"no"}}\n\n'  # as 0.33 has /v1/messages
+    assert streams._refusal(error % "invalid_request_error") == {"message": "no"}
+    assert streams._refusal(error % "api_error") is None
+    assert streams._refusal("event: message_start\ndata: {}\n\n") is None
+    assert streams._refusal(SimpleNamespace(type="error", message="no", param="x")) == {"message": "no", "param": "x"}
+
+
 def test_all_prompts_are_waited_for() -> None:
     async def run() -> None:
         serving = Serving()

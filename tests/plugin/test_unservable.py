@@ -1,0 +1,190 @@
+"""What goes wrong on a worker for one request ends that request, and engines that would not steer are refused."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer import plugin
+from saesteer.config import KEY
+from saesteer.errors import UnsupportedError
+from saesteer.plugin import worker
+from tests.apart import hear
+from tests.plugin.test_recent import ADD, admitted
+from tests.test_formulas import WIDTH, make_engine
+
+SPEC = {"edits": [ADD]}
+OTHER = {"edits": [{**ADD, "vector": [2.0, *[1.0] * (WIDTH - 1)]}]}
+
+
+@pytest.fixture
+def steering(tmp_path: Path) -> worker.Steering:
+    return worker.Steering(make_engine(tmp_path))
+
+
+def arrive(steering: worker.Steering, name: str, spec: Any, row: int) -> None:
+    """As the V2 runner's add_request does."""
+    request = admitted(steering.engine, spec, 4)
+    request.req_id = name
+    steering.add(request)
+    steering.fill(name, row)
+
+
+def test_a_row_that_cannot_be_made_fails_its_request(
+    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive(steering, "good", SPEC, 1)
+    nothing: dict[str, Any] = {}
+    monkeypatch.setattr(steering.engine, "make_row", lambda *_: nothing["gone"])
+    arrive(steering, "bad", OTHER, 2)
+    assert steering.failed == {"bad": "broken: KeyError: 'gone'"}
+    assert set(steering.rows) == {"good"} and set(steering.engine._filled) == {1}
+    assert steering.look(["good", "bad"], 2) and steering.snapshot().failed == steering.failed
+    steering.forget("bad")
+    assert not steering.failed
+
+
+def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
+    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
+    arrive(steering, "good", SPEC, 1)
+    pools = steering.engine._pools
+    held = {site: len(pool) for site, pool in pools.items()}
+
+    def take(content: bytes) -> Any:
+        raise AssertionError("no slot")
+
+    monkeypatch.setattr(pools["resid_mid.2"], "take", take)
+    arrive(steering, "bad", two, 2)
+    assert steering.failed == {"bad": "broken: AssertionError: no slot"}
+    assert {site: len(pool) for site, pool in pools.items()} == held
+    assert set(steering.engine._filled) == {1} and set(steering._places) == {"good"}
+    monkeypatch.undo()
+    arrive(steering, "next", two, 2)
+    assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
+
+
+def test_a_spec_that_the_worker_cannot_read_fails_its_request(steering: worker.Steering) -> None:
+    request = admitted(steering.engine, SPEC, 4)
+    request.sampling_params.extra_args = {KEY: {"edits": [{"op": "clamp"}]}}
+    assert steering.add(request) is None
+    assert steering.failed["r"].startswith("broken: SpecError: saesteer.edits[0].dictionary")
+
+
+def test_a_plugin_that_could_not_register_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def broken() -> None:
+        calls.append(1)
+        raise UnsupportedError("vLLM 9 has no such hook")
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_failed", None)
+    monkeypatch.setattr(plugin, "_install", broken)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="no such hook"):
+            plugin.register()
+    assert len(calls) == 1, "wraps are not put around wraps"
+    monkeypatch.setattr("vllm.plugins.load_general_plugins", lambda: None)
+    with pytest.raises(UnsupportedError, match=r"could not register .* no such hook"):
+        plugin.require()
+
+
+JOB = """
+from tests.apart import tell
+import saesteer
+try:
+    saesteer.LLM("no such model", dictionaries={})
+except saesteer.SaesteerError as error:
+    tell([type(error).__name__, str(error)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["", "lora_filesystem_resolver"])
+def test_an_engine_whose_plugins_leave_saesteer_out_is_refused_at_once(chosen: str) -> None:
+    kind, told = hear("-c", JOB, environment={**os.environ, "VLLM_PLUGINS": chosen}, timeout=300)
+    assert kind == "UnsupportedError"
+    assert f"VLLM_PLUGINS is {chosen!r}, which leaves saesteer out" in told
+
+
+def settings(**changes: Any) -> Any:
+    """Of vLLM's config as much as is looked at; a stand-in, since each of these starts an engine of its own kind."""
+    found: dict[str, Any] = {
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=None),
+        "compilation_config": SimpleNamespace(pass_config=None),
+        "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
+        "cache_config": SimpleNamespace(),
+        "speculative_config": None,
+        "kv_transfer_config": None,
+    }
+    return SimpleNamespace(**{**found, **changes})
+
+
+REFUSED = {
+    "a KV connector": ({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")}, "ExampleConnector"),
+    "a pooling model": ({"model_config": SimpleNamespace(runner_type="pooling")}, "the pooling runner"),
+    "an encoder-decoder": (
+        {"model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=True)},
+        "encoder-decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
+    from saesteer.plugin.frontend import refuse_unservable
+
+    refuse_unservable(settings())
+    changes, told = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=told):
+        refuse_unservable(settings(**changes))
+
+
+def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from saesteer.plugin.frontend import refuse_unservable
+
+    ray = settings(parallel_config=SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="ray"))
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
+    refuse_unservable(ray)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(UnsupportedError, match="Ray"):
+        refuse_unservable(ray)
+
+
+START = """
+import json, sys
+import saesteer
+from tests.apart import tell
+
+if __name__ == "__main__":
+    model, told = sys.argv[1], []
+    for options in json.loads(sys.argv[2]):
+        if "kv_transfer_config" in options:
+            from vllm.config import KVTransferConfig
+            options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
+        try:
+            saesteer.LLM(model, sites=["resid_post.3"], enforce_eager=True, max_model_len=64, **options)
+            told.append("started")
+        except saesteer.UnsupportedError as error:
+            told.append(str(error))
+    tell(told)
+"""
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "ExampleConnector"),
+    ({"kv_offloading_size": 1.0}, "a KV connector"),
+    ({"runner": "pooling"}, "the pooling runner"),
+]
+
+
+@pytest.mark.slow
+def test_vllm_itself_is_refused_with_these_options(model_dir: str) -> None:
+    told = hear("-c", START, model_dir, json.dumps([options for options, _ in OPTIONS]), timeout=600)
+    for said, (_, expected) in zip(told, OPTIONS, strict=True):
+        assert expected in said and "saesteer cannot serve with" in said
