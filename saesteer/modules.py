@@ -81,15 +81,19 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
     if spec.returns != Return():
         fail(f"{where}.return", "not_served", "asks for return, expected edits only")
     catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
-    for prompt_len in _LENGTHS:
-        try:
-            plan(spec, catalog, prompt_len)
-            return
-        except SpecError as error:
-            if error.code not in _BY_PROMPT:
-                message = str(error).removeprefix(f"{error.field}: ")
-                field = error.field.replace("saesteer", where, 1)
-                raise SpecError(message, field=field, code=error.code) from None
+    try:
+        for _ in steps(spec.edits, catalog.modules, ("",)):  # a request that uses it is one level further out
+            pass
+        for prompt_len in _LENGTHS:
+            try:
+                plan(spec, catalog, prompt_len)
+                return
+            except SpecError as error:
+                if error.code not in _BY_PROMPT:
+                    raise
+    except SpecError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise SpecError(message, field=error.field.replace("saesteer", where, 1), code=error.code) from None
     # Planned to the end for none of these prompts: at least every name is known.
     known = {"vector": catalog.vectors, "module": catalog.modules}
     for kind, name in names_in(spec.edits, {}):
