@@ -85,7 +85,8 @@ class Guard:
 
     def _refusal(self, path: str) -> str:
         if not self.served:
-            return "this server was started without saesteer's configuration, so it cannot steer"
+            why = "without saesteer's configuration or with SAESTEER_DISABLE=1"
+            return f"this server was started {why}, so it cannot steer"
         return f"is not served on {show(path)}, expected one of the routes {', '.join(self.served)}"
 
 
