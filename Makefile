@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check format bench-kernels bench-layers bench-host bench-front bench-modes clean
+.PHONY: help setup demo test test-slow test-long test-all check format bench-kernels bench-layers bench-host bench-front \
+	bench-modes clean
 
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
-	@echo "make test-all  the same and the slow engine tests"
+	@echo "make test-slow the tests on real engines, an hour; make test-all runs both"
+	@echo "make test-long what is too long for CI; by hand, before a release"
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
@@ -29,10 +31,14 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not network"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not network" $(if $(UNTIL),--until $(UNTIL))
+	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL))
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m "long and not network"
+	SAESTEER_TEST_FUZZ=200 $(BIN)/python -m pytest tests/plugin/test_fuzz.py
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not network"
+	$(BIN)/python -m pytest -m "not long and not network"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,15 +1,35 @@
-"""For all tests: those that need a CUDA device are left out where there is none, and all when the time is up."""
+"""For all tests: which are left out, in which order they run, what they share, and what ends when the time is up."""
 
 import time
+from collections.abc import Iterator
 
+import httpx
 import pytest
 import torch
+
+from tests.plugin.serving import served
+from tests.shared import Shared
+
+# An engine holds 2 GiB and a server 3, whether or not it has work; the machine of CI has 24.
+RUNNING = 6
+
+# Tests that share run side by side, so that each engine and each server is started once; these in this order, and after
+# them the slow ones that share nothing. What is not reached in time is then the commands and the benchmarks.
+SHARERS = ("make_engine", "any_server", "demo_server")
+
+MAY_BE_LEFT = 0.02  # of the tests; a machine that is busy today has a few left, a suite that has outgrown its time more
+
+_left: list[str] = []  # tests that were not reached
+_running = Shared(RUNNING)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """A machine that is slow today says which tests it did not come to, instead of being ended in the midst of one."""
     parser.addoption(
-        "--until", type=float, metavar="SECONDS", help="since the epoch; tests that begin later are skipped"
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help=f"since the epoch; tests that begin later are skipped, and are a failure from {MAY_BE_LEFT:.0%} of all on",
     )
 
 
@@ -17,15 +37,65 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test, and what it would set up, when the time is up; the summary names it."""
     until = item.config.getoption("--until")
     if until is not None and time.time() > until:
+        _left.append(item.nodeid)
         pytest.skip(
             f"{item.nodeid} not reached before {time.strftime('%H:%M', time.localtime(until))}, as --until asks"
         )
 
 
+def _too_many(session: pytest.Session) -> bool:
+    return len(_left) >= MAY_BE_LEFT * session.testscollected > 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before the terminal says how it ended
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What nobody ran has not passed."""
+    if _left and _too_many(session) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many were left, and what follows."""
+    session = terminalreporter._session
+    if _left and session is not None:
+        told = f"{len(_left)} of {session.testscollected} tests were not reached in time; "
+        verdict = "that is a failure" if _too_many(session) else f"fewer than {MAY_BE_LEFT:.0%} may be left"
+        terminalreporter.write_line(told + verdict, red=_too_many(session), yellow=not _too_many(session))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `gpu` tests on a CPU; pytest's last line says how many."""
+    """Deselect `gpu` tests on a CPU, of which pytest's last line says how many; and put together who shares."""
+    items.sort(key=_group)  # stable: otherwise as they were written
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _group(item: pytest.Item) -> int:
+    if not item.get_closest_marker("slow"):
+        return 0
+    used = getattr(item, "fixturenames", ())
+    return next((place for place, name in enumerate(SHARERS, 1) if name in used), 1 + len(SHARERS))
+
+
+@pytest.hookimpl(trylast=True)  # after its own fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nobody asks again for what this group has shared."""
+    if nextitem is not None and _group(nextitem) != _group(item):
+        _running.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Shared]:
+    """Engines and servers that are started once for all who ask for the same."""
+    yield _running
+    _running.close()
+
+
+@pytest.fixture
+def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> httpx.Client:
+    """`saesteer serve demo` as it is, on a port of its own."""
+    found: httpx.Client = shared.get("demo", lambda: served(["demo"], tmp_path_factory.mktemp("demo") / "log"))
+    return found

@@ -308,6 +308,7 @@ def test_published_marks_are_of_models_and_metrics_that_exist() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["llm", "http"])
 def test_every_mode_runs_on_a_tiny_model(way: str, tmp_path: Path) -> None:
     """Every steered answer has to say that all its edits changed tokens, and each engine what it makes of a spec."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from saesteer.model import ensure_model
 from tests.plugin.lora import write_adapter
 from tests.plugin.serving import CUDA as CUDA
 from tests.plugin.serving import served
+from tests.shared import Shared
 
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
 WIDTH = 576  # of the embedded model
@@ -40,8 +42,6 @@ MODULES = {
 }
 
 ADMIN_KEY = "a-key-of-the-tests"
-
-ENGINES = 3  # at once: as many as one test asks for
 
 PROMPTS = [
     "Who are you?",
@@ -136,15 +136,20 @@ def random_coder(activation: Any, seed: int, features: int = 96, in_norm: Any = 
 
 
 def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
-    """Options of a small engine for this machine."""
-    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
+    """Options of a small engine for this machine. On a CPU a block of the cache has 32 tokens, as few as vLLM takes."""
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "seed": 0}
     if CUDA:
         options |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}
-        options |= {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        options |= {"max_num_seqs": 16, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 400 << 20}
+        options |= {"max_num_seqs": 64, "block_size": 32}
     return options | more
 
+
+# Of an engine whose cache is full with a few requests, so that it preempts; it counts that.
+TIGHT: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "enable_prefix_caching": False}
+TIGHT |= {"block_size": 16 if CUDA else 32, "num_gpu_blocks_override": 24 if CUDA else 12, "disable_log_stats": False}
 
 Answer = list[tuple[int, float]]  # token, logprob
 
@@ -163,26 +168,33 @@ def answer(completion: Any) -> Answer:
     return [(t, step[t].logprob) for t, step in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
-@pytest.fixture(scope="session")
-def make_engine(model_dir: str, dictionaries: Dictionaries) -> Iterator[Callable[..., Any]]:
-    """Engines by their options; the last few run on, as all of them would need more memory than a small machine has."""
-    from saesteer import LLM
+def preemptions(llm: Any) -> int:
+    """So far, of an engine that logs its statistics."""
+    return int(next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
 
-    engines: dict[str, Any] = {}
 
-    def make(**options: Any) -> Any:
-        key = json.dumps(options, sort_keys=True)
-        if key in engines:
-            engines[key] = engines.pop(key)
-            return engines[key]
-        while len(engines) >= ENGINES:
-            engines.pop(next(iter(engines))).llm_engine.engine_core.shutdown()
-        engines[key] = LLM(model_dir, **dictionaries.options, inline_rows=2, **engine_options(**options))
-        return engines[key]
+@pytest.fixture
+def make_engine(model_dir: str, dictionaries: Dictionaries, shared: Shared) -> Callable[..., Any]:
+    """Engines by their options, one for all tests that ask for the same; they find in it what others left in its cache.
 
-    yield make
-    for llm in engines.values():
-        llm.llm_engine.engine_core.shutdown()
+    Another set of options costs half a minute.
+    """
+
+    @contextmanager
+    def started(options: dict[str, Any]) -> Iterator[Any]:
+        from saesteer import LLM
+
+        llm = LLM(model_dir, **dictionaries.options, inline_rows=2, **options)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    def make(**changes: Any) -> Any:
+        options = engine_options(**changes)
+        return shared.get(f"engine {json.dumps(options, sort_keys=True)}", lambda: started(options))
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -218,14 +230,15 @@ def lora_flags(adapter: Path) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"]
 
 
-@pytest.fixture(scope="session")
-def any_server(server_flags: list[str], lora_flags: list[str], server_log: Path) -> Iterator[httpx.Client]:
+@pytest.fixture
+def any_server(server_flags: list[str], lora_flags: list[str], server_log: Path, shared: Shared) -> httpx.Client:
     """A server of everything at once, in float32: the model as `base`, with a LoRA adapter as `tiny`, and tools.
 
     It logs every request, and has an admin key. vLLM's kernels for adapters take 16 bits alone: on a GPU it has none.
     """
-    with served([*server_flags, "--dtype", "float32", *([] if CUDA else lora_flags)], server_log) as client:
-        yield client
+    flags = [*server_flags, "--dtype", "float32", *([] if CUDA else lora_flags)]
+    found: httpx.Client = shared.get("any_server", lambda: served(flags, server_log))
+    return found
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,37 @@ CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usab
 ENVIRONMENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
 
 
+class Served(httpx.Client):
+    """A client of a server on this machine."""
+
+    pid: int  # of the server's first process
+
+
 @contextmanager
-def served(arguments: Sequence[str], log: Path, *, keep: bool = True) -> Iterator[httpx.Client]:
+def served(
+    arguments: Sequence[str], log: Path, *, keep: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """A client of a server that was started with these arguments; what the server says goes to a file.
 
     Args:
         arguments: of `saesteer serve`.
         log: the file.
         keep: connections; a new one for each request may reach another API server.
+        environment: what is added to that of the tests.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "saesteer", "serve", *arguments, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
-    environment = {name: value for name, value in os.environ.items() if name != "SAESTEER_ADMIN_KEY"}
+    inherited = {name: value for name, value in os.environ.items() if name != "SAESTEER_ADMIN_KEY"}
+    whole = {**inherited, **ENVIRONMENT, **(environment or {})}
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment | ENVIRONMENT
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
     try:
         limits = httpx.Limits(max_keepalive_connections=None if keep else 0)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits) as client:
+        with Served(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits) as client:
+            client.pid = process.pid
             _wait(client, process, log)
             yield client
     finally:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS
+from tests.plugin.conftest import BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, preemptions
 
 pytestmark = pytest.mark.slow
 
@@ -81,12 +81,12 @@ def test_cached_tokens_stand_apart_and_add_up(make_engine: Any) -> None:
 def test_preemption_counts_no_token_twice(make_engine: Any) -> None:
     from vllm import SamplingParams
 
-    size = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 24, "block_size": 16 if CUDA else 32}
-    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **size)
+    llm = make_engine(dtype="float32", **TIGHT)
+    before = preemptions(llm)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}" for n in range(12)]
     outputs = llm.generate(prompts, params, steer={"edits": [BRIDGE]}, use_tqdm=False)
-    assert next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0
+    assert preemptions(llm) > before
     for output in outputs:
         (said,) = output.saesteer["applied"]
         assert said["tokens_edited"] == len(output.prompt_token_ids) - 1 + 59

@@ -7,7 +7,7 @@ import pytest
 from saesteer.plugin.job import Batch, run
 from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, PROMPTS, Dictionaries, engine_options
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # on a CPU it takes minutes to compile; on a GPU engines always do
 
 MIXED = [None, {"edits": [BRIDGE]}, None, {"edits": [OCEAN]}]
 

@@ -21,7 +21,7 @@ EARLY = {**STRONG, "scope": {"positions": [[1, 3]]}}  # in the first block of a 
 @pytest.fixture
 def refusing(make_engine: Any) -> Any:
     """Long prompts come in three parts, which the prefix cache keeps."""
-    size = {"max_num_batched_tokens": 128, "block_size": 32}
+    size = {"max_num_batched_tokens": 128, "block_size": 32, "max_num_seqs": 16}
     return make_engine(dtype="float32", max_dose=LIMIT, max_dose_action="refuse", **size)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from saesteer import hf, spec
-from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, generate
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, WIDTH, generate, preemptions
 
 pytestmark = pytest.mark.slow
 
@@ -130,8 +130,7 @@ def test_asking_shares_the_prefix_cache_and_measures_what_is_computed(make_engin
 
 
 def test_a_preempted_request_is_measured_once(make_engine: Any) -> None:
-    size = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 24, "block_size": 16 if CUDA else 32}
-    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **size)
+    llm = make_engine(dtype="float32", **TIGHT)
     before = preemptions(llm)
     edit = {**MATCHED, "site": "resid_post.15", "scale": 0.125}
     prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}" for n in range(12)]
@@ -139,10 +138,6 @@ def test_a_preempted_request_is_measured_once(make_engine: Any) -> None:
     assert preemptions(llm) > before
     for output in outputs:
         assert output.saesteer["dose"] == [told("resid_post.15", 0.125, len(output.prompt_token_ids) - 1 + 59)]
-
-
-def preemptions(llm: Any) -> int:
-    return int(next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"))
 
 
 def test_a_limit_makes_a_strong_edit_one_of_its_own_size(make_engine: Any) -> None:

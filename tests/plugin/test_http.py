@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,20 +9,19 @@ import httpx
 import pytest
 
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
-from tests.plugin.serving import events_of, served
+from tests.plugin.serving import events_of
 
 pytestmark = pytest.mark.slow
 
 STEERED = {"edits": [BRIDGE]}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with served(["demo"], tmp_path_factory.mktemp("server") / "log") as client:
-        yield client
+@pytest.fixture
+def server(demo_server: httpx.Client) -> httpx.Client:
+    return demo_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(server: httpx.Client) -> str:
     return str(server.get("/v1/models").json()["data"][0]["id"])
 

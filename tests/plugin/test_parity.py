@@ -198,8 +198,8 @@ def test_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model, name
     llm = make_engine(dtype="float32")
     prompts = [PROMPTS[0], LONG_PROMPT]
     made = generate(llm, prompts, SPECS[name], tokens=32)
-    plain = generate(llm, prompts, tokens=32)
-    assert made != plain, "the spec does something"
+    plain = generate(llm, prompts, tokens=8)
+    assert [one[:8] for one in made] != plain, "the spec does something"
     left_out = 0
     for prompt, one in zip(prompts, made, strict=True):
         difference, skipped = compare(oracle, prompt, one, SPECS[name])

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, Answer, answer, generate
+from tests.plugin.conftest import (
+    BRIDGE,
+    CUDA,
+    LONG_PROMPT,
+    OCEAN,
+    PROMPTS,
+    TIGHT,
+    Answer,
+    answer,
+    generate,
+    preemptions,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +50,8 @@ def alone(llm: Any, prompts: list[str], specs: list[Any], tokens: list[int]) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 512},
-        {"num_gpu_blocks_override": 24, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 512, "enable_prefix_caching": False},
+        TIGHT,
     ],
     ids=["chunked prefill, joining and finishing", "preemption"],
 )
@@ -49,20 +60,17 @@ def test_a_crowd_is_steered_as_each_alone(make_engine: Any, options: dict[str, A
 
     prompts, specs = crowd()
     tokens = [8 + 5 * (n % 4) for n in range(12)]
-    if "num_gpu_blocks_override" in options:
-        if not CUDA:
-            options = {**options, "block_size": 32, "num_gpu_blocks_override": 12}  # 8 requests fill it twice
-        tokens = [60] * 12
-    llm = make_engine(dtype="float32", enable_prefix_caching=False, disable_log_stats=False, **options)
+    if options is TIGHT:
+        tokens = [40] * 12  # 8 requests fill it nearly twice
+    llm = make_engine(dtype="float32", **options)
     expected = alone(llm, prompts, specs, tokens)
     params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0, ignore_eos=True) for n in tokens]
+    before = preemptions(llm) if options is TIGHT else 0
     outputs = llm.generate(prompts, params, steer=specs, use_tqdm=False)
     made = [answer(output.outputs[0]) for output in outputs]
     wrong = [n for n in range(12) if not same(made[n], expected[n])]
     assert not wrong
-    if "num_gpu_blocks_override" in options:
-        preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
-        assert preempted and preempted[0] > 0, "the cache was small enough to preempt"
+    assert options is not TIGHT or preemptions(llm) > before, "the cache was small enough to preempt"
 
 
 def test_n_of_two_steers_both(make_engine: Any) -> None:

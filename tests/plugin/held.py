@@ -1,0 +1,24 @@
+"""What a worker holds for its requests, told by the worker itself. Knows no request and no test.
+
+vLLM mixes the class into its worker by --worker-extension-cls; a server with VLLM_SERVER_DEV_MODE=1 asks it by name.
+"""
+
+from typing import Any
+
+
+class Held:
+    """Methods of vLLM's worker."""
+
+    saesteer: Any
+
+    def saesteer_held(self) -> dict[str, int]:
+        """Steered requests that it knows, filled rows, slots of both kinds that are held, versions of the names."""
+        steering, engine = self.saesteer, self.saesteer.engine
+        return {
+            "requests": len(steering.rows),
+            "with a row": len(steering._places),
+            "rows": len(engine._filled),
+            "slots of requests": sum(map(len, engine._pools.values())),
+            "slots of names": sum(used for used, _ in engine.registry.usage().values()),
+            "versions": len(engine.registry.versions),
+        }
