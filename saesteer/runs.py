@@ -8,12 +8,11 @@ import hashlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any
 
-from saesteer.planned import Catalog, Change, Condition, Direction, Feature, Plan, Whole
+from saesteer.planned import Catalog, Change, Condition, Direction, Feature, Plan, Whole, Window
 from saesteer.sites import order
 from saesteer.vectors import row_digests
 
@@ -21,7 +20,7 @@ Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the he
 
 
 def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
-    """The digest of each change by its content, group by group, without its windows.
+    """The digest of each change by its site and content, group by group, without its windows.
 
     A vector counts by its numbers and not by its name; a dictionary by its name, which means one thing while a server
     runs; a gate by what it reads and its bounds. The path of the edit in the request does not count.
@@ -46,18 +45,21 @@ def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
         changes: its ``change_digests``.
     """
     groups: list[_Group] = []
-    toggles: defaultdict[int, list[tuple[_Group, int]]] = defaultdict(list)
+    holding: defaultdict[tuple[Window, ...], list[tuple[_Group, int]]] = defaultdict(list)  # most edits share windows
     for group, digests in sorted(zip(plan.groups, changes, strict=True), key=lambda pair: order(pair[0].site)):
-        made = _Group(group.site, digests)
+        made = _Group(digests)
         groups.append(made)
         for place, change in enumerate(group.changes):
-            for bound in (bound for window in change.windows for bound in window):
-                toggles[bound].append((made, place))
+            holding[change.windows].append((made, place))
+    toggles: defaultdict[int, list[tuple[_Group, int]]] = defaultdict(list)
+    for windows, places in holding.items():
+        for bound in chain.from_iterable(windows):
+            toggles[bound] += places
     found: list[Run] = []
     for lo, hi in pairwise(sorted(toggles)):
         for made, place in toggles[lo]:
             made.toggle(place)
-        active = b"".join(one.digest for one in groups)
+        active = b"".join([one.digest() for one in groups])
         if not active:
             continue
         digest = hashlib.sha256(active).hexdigest()
@@ -85,22 +87,31 @@ def meeting(found: Sequence[Run], start: int, end: int) -> list[Run]:
     return inside
 
 
-@dataclass(slots=True)
 class _Group:
-    """The changes of a group that are active at the present position; its digest is empty where there are none."""
+    """The changes of a group, and which of them hold at the present position.
 
-    site: str
-    changes: Sequence[bytes]
-    digest: bytes = b""
-    _active: bytearray = field(init=False)
+    Args:
+        changes: their digests.
+    """
 
-    def __post_init__(self) -> None:
-        self._active = bytearray(len(self.changes))
+    __slots__ = ("_active", "_changes", "_digest")
+
+    def __init__(self, changes: Sequence[bytes]) -> None:
+        self._changes = changes
+        self._active = bytearray(len(changes))
+        self._digest: bytes | None = b""
 
     def toggle(self, place: int) -> None:
+        """A change begins to hold, or ends."""
         self._active[place] ^= 1
-        active = b"".join(compress(self.changes, self._active))
-        self.digest = hashlib.sha256(self.site.encode() + b"\0" + active).digest() if active else b""
+        self._digest = None
+
+    def digest(self) -> bytes:
+        """Of the changes that hold; empty where there are none."""
+        if self._digest is None:
+            active = [*compress(self._changes, self._active)]
+            self._digest = hashlib.sha256(b"".join(active)).digest() if len(active) > 1 else b"".join(active)
+        return self._digest
 
 
 class _Waiting:
@@ -116,7 +127,8 @@ class _Waiting:
 
     def of(self, bits: int, site: str) -> list[Any]:
         """The conditions behind these bits at a site, in an order that does not depend on the bits."""
-        found, here = [], order(site)
+        found: list[Any] = []
+        here = order(site)
         while bits:
             bit = bits & -bits
             bits ^= bit
@@ -126,7 +138,7 @@ class _Waiting:
 
 def _content(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> tuple[Any, ...]:
     law = change.scale, change.shift, change.low, change.high, change.unit, change.only_if_active, change.gain
-    return _target(change.target, catalog), law, waiting.of(change.gates, site)
+    return site, _target(change.target, catalog), law, waiting.of(change.gates, site) if change.gates else ()
 
 
 def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ Knows plans and digests, and of vLLM the fields of a request. Who calls it is in
 what is edited at each position, prefix_cache.py makes the keys of the cache's blocks.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,12 +87,12 @@ class Known:
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
     changes = change_digests(found, catalog)
-    said = [
-        [(one.hex(), change.windows, change.field) for one, change in zip(digests, group.changes, strict=True)]
-        for digests, group in zip(changes, found.groups, strict=True)
-    ]
-    same = digest([said, [group.site for group in found.groups], spec.returns.to_json()])
-    return Meaning(bool(found), applied(found, catalog), sites_of(found), runs(found, changes), same)
+    row = hashlib.sha256(repr(spec.returns).encode())
+    for digests, group in zip(changes, found.groups, strict=True):
+        row.update(b"group")
+        for one, change in zip(digests, group.changes, strict=True):
+            row.update(one + repr((change.windows, change.field)).encode())
+    return Meaning(bool(found), applied(found, catalog), sites_of(found), runs(found, changes), row.hexdigest())
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
