@@ -1,6 +1,8 @@
 """What front end and worker remember of specs: who is told to be steered alike is, and nobody borrows from another."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,27 @@ def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) 
     catalogs = [replace(one, digests=module_digests(one)) for one in catalogs]
     contents = [known.meaning(spec, catalogs[n % 2], 9).runs for n in range(4)]
     assert contents[0] == contents[2] != contents[1] == contents[3]
+
+
+def test_nobody_waits_while_another_spec_is_planned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, slow, begun, go_on = admission.Known(), from_json({"edits": [{**ADD, "scale": 7.0}]}), Event(), Event()
+    stock = admission.plan
+
+    def plan(spec: Any, *rest: Any) -> Any:
+        if spec == slow:
+            begun.set()
+            assert go_on.wait(60)
+        return stock(spec, *rest)
+
+    monkeypatch.setattr(admission, "plan", plan)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(known.meaning, slow, engine.catalog, 9)
+        assert begun.wait(60)
+        others = [threads.submit(known.meaning, from_json({"edits": [ADD]}), engine.catalog, 9) for _ in range(2)]
+        assert [one.result(60).edits for one in others] == [True, True]
+        assert not first.done()
+        go_on.set()
+        assert first.result(60).edits
 
 
 def test_few_specs_are_known(engine: Engine) -> None:
