@@ -35,7 +35,6 @@ test-slow: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not network"
-	SAESTEER_TEST_FUZZ=200 $(BIN)/python -m pytest tests/plugin/test_fuzz.py
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"

@@ -1,4 +1,4 @@
-"""Thousands of broken requests over HTTP: none is a 5xx, the engine lives, and a plain request keeps its bits.
+"""Some thousands of broken requests over HTTP: none is a 5xx, the engine lives, and a plain request keeps its bits.
 
 Specs are valid ones in which Hypothesis changed types, values and keys; around them stand bodies that schemathesis
 makes from the server's own OpenAPI document. A 5xx that the same body without `saesteer` gets as well is vLLM's own.
@@ -37,7 +37,7 @@ LIMITED: dict[str, dict[str, Any]] = {
 }
 ALWAYS = {"model": "base", "n": 1, "stream": False, "background": False, "min_tokens": 0, "use_beam_search": False}
 AT_ONCE = 16
-EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "30"))  # of each test, of AT_ONCE requests or so
+EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "80"))  # of each test, of AT_ONCE requests or so
 FUZZ = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 RAW = {"dtype": "float16", "shape": [576], "data": "ADwAPAA8" * 192}  # ones
