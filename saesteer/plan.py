@@ -211,7 +211,8 @@ class _Planner:
             self.entries += len(change.windows)
         most = self.catalog.max_entries
         if self.entries + len(self.conditions) > most:
-            message = f"makes more than {most} entries with {step.at}, expected at most {most}"
+            at = step.at.removeprefix("saesteer.")  # a module's field begins with another word
+            message = f"makes more than {most} entries with {at}, expected at most {most}"
             what = "an entry is a condition, or one feature or vector in one window of positions"
             hint = "the server takes more when started with a higher --max-edits"
             fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")

@@ -16,6 +16,7 @@ from saesteer.config import KEY
 from saesteer.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.identity import module_digests
+from saesteer.plan import plan
 from saesteer.plugin import admission, worker  # needs vLLM
 from saesteer.spec import from_json
 from tests.test_formulas import TOKENS, WIDTH, edits, make_engine
@@ -67,15 +68,14 @@ def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) 
 
 def test_nobody_waits_while_another_spec_is_planned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     known, slow, begun, go_on = admission.Known(), from_json({"edits": [{**ADD, "scale": 7.0}]}), Event(), Event()
-    stock = admission.plan
 
-    def plan(spec: Any, *rest: Any) -> Any:
+    def blocking(spec: Any, *rest: Any) -> Any:
         if spec == slow:
             begun.set()
             assert go_on.wait(60)
-        return stock(spec, *rest)
+        return plan(spec, *rest)
 
-    monkeypatch.setattr(admission, "plan", plan)
+    monkeypatch.setattr(admission, "plan", blocking)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(known.meaning, slow, engine.catalog, 9)
         assert begun.wait(60)

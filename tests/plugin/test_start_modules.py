@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "a width": ([{**ADD, "vector": [1.0]}], f"edits[0].vector: is 1 wide, expected {WIDTH}, the width of this model"),
     "max_act that nobody knows": ([{**CLAMP, "dictionary": "bare", "unit": "max_act"}], "edits[0].unit: got max_act"),
     "nothing to keep": ([{"op": "reconstruct", "dictionary": "d", "error": "keep"}], "edits[0].error: is keep"),
-    "too many entries": ([ADD] * 9, "edits: makes 9 entries, expected at most 8"),
+    "too many entries": ([ADD] * 9, "edits: makes more than 8 entries with edits[8], expected at most 8"),
 }
 
 

@@ -233,5 +233,5 @@ def test_modules_that_double_are_cut_off() -> None:
 def test_conditions_count_as_entries() -> None:
     catalog = Catalog(INFOS, SITES, 3, VECTORS)
     assert planned(gated(FEATURE), gated(FEATURE), catalog=catalog)
-    with pytest.raises(SpecError, match="makes more than 3 entries with saesteer\\.edits\\[1\\], expected at most 3"):
+    with pytest.raises(SpecError, match="makes more than 3 entries with edits\\[1\\], expected at most 3"):
         planned(gated(FEATURE), gated({**FEATURE, "above": 2.0}), catalog=catalog)

@@ -321,5 +321,5 @@ def test_the_limit_counts_features_times_windows() -> None:
         clamp("gs15", 1, 1, scope=two), clamp("gs20", 1, 1, scope=two), *band, catalog=catalog
     )
     assert (field, code) == ("saesteer.edits", "too_many")
-    for word in ("makes more than 4 entries with saesteer.edits[2]", "at most 4", "--max-edits"):
+    for word in ("makes more than 4 entries with edits[2]", "at most 4", "--max-edits"):
         assert word in message
