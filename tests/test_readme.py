@@ -165,8 +165,8 @@ def test_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_transformers_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(example("hf"), {})
-    text, doses = capsys.readouterr().out.strip().splitlines()
-    assert text.startswith("The Bridge.")
+    *text, doses = capsys.readouterr().out.splitlines()
+    assert "Bridge" in text[0]
     [dosed] = ast.literal_eval(doses)
     assert dosed["site"] == "resid_post.15" and dosed["tokens"] > 0
 
