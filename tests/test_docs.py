@@ -20,7 +20,8 @@ from tools import tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / name for name in ("README.md", "DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/LOG.md")] + DOCS
+PAGES = [ROOT / "README.md", *DOCS, ROOT / "bench/LOG.md"]
+PAGES += [ROOT / name for name in ("DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 REQUESTS = (ROOT / "docs/requests.md").read_text()
 
 ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the messages in the prompt
