@@ -1,19 +1,24 @@
-"""The README keeps its word: its requests parse, its links lead somewhere, its Python example runs."""
+"""What README.md and docs/ tell a reader to run, runs: commands, requests, settings and Python. Knows no prose."""
 
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import typer
 
 import saesteer
 from saesteer import client, dose
 from saesteer.applied import applied, count
+from saesteer.cli import app
 from saesteer.config import SaesteerConfig
 from saesteer.demo import DEMO_SAE
 from saesteer.kernels import layout
@@ -22,15 +27,45 @@ from saesteer.settings import read_settings
 from saesteer.spec import as_spec, from_json
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+BLOCKS = re.findall(r"^```([^\n]*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+PYTHON, SHELL, JSON = ([code for kind, code in BLOCKS if kind == language] for language in ("python", "", "json"))
+
+# A word of each Python example, by which the test below that runs it finds it.
+RUN = {
+    "llm": "saesteer.LLM",
+    "openai": "from openai",
+    "client": "client.stream",
+    "admin": "admin_key",
+    "hf": "saesteer.hf",
+    "files": "saesteer.load(",
+}
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+def example(name: str) -> str:
+    [code] = [code for code in PYTHON if RUN[name] in code]
+    return code
+
+
+def test_every_python_example_has_its_test() -> None:
+    assert sorted(PYTHON) == sorted(map(example, RUN))
+
+
+def test_every_command_is_one() -> None:
+    """Each line of a block without a language: saesteer's commands and their flags, make's targets, pip's extras."""
+    commands: Any = typer.main.get_command(app)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [line for block in SHELL for line in block.splitlines() if re.match(r"(saesteer|make|pip) ", line)]
+    assert len(lines) > 10
+    for line in lines:
+        program, name, *words = shlex.split(line, comments=True)
+        if program == "saesteer":
+            commands.commands[name].make_context(name, words)  # raises where a flag or an argument is wrong
+        elif program == "make":
+            assert name in targets, line
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {name for words in re.findall(r"\.\[([a-z,]+)\]", TEXT) for name in words.split(",")} <= extras.keys()
+    assert set(re.findall(r"`make ([a-z-]+)`", TEXT)) <= set(targets)
 
 
 def test_curl_sends_a_right_spec() -> None:
@@ -39,15 +74,13 @@ def test_curl_sends_a_right_spec() -> None:
 
 
 def test_openai_example_sends_a_right_spec() -> None:
-    [code] = [code for code in PYTHON if "OpenAI" in code]
-    [extra] = [
-        node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.keyword) and node.arg == "extra_body"
-    ]
+    tree = ast.parse(example("openai"))
+    [extra] = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extra_body"]
     assert len(from_json(ast.literal_eval(extra)["saesteer"]).edits) == 1
 
 
 def test_settings_example_is_right(tmp_path: Path) -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    [text] = [code for kind, code in BLOCKS if kind == "yaml"]
     (tmp_path / "settings.yaml").write_text(text)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "golden-gate.json").write_text("{}")
@@ -71,8 +104,7 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(
         client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
-    [code] = [code for code in PYTHON if "saesteer.client" in code and "admin_key" not in code]
-    exec(code, {})
+    exec(example("client"), {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
 
@@ -90,8 +122,7 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(
         client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
-    [code] = [code for code in PYTHON if "admin_key" in code]
-    exec(code, {})
+    exec(example("admin"), {})
     assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
     [curl] = re.findall(r"--data '(.*?)'\n", TEXT, re.DOTALL)
     [module] = [body for method, path, body in asked if (method, path) == ("POST", "/v1/saesteer/modules")]
@@ -101,7 +132,8 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:
     [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
-    said, dosed = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    [said] = [block for block in JSON if "tokens_edited" in block]
+    [dosed] = [block for block in JSON if block.startswith('"dose"')]
     config = SaesteerConfig.from_json({"dictionaries": {"demo": str(DEMO_SAE)}})
     catalog = config.catalog(config.describe())
     found = applied(plan(from_json(json.loads(body)["saesteer"]), catalog, 34), catalog)
@@ -117,7 +149,7 @@ def test_what_an_answer_says_is_what_it_would_say() -> None:
 
 def test_flags_of_the_limit_are_right() -> None:
     [limit] = re.findall(r"saesteer serve … (--max-dose \S+)`", TEXT)
-    [action] = re.findall(r"`(--max-dose-action \S+)` its request", TEXT)
+    [action] = re.findall(r"`(--max-dose-action \S+)` its\s+request", TEXT)
     config = read_settings(max_dose=float(limit.split()[1]), max_dose_action=action.split()[1])
     assert (config.max_dose, config.max_dose_action) == (0.5, "refuse")
     [asked] = re.findall(r"`steer=(\{.*?\})`", TEXT)
@@ -125,11 +157,24 @@ def test_flags_of_the_limit_are_right() -> None:
     assert spec is not None and spec.returns.dose
 
 
+def test_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(example("files"), {})
+    assert capsys.readouterr().out == "saesteer resid_post.15 9216 jumprelu\n(9216, 576)\n"
+
+
+@pytest.mark.slow
+def test_transformers_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(example("hf"), {})
+    *text, doses = capsys.readouterr().out.splitlines()
+    assert "Bridge" in text[0]
+    [dosed] = ast.literal_eval(doses)
+    assert dosed["site"] == "resid_post.15" and dosed["tokens"] > 0
+
+
 @pytest.mark.slow
 def test_python_example_runs(tmp_path: Path) -> None:
-    [code] = [code for code in PYTHON if "saesteer.LLM" in code]
     script = tmp_path / "example.py"
-    script.write_text(code)
+    script.write_text(example("llm"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "The Bridge." in done.stdout

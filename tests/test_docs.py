@@ -1,0 +1,142 @@
+"""The pages keep their word: tables are as the code has them, links and file names lead somewhere, specs are right."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from saesteer.edits import OPS, Clamp, Gate, Scope
+from saesteer.errors import SpecError
+from saesteer.inline import InlineVector
+from saesteer.messages import resolve
+from saesteer.plan import END, Catalog, Plan, plan, windows
+from saesteer.spec import Return, Spec, from_json
+from tests.spec.test_plan import Info, Set
+from tools import tables
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS, ROOT / "bench/LOG.md"]
+PAGES += [ROOT / name for name in ("DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+REQUESTS = (ROOT / "docs/requests.md").read_text()
+
+ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the messages in the prompt
+PROMPT = 34
+# What docs/requests.md says that its server has.
+CATALOG = Catalog(
+    {"demo": Info("resid_post.15", features=9216), "gs20": Info("resid_post.20", features=16384, has_max_act=False)},
+    None,
+    64,
+    {name: Set() for name in ("happy", "assistant", "refusal", "sentiment")} | {"layered": Set((12, 13, 14))},
+    {"golden-gate": from_json({"edits": [{"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}]})},
+    width=4,
+    inline_rows=1,
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def planned(spec: Spec) -> Plan:
+    def spans(runs: Any, at: str) -> list[tuple[int, int]]:
+        return [([0, *ENDS][first], ENDS[end - 1]) for first, end in runs]
+
+    return plan(resolve(spec, CATALOG, PROMPT, ROLES, spans), CATALOG, PROMPT)
+
+
+def specs(page: str) -> Iterator[dict[str, Any]]:
+    """Those of the page's JSON blocks that are a spec or an edit, as specs."""
+    for block in blocks(page, "json"):
+        value = json.loads(block if block.startswith("{") else f"{{{block}}}")
+        if "op" in value and "applied" not in value and "tokens_edited" not in value:
+            yield {"edits": [value]}
+        elif "edits" in value:
+            yield value
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        file, _, heading = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if heading:
+            assert heading in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text())
+    assert {path.relative_to(ROOT).as_posix() for path in DOCS} <= set(linked)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_named_files_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:saesteer|kernels|loaders|tests|tools|bench)/[\w/.]+\.\w+)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda path: path.stem)
+def test_tables_are_as_the_code_has_them(page: Path) -> None:
+    text = page.read_text()
+    assert text == tables.filled(text), "run `make tables`"
+
+
+def test_every_table_is_on_a_page() -> None:
+    shown = [name for page in tables.PAGES for _, name, _ in tables.MARKED.findall(page.read_text())]
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_every_example_of_a_request_is_right() -> None:
+    found = list(specs(REQUESTS))
+    for wire in found:
+        spec = from_json(wire)
+        assert planned(spec).groups
+    edits = [edit for wire in found for edit in wire["edits"]]
+    assert {edit["op"] for edit in edits} == OPS.keys()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_field_of_an_edit_is_described(op: str) -> None:
+    [section] = re.findall(rf"^### {op}\n(.*?)^##", REQUESTS, re.DOTALL | re.MULTILINE)
+    rows = " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    names = {one.name for one in fields(OPS[op])} - {"when", "scope"}
+    assert {name for name in names if f"`{name}`" not in rows} == set()
+
+
+@pytest.mark.parametrize("record", [Spec, Return, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
+def test_every_field_of_a_record_is_described(record: Any) -> None:
+    known = {one.metadata["key"] or one.name for one in fields(record)}
+    assert {name for name in known if not re.search(rf'[`"]{name}[`"]', REQUESTS)} == set()
+
+
+def test_scopes_hold_what_their_table_says() -> None:
+    rows = re.findall(r"^\| `(\{.*?\})` \| `(\[\[.*?\]\])` \|", REQUESTS, re.MULTILINE)
+    assert len(rows) == 8
+    for scope, expected in rows:
+        spec = from_json(
+            {"edits": [{"op": "clamp", "dictionary": "demo", "feature": 1, "value": 1, "scope": json.loads(scope)}]}
+        )
+        found = windows(cast(Clamp, spec.edits[0]).scope, 10)
+        assert [[start, None if end == END else end] for start, end in found] == json.loads(expected), scope
+
+
+def test_the_refusal_is_what_it_says() -> None:
+    [refused], [error] = (blocks(REQUESTS, f"json {kind}") for kind in ("refused", "error"))
+    with pytest.raises(SpecError) as caught:
+        planned(from_json(refused))
+    told = json.loads(error)["error"]
+    assert (told["message"], told["param"]) == (f"{caught.value} [{caught.value.code}]", caught.value.field)

@@ -1,0 +1,255 @@
+"""Writes the tables of README.md and docs/ that come from the code. Knows nothing of the text around them.
+
+A page has a pair of comments for each table, ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between them is
+replaced. ``make tables`` rewrites the pages, and a test compares them with what this file would write.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import prometheus_client
+import typer
+
+from saesteer import checks, config, edits, inline, planned, settings, sites, spec, uses
+from saesteer.cli import app
+from saesteer.families import FAMILIES
+from saesteer.loaders import FORMATS
+from saesteer.loaders.vectors import READERS
+from saesteer.plugin import hooks, metrics
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# What each code means, in the order of the table; the codes themselves are looked up in the code.
+CODES = {
+    "bad_json": "The text is not JSON, or not a JSON object.",
+    "wrong_type": "A value of another type than expected.",
+    "unknown_field": "An object has a field that does not exist.",
+    "missing_field": "A required field is missing.",
+    "unknown_name": "A name, site, op or mode that does not exist. The message suggests a similar name.",
+    "unknown_version": "The spec's `version` is not 1.",
+    "out_of_range": "A number or name outside its bounds, such as a feature that the dictionary does not have.",
+    "not_finite": "NaN or infinity.",
+    "zero_vector": "A vector without a direction.",
+    "conflict": "Two values that are right alone contradict each other.",
+    "duplicate": "The same thing twice where it may stand once.",
+    "empty_scope": "The scope holds no token of this prompt, or of any.",
+    "too_many": "A limit on size or count is exceeded.",
+    "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
+    "not_served": "The spec is right, and this version or server cannot do it.",
+    "dose": "A token was changed by more than `--max-dose` under `--max-dose-action refuse`.",
+    "gone": "A name in the request was replaced or deleted before the request ran. Send it again.",
+    "shared": "A request with the same edits failed while this one was reading its cache. Send it again.",
+    "broken": "The worker could not apply the edits. Only this request ends.",
+    "no_room": "Admin routes: the pool of a site is full. The message names `--pool-rows`.",
+    "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",
+    "in_use": "Admin routes: a module uses the name.",
+    "admin_off": "Admin routes: the server has no admin key.",
+    "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
+}
+STATUS = {"no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    lines = [list(map(str, row)) for row in (head, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def code(text: object) -> str:
+    """As code; the bar would end a cell."""
+    return f"`{text}`".replace("|", "\\|")
+
+
+def formats() -> str:
+    """The formats of dictionaries, in the order in which they are tried; the text is how their files introduce them."""
+    rows = []
+    for name, one in FORMATS.items():
+        module: Any = inspect.getmodule(one)
+        file = f"{module.__name__.removeprefix('saesteer.').replace('.', '/')}.py"
+        about = str(inspect.getdoc(module)).splitlines()[0].partition(";")[0].rstrip(".").replace("``", "`")
+        rows.append((code(name), about, f"[{file}](../{file})"))
+    return table(("format", "files", "read by"), rows)
+
+
+def vector_files() -> str:
+    """The suffixes of vector files."""
+    return ", ".join(map(code, READERS)) + "\n"
+
+
+def families() -> str:
+    """The model families."""
+    head = ("family", "decoder layer in vLLM", "in Transformers", "norm after `resid_mid`")
+    return table(head, ((one.name, code(one.vllm), code(one.transformers), code(one.mid_norm)) for one in FAMILIES))
+
+
+def kinds() -> str:
+    """The kinds of sites."""
+    served = set(config.SERVED_KINDS)
+    return table(("kind", "served"), ((code(one), "yes" if one in served else "not yet") for one in sites.KINDS))
+
+
+def commands() -> str:
+    """The commands of `saesteer`."""
+    return table(
+        ("command", "does"), ((code(f"saesteer {name}"), _sentence(one.help)) for name, one in _commands().items())
+    )
+
+
+def flags() -> str:
+    """The flags of all commands, with the commands that have them."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, command in _commands().items():
+        for one in command.params:
+            if one.param_type_name == "option":
+                value = "" if one.is_flag else one.metavar or "VALUE"
+                flag = f"{one.opts[0]} {value}".strip()
+                found.setdefault((flag, one.help), []).append(name)
+    rows = ((code(flag), ", ".join(names), about.replace("|", "\\|")) for (flag, about), names in found.items())
+    return table(("flag", "of", "meaning"), rows)
+
+
+def limits() -> str:
+    """Limits of one request."""
+    low, usual, high = config.LIMITS["max_edits"]
+    vectors = config.LIMITS["inline_rows"]
+    rows = (
+        ("edits in one spec, with those of its modules", spec.MAX_EDITS),
+        (
+            "table entries: features or vectors times windows, plus conditions",
+            f"{usual} (`--max-edits`, {low} to {high})",
+        ),
+        ("different vectors of its own at one site", f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})"),
+        ("intervals in the `positions` of all scopes", edits.MAX_POSITIONS),
+        ("conditions in one `when`", edits.MAX_CONDITIONS),
+        ("different conditions that edits wait for at one site", planned.MOST_CONDITIONS),
+        ("modules inside one another", uses.MAX_DEPTH),
+        ("characters of a name", checks.MAX_NAME),
+        ("characters of the spec as JSON", f"{spec.MAX_CHARACTERS:,}"),
+        ("numbers in a vector given as a list", inline.MAX_LIST),
+        ("bytes of a vector given in base64, decoded", f"{inline.MAX_BYTES:,}"),
+        ("bytes of a settings file", f"{settings.MAX_FILE_BYTES:,}"),
+    )
+    return table(("what", "at most"), rows)
+
+
+def codes() -> str:
+    """The error codes, which the code is searched for."""
+    found = {*checks.CODES, *_registry_codes(), *_admin_codes()}
+    found |= {_constant("saesteer/plugin/failures.py", name) for name in ("GONE", "DOSE", "BROKEN", "SHARED")}
+    assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
+    return table(
+        ("code", "HTTP", "meaning"), ((code(one), STATUS.get(one, 400), about) for one, about in CODES.items())
+    )
+
+
+def routes() -> str:
+    """The routes that serve the field."""
+    served = _constant("saesteer/plugin/routes.py", "SERVED")
+    return "".join(f"- {code(f'POST {path}')}\n" for path in served)
+
+
+def hook_table() -> str:
+    """Every function of vLLM that the plugin wraps or calls."""
+    rows = []
+    for one in hooks.HOOKS.values():
+        places = (one.worker, "worker"), (one.server, "HTTP server"), (one.offline, "offline `LLM`")
+        process = next((name for is_there, name in places if is_there), "every process")
+        late = ", newer versions only" if one.late else ""
+        rows.append((code(f"{one.module}.{one.path}"), ", ".join(map(code, one.parameters)), process + late, one.why))
+    return table(("function", "parameters relied on", "checked in", "why"), rows)
+
+
+def metric_table() -> str:
+    """The metrics, as they introduce themselves to prometheus_client."""
+    found: list[tuple[str, str, str]] = []
+
+    def recorder(kind: str) -> Callable[..., None]:
+        def record(name: str, about: str, labels: Iterable[str] = (), **_: object) -> None:
+            labels = f"{{{','.join(labels)}}}" if labels else ""
+            found.append((code(f"{name}{'_total' if kind == 'counter' else ''}{labels}"), kind, about))
+
+        return record
+
+    with (
+        patch.object(prometheus_client, "Counter", recorder("counter")),
+        patch.object(prometheus_client, "Gauge", recorder("gauge")),
+        patch.dict(metrics._families),
+    ):
+        metrics.install.__wrapped__()
+    return table(("metric", "type", "meaning"), found)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "codes": codes,
+    "commands": commands,
+    "families": families,
+    "flags": flags,
+    "formats": formats,
+    "hooks": hook_table,
+    "kinds": kinds,
+    "limits": limits,
+    "metrics": metric_table,
+    "routes": routes,
+    "vector-files": vector_files,
+}
+
+
+def filled(page: str) -> str:
+    """A page with its tables as they are today."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
+
+
+def _commands() -> dict[str, Any]:
+    found: Any = typer.main.get_command(app)
+    return dict(found.commands)
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def _constant(file: str, name: str) -> Any:
+    """A constant of a file that needs vLLM, which takes seconds to import."""
+    [value] = [
+        node.value
+        for node in _tree(file).body
+        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == [name]
+    ]
+    return ast.literal_eval(value)
+
+
+def _calls(file: str, name: str) -> Iterator[ast.Call]:
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            yield node
+
+
+def _registry_codes() -> set[str]:
+    """The codes of every RegistryError that is raised."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "saesteer").rglob("*.py")]
+    raised = (call for file in files for call in _calls(file, "RegistryError"))
+    return {ast.literal_eval(word.value) for call in raised for word in call.keywords if word.arg == "code"}
+
+
+def _admin_codes() -> set[str]:
+    """The codes that the admin routes give where no error brings one."""
+    calls = [call for call in _calls("saesteer/plugin/admin.py", "_refuse") if len(call.args) > 2]
+    return {str(call.args[2].value) for call in calls if isinstance(call.args[2], ast.Constant)}
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
+        print(path.relative_to(ROOT))
