@@ -2,6 +2,10 @@
 
 Both containers are parsed here, as bytes: nothing is unpickled, nothing beyond a block is held twice, and whatever a
 broken file makes zipfile, numpy or torch raise leaves as a LoadError.
+
+The safetensors package does not read files here, because it maps them into memory: when a file is cut short or its disk
+fails while it is read, a bus error ends the whole process (seen with 0.8.0), where reading raises. Its errors also do
+not name the array.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import zipfile
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,15 +56,21 @@ class Arrays:
 
     def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
         """Exactly these keys, or LoadError: a key we do not know may change what the others mean."""
-        have = ", ".join(sorted(self.entries)) or "none"
-        for key in sorted(required - self.entries.keys()):
-            raise wrong(self.path, key, f"missing among the keys {have}", f"an array of the name {key}")
+        for key in sorted(required):
+            self.entry(key)
         for key in sorted(self.entries.keys() - required - optional):
             raise wrong(self.path, key, "an unknown key", f"only {', '.join(sorted(required | optional))}")
 
+    def entry(self, key: str) -> Entry:
+        """Where an array lies; LoadError if the file has none of this name."""
+        if key not in self.entries:
+            have = ", ".join(sorted(self.entries)) or "none"
+            raise wrong(self.path, key, f"missing among the keys {have}", f"an array of the name {key}")
+        return self.entries[key]
+
     def shape(self, key: str, rank: int) -> tuple[int, ...]:
         """The shape of an array that must be floating, of this rank and not empty."""
-        entry = self.entries[key]
+        entry = self.entry(key)
         if entry.dtype not in DTYPES:
             raise wrong(self.path, key, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
         if len(entry.shape) != rank or 0 in entry.shape:
@@ -100,7 +111,7 @@ class Arrays:
             scale: [rows] float32, multiplies the rows in fp32 before the values are rounded to dtype.
         """
         out = torch.empty(shape, dtype=dtype)
-        across = len(self.entries[key].shape) == 2 and transpose != self.entries[key].fortran
+        across = self._across(key, transpose)
         for start, stored in self._blocks(key):
             rows = slice(start, start + len(stored))
             block = stored
@@ -112,10 +123,20 @@ class Arrays:
             (out[:, rows].T if across else out[rows]).copy_(block)
         return out
 
-    def row_norms(self, key: str) -> Tensor:
-        """The lengths of the rows of a 2-d array, float32 [rows]."""
-        assert not self.entries[key].fortran
-        return torch.cat([block.double().norm(dim=1) for _, block in self._blocks(key)]).float()
+    def row_norms(self, key: str, *, transpose: bool = False) -> Tensor:
+        """The lengths of the rows of a 2-d array, float32 [rows], every value finite; transpose as in ``matrix``."""
+        across = self._across(key, transpose)
+        sums = []
+        for _, block in self._blocks(key):
+            if not block.isfinite().all():
+                raise self._not_finite(key, block, block.dtype)
+            sums.append(block.double().square().sum(0 if across else 1))
+        return (torch.stack(sums).sum(0) if across else torch.cat(sums)).sqrt().float()
+
+    def _across(self, key: str, transpose: bool) -> bool:
+        """Whether the bytes hold the array's columns one after the other."""
+        entry = self.entries[key]
+        return len(entry.shape) == 2 and transpose != entry.fortran
 
     def _not_finite(self, key: str, stored: Tensor, dtype: torch.dtype) -> LoadError:
         bad = stored[~stored.isfinite()]
@@ -174,6 +195,10 @@ def _open_safetensors(path: Path) -> Arrays:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise wrong(path, "__metadata__", "not strings by name", "a JSON object of strings")
     entries = {key: _safetensors_entry(path, key, item, 8 + length, size) for key, item in header.items()}
+    spans = sorted((item["data_offsets"], key) for key, item in header.items())
+    for ((_, end), _), ((start, _), key) in pairwise(spans):
+        if start < end:  # else a small file could claim the same bytes a million times, and fill the memory
+            raise wrong(path, key, f"begins at byte {start}, inside another array", "bytes of its own")
     return Arrays(path, entries, metadata)
 
 

@@ -15,23 +15,12 @@ from typing import Any
 from saesteer.cache import digest_of
 from saesteer.errors import LoadError
 
-# All that is ever asked of the hub; a repository cannot make us fetch anything else.
-ALLOWED = (
-    "params.npz",
-    "cfg.json",
-    "sae_weights.safetensors",
-    "manifest.json",
-    "layer_*.safetensors",
-    "saesteer.safetensors",
-)
-COMPANIONS = ("cfg.json", "manifest.json")  # what a single file needs beside it
-SQUARE = "F other than d_in: a square encoder may be transposed unseen"
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
 
-def wrong(file: Path, key: str, found: object, expected: str) -> LoadError:
+def wrong(file: Path | str, key: str, found: object, expected: str) -> LoadError:
     """The one shape of a loader's complaint: file, key, what is there, what should be."""
     return LoadError(f"{file}: {key}: {found}; expected {expected}")
 
@@ -62,11 +51,15 @@ def fetch(place: str | Path) -> Path:
 
 
 def _from_hub(place: str) -> Path:
+    from saesteer.loaders import FORMATS  # which import this file
+
     repo, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
     is_file = inside.endswith(WEIGHT_SUFFIXES)
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
-    patterns = [inside, *(prefix + name for name in COMPANIONS)] if is_file else [prefix + name for name in ALLOWED]
+    # All that is ever asked of the hub; a repository cannot make us fetch anything else. A single file needs its JSON.
+    names = [name for form in FORMATS.values() for name in form.FILES if name.endswith(".json") or not is_file]
+    patterns = [inside] * is_file + [prefix + name for name in names]
     try:
         from huggingface_hub import snapshot_download
 

@@ -19,20 +19,18 @@ they lie: their sites are None, for the operator to give.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from saesteer.coder import Activation, CoderInfo, SparseCoder
+from saesteer.coder import Activation
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import Arrays, open_arrays
-from saesteer.loaders.files import bytes_on_disk, fingerprint, read_json, whole_number, wrong
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, whole_number, wrong
 
-NAME = "manifest"
-FILE = "manifest.json"
+FILES = ("manifest.json", "layer_*.safetensors")
 HOOKS: dict[str, str | None] = {
     "pre_attn": "resid_pre",
     "post_attn": "resid_mid",
@@ -43,52 +41,13 @@ HOOKS: dict[str, str | None] = {
 }
 _REQUIRED = {"d_model", "d_sae", "activation", "layers", "clampable_features"}
 _OPTIONAL = {"activation_params", "weights_uri", "kind"}
-_TENSORS = {"encoder_weight", "encoder_bias", "decoder_weight"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """One site's opened file, and what the manifest says of it."""
-
-    arrays: Arrays
-    info: CoderInfo
-    order: Tensor | None  # row of the file for each row of the dictionary, where the file's order is another
-
-
-def matches(place: Path) -> bool:
-    """A folder with ``manifest.json``, that file, or a layer file beside it."""
-    return (place / FILE).is_file() if place.is_dir() else place.is_file() and (place.parent / FILE).is_file()
-
-
-def describe(place: Path) -> CoderInfo:
-    """The manifest and one site's headers; raises LoadError."""
-    return _open(place).info
-
-
-def read(place: Path, dtype: torch.dtype | None) -> SparseCoder:
-    """The dictionary of one site with its matrices in dtype (None: as stored); raises LoadError."""
-    site = _open(place)
-    arrays, info = site.arrays, site.info
-    dtype = dtype or arrays.dtype("encoder_weight", "decoder_weight")
-    threshold = arrays.vector("threshold") if info.activation == "jumprelu" else None
-    if threshold is not None and (threshold < 0).any():
-        raise wrong(arrays.path, "threshold", f"holds {threshold.min().item()}", "values of 0 or more")
-
-    def ordered(rows: Tensor) -> Tensor:
-        return rows if site.order is None else rows[site.order]
-
-    return SparseCoder(
-        w_enc=ordered(arrays.matrix("encoder_weight", (info.features, info.d_in), dtype)),
-        b_enc=ordered(arrays.vector("encoder_bias")),
-        w_dec=ordered(arrays.matrix("decoder_weight", (info.features, info.d_out), dtype)),
-        b_dec=arrays.vector("decoder_bias") if "decoder_bias" in arrays.entries else torch.zeros(info.d_out),
-        info=info,
-        threshold=None if threshold is None else ordered(threshold),
-    )
-
-
-def _open(place: Path) -> _Site:
-    file = (place if place.is_dir() else place.parent) / FILE
+def draft(place: Path) -> Draft | None:
+    """The draft of one site of a folder with ``manifest.json``; the place may be a file there. Raises LoadError."""
+    file = (place if place.is_dir() else place.parent) / FILES[0]
+    if not file.is_file():
+        return None
     manifest = read_json(file)
     for key in sorted(_REQUIRED - manifest.keys()):
         raise wrong(file, key, "missing", f"all of {', '.join(sorted(_REQUIRED))}")
@@ -104,43 +63,29 @@ def _open(place: Path) -> _Site:
     clampable = _clampable(file, manifest, d_sae)
     complete = full or len(clampable) == d_sae
     rows = d_sae if full else len(clampable)
+    in_order = full or clampable == tuple(range(rows))
     activation, k = _activation(file, manifest, rows, complete)
     layer, hook = _choose(file, place, _sites(file, manifest))
     weights = file.parent / f"layer_{layer}_{hook}.safetensors"
     if not weights.is_file():
         raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} beside it")
-    arrays = open_arrays(weights)
-    arrays.expect(
-        _TENSORS | ({"threshold"} if activation == "jumprelu" else set()) | ({"decoder_bias"} if full else set()),
-    )
-    for key in sorted(arrays.entries):
-        if key == "decoder_bias":
-            arrays.check(key, (d_model,), "[d_model]")
-        elif key.endswith("weight"):
-            arrays.check(key, (rows, d_model), "[features, d_model]")
-        else:
-            arrays.check(key, (rows,), "[features]")
-    kind_of_site = HOOKS[hook]
-    name = None if kind_of_site is None else f"{kind_of_site}.{layer}"
-    in_order = complete or clampable == tuple(range(rows))
-    info = CoderInfo(
-        format=NAME,
-        d_in=d_model,
-        d_out=d_model,
-        features=rows,
-        activation=activation,
+    keys = {"w_dec": "decoder_weight", "w_enc": "encoder_weight", "b_enc": "encoder_bias"}
+    keys |= {"threshold": "threshold"} if activation == "jumprelu" else {}
+    keys |= {"b_dec": "decoder_bias"} if full else {}
+    site = None if HOOKS[hook] is None else f"{HOOKS[hook]}.{layer}"
+    return Draft(
+        open_arrays(weights),
+        keys,
+        activation,
+        configs=(file,),
+        sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
+        unmistakable=True,
+        order=torch.tensor(clampable).argsort() if complete and not in_order else None,
         k=k,
-        site_in=name,
-        site_out=name,
-        source=str(place),
-        fingerprint=fingerprint([file, weights]),
-        feature_ids=None if in_order else clampable,
+        sites=(site, site),
+        feature_ids=None if complete or in_order else clampable,
         can_reconstruct=full,
-        stored_dtype=str(arrays.dtype("encoder_weight", "decoder_weight")).removeprefix("torch."),
-        bytes_on_disk=bytes_on_disk([file, weights]),
     )
-    shuffled = not full and complete and clampable != tuple(range(rows))
-    return _Site(arrays, info, torch.tensor(clampable).argsort() if shuffled else None)
 
 
 def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, ...]:

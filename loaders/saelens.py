@@ -13,22 +13,23 @@ covariance_whitening), one head of z, transcoders, and every architecture that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from saesteer.coder import Activation, InNorm
+from saesteer.loaders import hooks
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, text, whole_number, wrong
 
-from saesteer.coder import Activation, CoderInfo, InNorm, SparseCoder
-from saesteer.loaders import folds, hooks
-from saesteer.loaders.arrays import Arrays, open_arrays
-from saesteer.loaders.files import SQUARE, bytes_on_disk, fingerprint, read_json, text, whole_number, wrong
-
-NAME = "saelens"
-CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-_ACTIVATIONS: dict[str, Activation] = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk", "gated": "jumprelu"}
-_BIASES = {"gated": {"b_gate", "b_mag", "r_mag"}}
+FILES = ("cfg.json", "sae_weights.safetensors")
+# architecture -> the activation that it becomes, and the arrays that it has beside W_enc, W_dec and b_dec
+_ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
+    "standard": ("relu", {"b_enc": "b_enc"}),
+    "jumprelu": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
+    "topk": ("topk", {"b_enc": "b_enc"}),
+    "gated": ("jumprelu", {"b_gate": "b_gate", "b_enc": "b_mag", "r_mag": "r_mag"}),
+}
 _REFUSED = {
     "abstopk": "keeps negative activations",
     "matching_pursuit": "its encoder is iterative",
@@ -52,134 +53,53 @@ _OLD_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """What both generations of cfg.json say."""
-
-    architecture: str
-    d_in: int
-    features: int
-    k: int | None
-    in_norm: InNorm
-    subtract_b_dec: bool
-    rescale: bool
-    site: str | None
-    model: str | None
-
-
-def matches(place: Path) -> bool:
-    """A folder with both files, or one of the two."""
-    folder = place if place.is_dir() else place.parent
-    named = place.is_dir() or place.name in (CONFIG, WEIGHTS)
-    return named and (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
-def describe(place: Path) -> CoderInfo:
-    """cfg.json and the headers; raises LoadError."""
-    return _open(place)[2]
-
-
-def read(place: Path, dtype: torch.dtype | None) -> SparseCoder:
-    """The dictionary with its matrices in dtype (None: as stored); raises LoadError."""
-    cfg, arrays, info = _open(place)
-    if "scaling_factor" in arrays.entries and not (arrays.vector("scaling_factor") == 1).all():
-        raise wrong(arrays.path, "scaling_factor", "not all ones", "ones: another scale of the features is not served")
-    dtype = dtype or arrays.dtype("W_enc", "W_dec")
-    b_dec, enc_scale, dec_scale, threshold = arrays.vector("b_dec"), None, None, None
-    if cfg.architecture == "gated":
-        enc_scale, b_enc, threshold = folds.gated(*(arrays.vector(key) for key in ("b_gate", "b_mag", "r_mag")))
-    else:
-        b_enc = arrays.vector("b_enc")
-    if cfg.architecture == "jumprelu":
-        threshold = _threshold(arrays)
-    if cfg.rescale:
-        enc_scale, dec_scale = folds.to_decoder_norm(arrays.row_norms("W_dec"))
-        b_enc = b_enc * enc_scale
-    w_enc = arrays.matrix("W_enc", (info.features, info.d_in), dtype, transpose=True, scale=enc_scale)
-    if cfg.subtract_b_dec:
-        b_enc = folds.subtract_from_input(w_enc, b_enc, b_dec)
-    return SparseCoder(
-        w_enc=w_enc,
-        b_enc=b_enc,
-        w_dec=arrays.matrix("W_dec", (info.features, info.d_out), dtype, scale=dec_scale),
-        b_dec=b_dec,
-        info=info,
-        threshold=threshold,
-    )
-
-
-def _threshold(arrays: Arrays) -> Tensor:
-    if "threshold" in arrays.entries:
-        return arrays.vector("threshold").clamp_min(0)
-    return arrays.vector("log_threshold").exp()
-
-
-def _open(place: Path) -> tuple[_Config, Arrays, CoderInfo]:
-    folder = place if place.is_dir() else place.parent
-    cfg = _config(folder / CONFIG)
-    arrays = open_arrays(folder / WEIGHTS)
-    required = {"W_enc", "W_dec", "b_dec"} | _BIASES.get(cfg.architecture, {"b_enc"})
-    if cfg.architecture == "jumprelu":
-        required |= {"log_threshold"} if "log_threshold" in arrays.entries else {"threshold"}
-    arrays.expect(required, {"scaling_factor"})
-    arrays.check("W_enc", (cfg.d_in, cfg.features), "[d_in, d_sae]")
-    arrays.check("W_dec", (cfg.features, cfg.d_in), "[d_sae, d_in]")
-    arrays.check("b_dec", (cfg.d_in,), "[d_in]")
-    for key in sorted(arrays.entries.keys() - {"W_enc", "W_dec", "b_dec"}):
-        arrays.check(key, (cfg.features,), "[d_sae]")
-    if cfg.features == cfg.d_in:
-        raise wrong(arrays.path, "W_enc", f"shape {[cfg.d_in] * 2}", SQUARE)
-    files = [folder / CONFIG, folder / WEIGHTS]
-    info = CoderInfo(
-        format=NAME,
-        d_in=cfg.d_in,
-        d_out=cfg.d_in,
-        features=cfg.features,
-        activation=_ACTIVATIONS[cfg.architecture],
-        k=cfg.k,
-        in_norm=cfg.in_norm,
-        site_in=cfg.site,
-        site_out=cfg.site,
-        feature_unit="raw" if cfg.in_norm == "none" else "normalised",
-        source=str(place),
-        fingerprint=fingerprint(files),
-        model=cfg.model,
-        stored_dtype=str(arrays.dtype("W_enc", "W_dec")).removeprefix("torch."),
-        bytes_on_disk=bytes_on_disk(files),
-    )
-    return cfg, arrays, info
-
-
-def _config(file: Path) -> _Config:
-    cfg = read_json(file)
-    if "metadata" in cfg:
-        if not isinstance(cfg["metadata"], dict):
-            raise wrong(file, "metadata", repr(cfg["metadata"]), "a JSON object")
-        about = cfg["metadata"]
-    else:
-        cfg = _modern(file, cfg)
-        about = cfg
-    architecture = text(file, cfg, "architecture")
-    if architecture not in _ACTIVATIONS:
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+        return None
+    cfg, about = _config(config)
+    architecture = text(config, cfg, "architecture")
+    if architecture not in _ARCHITECTURES:
         why = _REFUSED.get(str(architecture), "an architecture this loader does not know")
-        raise wrong(file, "architecture", f"{architecture!r} ({why})", f"one of {', '.join(_ACTIVATIONS)}")
+        raise wrong(config, "architecture", f"{architecture!r} ({why})", f"one of {', '.join(_ARCHITECTURES)}")
     if cfg.get("activation_fn", "relu") not in ("relu", "topk" if architecture == "topk" else "relu"):
-        raise wrong(file, "activation_fn", repr(cfg["activation_fn"]), "relu, or topk with its k")
-    features = whole_number(file, cfg, "d_sae")
-    k = whole_number(file, cfg, "k") if architecture == "topk" else None
-    if k is not None and k > features:
-        raise wrong(file, "k", k, f"at most d_sae = {features}")
-    return _Config(
-        architecture=architecture,
-        d_in=whole_number(file, cfg, "d_in"),
-        features=features,
+        raise wrong(config, "activation_fn", repr(cfg["activation_fn"]), "relu, or topk with its k")
+    features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
+    k = whole_number(config, cfg, "k") if architecture == "topk" else None
+    in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
+    subtract = _flag(config, cfg, "apply_b_dec_to_input", default=True)
+    weights = open_arrays(file)
+    activation, more = _ARCHITECTURES[architecture]
+    if "threshold" in more and "log_threshold" in weights.entries:
+        more = {"b_enc": "b_enc", "log_threshold": "log_threshold"}
+    return Draft(
+        weights,
+        {"w_enc": "W_enc", "w_dec": "W_dec", "b_dec": "b_dec"} | more | ({"b_in": "b_dec"} if subtract else {}),
+        activation,
+        optional={"ones": "scaling_factor"},
+        transposed={"w_enc"},
+        configs=(config,),
+        sizes=(Axis("d_sae", features), Axis("d_in", d_in), Axis("d_in", d_in)),
+        decoder_norm=architecture == "topk" and _flag(config, cfg, "rescale_acts_by_decoder_norm", default=False),
+        below_zero="raised",
         k=k,
-        in_norm=_in_norm(file, cfg),
-        subtract_b_dec=_flag(file, cfg, "apply_b_dec_to_input", default=True),
-        rescale=architecture == "topk" and _flag(file, cfg, "rescale_acts_by_decoder_norm", default=False),
-        site=_site(file, cfg, about),
-        model=text(file, about, "model_name"),
+        in_norm=in_norm,
+        sites=(site, site),
+        feature_unit="raw" if in_norm == "none" else "normalised",
+        model=text(config, about, "model_name"),
     )
+
+
+def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """cfg.json in today's words, and the part of it that tells where the SAE comes from."""
+    cfg = read_json(file)
+    if "metadata" not in cfg:
+        cfg = _modern(file, cfg)
+        return cfg, cfg
+    if not isinstance(cfg["metadata"], dict):
+        raise wrong(file, "metadata", repr(cfg["metadata"]), "a JSON object")
+    return cfg, cfg["metadata"]
 
 
 def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,10 @@ class CoderInfo:
         assert self.in_norm in get_args(InNorm), self.in_norm
         assert self.feature_unit in get_args(FeatureUnit), self.feature_unit
         assert min(self.features, self.d_in, self.d_out) > 0, (self.features, self.d_in, self.d_out)
-        assert (self.k is not None) == (self.activation in RANKED), (self.activation, self.k)
-        assert self.k is None or 0 < self.k <= self.features, (self.k, self.features)
-        assert self.activation != "groupmax" or self.features % (self.k or 1) == 0, (self.k, self.features)
+        assert (self.k is not None) == (self.activation in RANKED), f"k = {self.k} for {self.activation}"
+        assert self.k is None or 0 < self.k <= self.features, f"k = {self.k} of {self.features} features"
+        groups = f"{self.k} groups of {self.features} features, not of equal size"
+        assert self.activation != "groupmax" or self.features % (self.k or 1) == 0, groups
         assert self.in_norm == "none" or self.d_in == self.d_out, "a transcoder's output has no input statistics"
         assert self.skip_first >= 0, self.skip_first
         if self.feature_ids is not None:

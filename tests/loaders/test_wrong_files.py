@@ -208,6 +208,7 @@ def own_rows() -> list[Row]:
         row("large-k", "__metadata__", bare, format="saesteer", activation="topk", k="41"),
         row("site", "site_in: '../x'; expected a site", tensors, format="saesteer", site_in="../x"),
         row("ids", "feature_ids", tensors, format="saesteer", feature_ids="[1, true]"),
+        row("deep-ids", "feature_ids", tensors, format="saesteer", feature_ids="[" * 100_000),
         row("few-ids", "__metadata__", tensors, format="saesteer", feature_ids="[1, 2]"),
         row("format", "format: 'other'; expected 'saesteer'", tensors, format="other"),
         row("skip", "W_skip: an unknown key", tensors | {"W_skip": R["W_enc"]}),
@@ -308,6 +309,17 @@ def test_safetensors_headers_that_lie(header: Any, words: str, tmp_path: Path) -
     with pytest.raises(LoadError) as caught:
         describe(file)
     assert words in str(caught.value)
+
+
+def test_safetensors_arrays_that_share_bytes(tmp_path: Path) -> None:
+    """A million arrays over the same bytes would fill the memory from a small file."""
+    span = {"dtype": "F32", "shape": [2]}
+    header = {"W_dec": span | {"data_offsets": [4, 12]}, "W_enc": span | {"data_offsets": [0, 8]}}
+    head = json.dumps(header).encode()
+    file = tmp_path / "saesteer.safetensors"
+    file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(12))
+    with pytest.raises(LoadError, match="W_dec: begins at byte 4, inside another array; expected bytes of its own"):
+        describe(file)
 
 
 def test_changed_value_in_an_npz_fails_its_checksum(tmp_path: Path) -> None:

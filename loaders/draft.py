@@ -1,0 +1,234 @@
+"""What a format says of a dictionary (a ``Draft``), and the one builder that does the rest. It knows no format.
+
+A format looks at names, small JSON and headers, and says which array has which role. The builder checks the shapes
+against each other, reads and folds the values and fills in ``CoderInfo``, so all formats share checks and messages.
+It takes a draft, not a place: a place that holds a dictionary for each layer gives a draft for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from saesteer.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
+from saesteer.loaders import folds
+from saesteer.loaders.arrays import Arrays
+from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong
+
+# Role -> axes. Below the first six, a role names the fold that its array takes part in.
+ROLES: dict[str, tuple[str, ...]] = {
+    "w_enc": ("F", "d_in"),
+    "b_enc": ("F",),
+    "w_dec": ("F", "d_out"),
+    "b_dec": ("d_out",),  # zeros where no array has the role
+    "threshold": ("F",),
+    "max_act": ("F",),
+    "one_threshold": ("1",),  # of all features
+    "log_threshold": ("F",),  # threshold = exp(log_threshold)
+    "b_in": ("d_in",),  # the encoder reads x - b_in
+    "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the bias of the magnitude
+    "r_mag": ("F",),
+    "ones": ("F",),  # a factor of the features, refused unless it is 1
+}
+MATRICES = ("w_enc", "w_dec")
+SIZES = ("F", "d_in", "d_out")
+SQUARE = "F other than d_in: a square encoder may be transposed unseen"
+
+
+class Axis(NamedTuple):
+    """One axis of an array."""
+
+    name: str  # as the format and the messages call it
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A dictionary in terms of the arrays of its file. Fields that ``CoderInfo`` has too mean the same there."""
+
+    weights: Arrays
+    keys: Mapping[str, str]  # role -> array; the shapes are checked in this order
+    activation: Activation
+
+    _: KW_ONLY
+    optional: Mapping[str, str] = field(default_factory=dict)  # role -> array that the file may lack
+    transposed: Set[str] = frozenset()  # roles whose arrays are stored as [columns, rows]
+    configs: tuple[Path, ...] = ()  # small files that were read for this draft; the fingerprint covers them
+    sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out by the config; None: as the matrices' shapes say
+    # No other format has these keys, so F == d_in cannot hide a transposed matrix, and nobody guessed the sites.
+    unmistakable: bool = False
+
+    decoder_norm: bool = False  # fold the decoder's row lengths into the feature values
+    below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
+    order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
+
+    k: int | None = None
+    in_norm: InNorm = "none"
+    sites: tuple[str | None, str | None] = (None, None)  # site_in, site_out
+    feature_unit: FeatureUnit = "raw"
+    skip_first: int = 1
+    feature_ids: tuple[int, ...] | None = None
+    can_reconstruct: bool = True
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.present.keys() <= ROLES.keys(), self.present
+        assert self.transposed <= set(MATRICES), self.transposed
+
+    @property
+    def present(self) -> dict[str, str]:
+        """Role -> array, with the optional arrays that the file has."""
+        return dict(self.keys) | {role: key for role, key in self.optional.items() if key in self.weights.entries}
+
+
+class Format(Protocol):
+    """A module or object that recognises the files of one format."""
+
+    @property
+    def FILES(self) -> tuple[str, ...]:
+        """Names of the files that a dictionary consists of; the hub is asked for no others. May hold ``*``."""
+
+    def draft(self, place: Path) -> Draft | None:
+        """The draft of the dictionary at an existing file or folder, or None where the files are of another format.
+
+        Raises:
+            LoadError: the files are of this format, and wrong.
+        """
+
+
+def facts(draft: Draft, name: str) -> CoderInfo:
+    """What is known of the dictionary without its values: the headers are read, and the files hashed.
+
+    Args:
+        draft: of the dictionary.
+        name: of the format.
+
+    Raises:
+        LoadError: naming the file, the array or the key, what is there and what was expected.
+    """
+    weights, held = draft.weights, draft.present
+    weights.expect(set(draft.keys.values()), set(draft.optional.values()))
+    axes = _axes(draft)
+    site_in, site_out = draft.sites
+    features, d_in, d_out = (axes[axis].size for axis in SIZES)
+    for role, key in held.items():
+        weights.check(key, *_expected(draft, axes, role))
+    if not draft.unmistakable and features == d_in:
+        raise wrong(weights.path, held["w_enc"], f"shape {[d_in, d_in]}", SQUARE)
+    if not draft.unmistakable and site_in == site_out is not None and d_in != d_out:
+        found = f"width {d_out} for an input of {d_in}"
+        raise wrong(weights.path, held["w_dec"], found, f"equal widths at {site_in}")
+    told_in = draft.configs[0] if draft.configs else f"{weights.path}: __metadata__"
+    if draft.k is not None and draft.k > features:
+        raise wrong(told_in, "k", draft.k, f"at most {axes['F'].name} = {features}")
+    files = [*draft.configs, weights.path]
+    try:
+        return CoderInfo(
+            format=name,
+            d_in=d_in,
+            d_out=d_out,
+            features=features,
+            activation=draft.activation,
+            k=draft.k,
+            in_norm=draft.in_norm,
+            site_in=site_in,
+            site_out=site_out,
+            feature_unit=draft.feature_unit,
+            has_max_act="max_act" in held,
+            skip_first=draft.skip_first,
+            fingerprint=fingerprint(files),
+            feature_ids=draft.feature_ids,
+            can_reconstruct=draft.can_reconstruct,
+            model=draft.model,
+            stored_dtype=str(_dtype(draft)).removeprefix("torch."),
+            bytes_on_disk=bytes_on_disk(files),
+        )
+    except AssertionError as exc:
+        raise wrong(told_in, "values", exc, "values that agree with each other and with the arrays") from exc
+
+
+def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
+    """The dictionary, with its matrices in dtype (None: as stored).
+
+    Raises:
+        LoadError: as ``facts``, and where a value is not finite or out of range.
+    """
+    info, weights, held = facts(draft, name), draft.weights, draft.present
+    vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
+    b_enc, enc_scale, dec_scale = vectors["b_enc"], None, None
+    threshold = vectors.get("threshold")
+    if "one_threshold" in vectors:
+        threshold = vectors["one_threshold"].expand(info.features).clone()
+    if "log_threshold" in vectors:
+        threshold = vectors["log_threshold"].exp()
+    if "b_gate" in vectors:
+        enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
+    if draft.decoder_norm:
+        assert threshold is None, "whether the thresholds are of scaled features, a format would have to say"
+        norms = weights.row_norms(held["w_dec"], transpose="w_dec" in draft.transposed)
+        enc_scale, dec_scale = folds.to_decoder_norm(norms)
+        b_enc = b_enc * enc_scale
+
+    def matrix(role: str, width: int, scale: Tensor | None) -> Tensor:
+        shape, turned = (info.features, width), role in draft.transposed
+        return weights.matrix(held[role], shape, dtype or _dtype(draft), transpose=turned, scale=scale)
+
+    def ordered(rows: Tensor) -> Tensor:
+        return rows if draft.order is None else rows[draft.order]
+
+    w_enc = matrix("w_enc", info.d_in, enc_scale)
+    if "b_in" in vectors:
+        b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
+    if not b_enc.isfinite().all():
+        raise wrong(weights.path, held["b_enc"], "outside the range of float32 once folded", "finite values")
+    return SparseCoder(
+        w_enc=ordered(w_enc),
+        b_enc=ordered(b_enc),
+        w_dec=ordered(matrix("w_dec", info.d_out, dec_scale)),
+        b_dec=vectors["b_dec"] if "b_dec" in vectors else torch.zeros(info.d_out),
+        info=info,
+        threshold=None if threshold is None else ordered(threshold),
+        max_act=ordered(vectors["max_act"]) if "max_act" in vectors else None,
+    )
+
+
+def _axes(draft: Draft) -> dict[str, Axis]:
+    """The axes by their names in ROLES."""
+    sizes = draft.sizes
+    if sizes is None:
+        stored = (draft.weights.shape(draft.keys[role], 2) for role in MATRICES)
+        (features, d_in), (_, d_out) = (
+            shape[::-1] if role in draft.transposed else shape for role, shape in zip(MATRICES, stored, strict=True)
+        )
+        sizes = Axis("F", features), Axis("d_in", d_in), Axis("d_out", d_out)
+    return dict(zip(SIZES, sizes, strict=True)) | {"1": Axis("1", 1)}
+
+
+def _expected(draft: Draft, axes: Mapping[str, Axis], role: str) -> tuple[tuple[int, ...], str]:
+    """The shape that an array must have in the file, and what the shape means, such as ``[d_in, F]``."""
+    names = ROLES[role][::-1] if role in draft.transposed else ROLES[role]
+    meaning = f"[{', '.join(axes[name].name for name in names)}]"
+    if role == "b_enc":
+        meaning += f" of {draft.keys['w_enc']} {_expected(draft, axes, 'w_enc')[1]}"
+    return tuple(axes[name].size for name in names), meaning
+
+
+def _dtype(draft: Draft) -> torch.dtype:
+    return draft.weights.dtype(*(draft.keys[role] for role in MATRICES))
+
+
+def _vector(draft: Draft, role: str) -> Tensor:
+    """An array's values, in the range that its role allows."""
+    weights, key = draft.weights, draft.present[role]
+    vector = weights.vector(key)
+    if role == "ones" and not (vector == 1).all():
+        raise wrong(weights.path, key, "not all ones", "ones: another scale of the features is not served")
+    below = {"max_act": "refused", "threshold": draft.below_zero, "one_threshold": draft.below_zero}.get(role, "kept")
+    if below == "refused" and (vector < 0).any():
+        raise wrong(weights.path, key, f"holds {vector.min().item()}", "values of 0 or more")
+    return vector.clamp_min(0) if below == "raised" else vector
