@@ -1,4 +1,4 @@
-"""What edits do, by content and not by names: the ground of cache salts, version hashes and use counts.
+"""What edits do, by content and not by names: the ground of version hashes and use counts.
 
 Knows catalogs and fingerprints, no server and no token. Two specs with equal content change every prompt alike.
 """
