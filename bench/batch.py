@@ -13,9 +13,9 @@ from torch import Tensor
 from bench.cases import ACTIVE, CAP, FEATURES, PASSES, THRESHOLD, TOP_K, Case
 from bench.timing import DEVICE, DTYPE, Ceilings
 from saesteer.kernels import layout, ops
-from saesteer.kernels.configs import TILED_ABOVE
-from saesteer.kernels.news import News
-from saesteer.testing import Entry, make_table, make_work
+from saesteer.kernels.edit.configs import TILED_ABOVE
+from saesteer.kernels.step.updates import News
+from tests.kernels.tables import Entry, make_table, make_work
 
 FORMS = {"bare": layout.BARE, "normed": layout.NORMED}
 EPS = 1e-6

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from saesteer.coder import CoderInfo, SparseCoder
-from saesteer.loaders import own
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.loaders.formats import own
 
 _GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],

@@ -235,7 +235,11 @@ class Server(Engine):
         shown = {**given, "host": "127.0.0.1", "port": self.port, "served_model_name": streams.MODEL}
         words = [shown.pop("model"), *_flags(shown)]
         if own is None:
-            return ["saesteer.plugin.serve", "serve", *words]  # vLLM's own command line, under any name of its package
+            return [
+                "saesteer.plugin.vllm_cli",
+                "serve",
+                *words,
+            ]  # vLLM's own command line, under any name of its package
         place = folder / "settings.yaml"
         place.write_text(json.dumps(own))  # JSON is YAML
         return ["saesteer", "serve", *words, "--saesteer-config", str(place)]

@@ -35,11 +35,12 @@ from bench.asks import BEGIN, DICTIONARY, FEATURES, MODULE, SCALE, Shape, vector
 from bench.dummy import MODELS
 from bench.engines import settings
 from bench.timing import machine, spread
-from saesteer.config import KEY, SaesteerConfig
-from saesteer.engine import Engine
-from saesteer.plan import plan
-from saesteer.plugin import admission, worker
-from saesteer.spec import from_json
+from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.engine.engine import Engine
+from saesteer.language.spec import from_json
+from saesteer.planning.planner import plan
+from saesteer.plugin.door import admission
+from saesteer.plugin.worker import worker
 
 PROMPT = 256  # tokens
 ROWS = 8  # of the table

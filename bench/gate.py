@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.batch import EPS, FORMS, Batches
 from bench.cases import THRESHOLD, Case
 from saesteer.kernels.reference import edit_ref_
-from saesteer.testing import make_positions, make_work, relative_error
+from tests.kernels.tables import make_positions, make_work, relative_error
 
 Call = Callable[..., object]  # takes the arguments of the op edit_
 

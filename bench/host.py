@@ -146,10 +146,10 @@ def fake(steps: int = 2000) -> list[Row]:
     """The V2 worker's hooks, called as the runner calls them."""
     import torch
 
-    from saesteer.config import SaesteerConfig
-    from saesteer.engine import Engine
+    from saesteer.config.config import SaesteerConfig
+    from saesteer.engine.engine import Engine
     from saesteer.kernels import ops
-    from saesteer.plugin import worker
+    from saesteer.plugin.worker import worker
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

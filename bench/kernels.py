@@ -32,7 +32,7 @@ from bench.cases import CASES, CURVE_FORM, CURVES, WIDTHS, Case
 from bench.gate import Gate
 from bench.timing import Ceilings, Launch, Timing, capture, ceilings, in_graph, machine
 from saesteer.kernels import ops
-from saesteer.kernels.configs import TILED_ABOVE
+from saesteer.kernels.edit.configs import TILED_ABOVE
 
 Row = dict[str, Any]
 _MAPPED = ("idle 16", "16 x 1", "256 x 1", "8192 x 1", "8 + 504 x 1")  # cases whose work list is timed, too
@@ -44,7 +44,7 @@ def launches(case: Case, calls: Sequence[tuple[Any, ...]], tuned: Any = None) ->
     A server runs a step of many tokens outside of graphs, where the rows' kinds choose the kernel. An idle one launches
     nothing there; what is timed is the kernel with nothing to do, as in a graph.
     """
-    from saesteer.kernels.launch import edit_triton  # Triton need not be there before
+    from saesteer.kernels.edit.launch import edit_triton  # Triton need not be there before
 
     edit: Callable[..., object] = edit_triton
     tiled = case.tokens > TILED_ABOVE and bool(case.steered)

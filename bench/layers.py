@@ -25,7 +25,7 @@ from bench.batch import EPS, TINY, Batch, Batches
 from bench.cases import DECODE, Case
 from bench.timing import DEVICE, DTYPE, capture, machine, spread
 from saesteer.kernels import layout, ops
-from saesteer.testing import make_table
+from tests.kernels.tables import make_table
 
 SHAPES = ((2560, 34), (5376, 62))  # width and layers: Gemma 3 4B and 27B
 BATCH = Case("decode", DECODE)

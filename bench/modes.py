@@ -42,7 +42,7 @@ from bench import engines, streams
 from bench.asks import MODES, STOCK, USUAL, Load
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
-from saesteer.plugin.hooks import vllm_version
+from saesteer.plugin.contract import vllm_version
 
 PLACES = 4  # requests of a run for each that is under way, unless said otherwise
 WARM_TOKENS = 16

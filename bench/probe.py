@@ -65,7 +65,9 @@ class Probe:
 
     def on_ops(self) -> None:
         """Time the op's Python body, which runs in steps outside of graphs: its checks and its launches."""
-        from saesteer.kernels import launch, ops, publish
+        from saesteer.kernels import ops
+        from saesteer.kernels.edit import launch
+        from saesteer.kernels.step import publish
 
         timed = ((ops, "check_edit"), (launch, "edit_triton"), (ops, "check_publish"), (publish, "publish_triton"))
         for module, name in timed:

@@ -21,7 +21,7 @@ from bench.cases import CASES, Case
 from bench.gate import Gate
 from bench.kernels import Row, compile_errors, failed, fits, launches, row
 from bench.timing import Ceilings, in_graph
-from saesteer.kernels.configs import Configs, configs, for_tokens
+from saesteer.kernels.edit.configs import Configs, configs, for_tokens
 
 Grid = Mapping[str, Sequence[Any]]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saesteer.kernels.checks import check_edit, check_map, check_publish
-from saesteer.kernels.news import News
+from saesteer.kernels.arguments import check_edit, check_map, check_publish
 from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
+from saesteer.kernels.step.updates import News
 
 # Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
 # leaves it out.
@@ -112,7 +112,7 @@ def edit_(
     _hit(site)
     weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     if stream.is_cuda:
-        from saesteer.kernels.launch import edit_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.edit.launch import edit_triton  # Triton need not be there on a CPU
 
         edit_triton(
             stream,
@@ -177,7 +177,7 @@ def map_(
     check_map(work, slots, query_start_loc, table, counts, sites, news, num_reqs, num_tokens, span)
     batch = work, slots, row_offset, query_start_loc, table, counts, sites, news, num_reqs, span
     if work.is_cuda:
-        from saesteer.kernels.work import map_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.step.map import map_triton  # Triton need not be there on a CPU
 
         map_triton(*batch)
     else:
@@ -204,7 +204,7 @@ def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, publish
     check_publish(table, work, counts, steps, published)
     _hit(published)
     if work.is_cuda:
-        from saesteer.kernels.publish import publish_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.step.publish import publish_triton  # Triton need not be there on a CPU
 
         publish_triton(table, work, counts, steps, published)
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
-from saesteer.kernels.news import News
+from saesteer.kernels.step.updates import News
 
 _PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is encoded
 

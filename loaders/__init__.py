@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import gemma_scope, manifest, max_act, own, saelens
+from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
+from saesteer.loaders.formats import gemma_scope, manifest, own, saelens
 
 __all__ = ["FORMATS", "describe", "load"]
 
@@ -46,7 +47,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
 def describe(place: str | Path) -> CoderInfo:
     """What ``load(place).info`` would be, from headers and small JSON alone.
 
-    The fingerprint needs one reading of the whole files, which a machine and a process do once: see ``saesteer.cache``.
+    The fingerprint needs one reading of the whole files, which a machine and a process do once: see ``cache.py``.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.

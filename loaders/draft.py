@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from saesteer.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
+from saesteer.dictionaries.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.loaders import folds
 from saesteer.loaders.arrays import Arrays
 from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from saesteer.cache import digest_of
 from saesteer.errors import LoadError
+from saesteer.loaders.cache import digest_of
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters

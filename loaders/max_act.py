@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.files import fingerprint, wrong
 from saesteer.loaders.write import write_arrays

@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from saesteer.coder import CoderInfo, SparseCoder
+    from saesteer.dictionaries.coder import CoderInfo, SparseCoder
     from saesteer.errors import ConfigError, LoadError, SaesteerError, SpecError, UnsupportedError
+    from saesteer.language.spec import Spec, ablate, add, cap, clamp, reconstruct, use
     from saesteer.loaders import describe, load
     from saesteer.plugin.llm import LLM
-    from saesteer.spec import Spec, ablate, add, cap, clamp, reconstruct, use
 
 __version__ = "0.1.0"
 
@@ -39,8 +39,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "saesteer.plugin.llm",
-    "CoderInfo": "saesteer.coder",
-    "SparseCoder": "saesteer.coder",
+    "CoderInfo": "saesteer.dictionaries.coder",
+    "SparseCoder": "saesteer.dictionaries.coder",
     "ConfigError": "saesteer.errors",
     "LoadError": "saesteer.errors",
     "SaesteerError": "saesteer.errors",
@@ -48,13 +48,13 @@ _HOME = {
     "UnsupportedError": "saesteer.errors",
     "describe": "saesteer.loaders",
     "load": "saesteer.loaders",
-    "Spec": "saesteer.spec",
-    "ablate": "saesteer.spec",
-    "add": "saesteer.spec",
-    "cap": "saesteer.spec",
-    "clamp": "saesteer.spec",
-    "reconstruct": "saesteer.spec",
-    "use": "saesteer.spec",
+    "Spec": "saesteer.language.spec",
+    "ablate": "saesteer.language.spec",
+    "add": "saesteer.language.spec",
+    "cap": "saesteer.language.spec",
+    "clamp": "saesteer.language.spec",
+    "reconstruct": "saesteer.language.spec",
+    "use": "saesteer.language.spec",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m saesteer` is the command `saesteer`; all of it is in cli.py."""
 
-from saesteer.cli import main
+from saesteer.commands.cli import main
 
 if __name__ == "__main__":
     main()

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saesteer import dose
-from saesteer.coder import SparseCoder
-from saesteer.config import LIMITS, SaesteerConfig
-from saesteer.engine import Engine, Row, Site
+from saesteer.config.config import LIMITS, SaesteerConfig
+from saesteer.config.modules import check_modules
+from saesteer.dictionaries.coder import SparseCoder
+from saesteer.engine import doses
+from saesteer.engine.engine import Engine, Row, Site
 from saesteer.errors import ConfigError
-from saesteer.families import Family, find_trunk
+from saesteer.language.sites import canonical, parse
+from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
-from saesteer.modules import check_modules
-from saesteer.plan import plan
-from saesteer.sites import canonical, parse
-from saesteer.spec import Spec, as_spec
+from saesteer.models.families import Family, find_trunk
+from saesteer.planning.planner import plan
 
 _ROW = 1  # one sequence at a time holds the first row
 
@@ -55,7 +55,7 @@ class Model:
     Raises:
         ConfigError: a dictionary or site that the model does not have, a module that no request could use, or a wrong
             limit.
-        UnsupportedError: a model whose decoder layers are of no family in ``saesteer.families``.
+        UnsupportedError: a model whose decoder layers are of no family in ``saesteer.models.families``.
     """
 
     def __init__(
@@ -259,8 +259,8 @@ class Model:
                 return []
             self._forward(ids, 0)
             counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
-        sites = dose.sites_of(plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len))
-        return dose.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
+        sites = doses.sites_of(plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len))
+        return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, as it stands before the edits there.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from saesteer import cache
+from saesteer.loaders import cache
 
 KEPT = "digests.json"
 
@@ -173,7 +173,8 @@ def test_the_cache_is_bounded_and_keeps_the_newest(
 
 def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     files = [write(tmp_path / str(n), str(n).encode()) for n in range(40)]
-    code = "import sys; from pathlib import Path; from saesteer import cache; cache._LARGE = 0; cache._SETTLED = -60\n"
+    code = "import sys; from pathlib import Path; import saesteer.loaders.cache as cache\n"
+    code += "cache._LARGE = 0; cache._SETTLED = -60\n"
     code += "for name in sys.argv[1:]: print(cache.digest_of(Path(name)))"
     environment = {**os.environ, "SAESTEER_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", code, *map(str, files)]

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from saesteer.edits import OPS, Clamp, Gate, Scope
 from saesteer.errors import SpecError
-from saesteer.inline import InlineVector
-from saesteer.messages import resolve
-from saesteer.plan import END, Catalog, Plan, plan, windows
-from saesteer.spec import Return, Spec, from_json
+from saesteer.language.edits import OPS, Clamp, Gate, Scope
+from saesteer.language.inline import InlineVector
+from saesteer.language.spec import Return, Spec, from_json
+from saesteer.planning.messages import resolve
+from saesteer.planning.planner import END, Catalog, Plan, plan, windows
 from tests.spec.test_plan import Info, Set
 from tools import tables
 

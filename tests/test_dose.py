@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from saesteer import dose
+from saesteer.engine import doses
 from saesteer.kernels import layout
-from saesteer.plan import plan
-from saesteer.planned import Catalog
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
 
 Rows = list[list[tuple[float, bool]]]  # of each site the doses of its tokens, and whether they were above the limit
 
-doses = st.floats(0, 2, width=32, allow_subnormal=False) | st.floats(0, 2.0**96, width=32, allow_subnormal=False)
-tokens = st.tuples(doses, st.booleans())
+sizes = st.floats(0, 2, width=32, allow_subnormal=False) | st.floats(0, 2.0**96, width=32, allow_subnormal=False)
+tokens = st.tuples(sizes, st.booleans())
 
 
 @st.composite
@@ -54,9 +54,9 @@ def test_the_order_of_rows_means_nothing(request: tuple[int, list[tuple[list[int
     edits, rows = request
     a, b, c = (words(*row) for row in rows)
     before = [one.copy() for one in (a, b, c)]
-    same(dose.merge(dose.merge(a, b, edits), c, edits), dose.merge(a, dose.merge(b, c, edits), edits), edits)
-    assert np.array_equal(dose.merge(a, b, edits), dose.merge(b, a, edits))
-    assert np.array_equal(dose.merge(a, np.zeros_like(a), edits), a)
+    same(doses.merge(doses.merge(a, b, edits), c, edits), doses.merge(a, doses.merge(b, c, edits), edits), edits)
+    assert np.array_equal(doses.merge(a, b, edits), doses.merge(b, a, edits))
+    assert np.array_equal(doses.merge(a, np.zeros_like(a), edits), a)
     assert all(np.array_equal(one, two) for one, two in zip(before, (a, b, c), strict=True)), "an argument has changed"
 
 
@@ -66,11 +66,11 @@ def test_two_rows_are_told_as_one(
 ) -> None:
     edits, rows = request
     one, two = (np.append(words(*row), np.zeros(padding, dtype=np.int32)) for row in rows)
-    merged = dose.merge(one, two, edits)
+    merged = doses.merge(one, two, edits)
     assert merged[:edits].tolist() == [sum(pair) for pair in zip(*(counts for counts, _ in rows), strict=True)]
     together = [[*one, *two] for one, two in zip(*(sites for _, sites in rows), strict=True)]
     names = [f"resid_post.{number}" for number in range(len(together))]
-    told = json.loads(json.dumps(dose.report(merged, edits, names, limited=limited), allow_nan=False))
+    told = json.loads(json.dumps(doses.report(merged, edits, names, limited=limited), allow_nan=False))
     assert [one["site"] for one in told] == names
     for one, found in zip(told, together, strict=True):
         assert one["tokens"] == len(found)
@@ -83,16 +83,16 @@ def test_two_rows_are_told_as_one(
         assert math.isclose(one["max"], max(value for value, _ in found), rel_tol=5.1e-4)
         mean = sum(value for value, _ in found) / len(found)
         assert math.isclose(one["mean"], mean, rel_tol=5.1e-4)
-    assert dose.over(merged, edits) == sum(above for found in together for _, above in found)
+    assert doses.over(merged, edits) == sum(above for found in together for _, above in found)
 
 
 def test_numbers_have_four_digits() -> None:
     counters = words([80], [[(0.123456, False), (1 / 3, True)], []])
-    assert dose.report(counters, 1, ["resid_post.3", "resid_mid.4"]) == [
+    assert doses.report(counters, 1, ["resid_post.3", "resid_mid.4"]) == [
         {"site": "resid_post.3", "max": 0.3333, "mean": 0.2284, "tokens": 2},
         {"site": "resid_mid.4", "max": None, "mean": None, "tokens": 0},
     ]
-    assert dose.report(counters[:5], 1, ["resid_post.3"], limited=True)[0]["tokens_limited"] == 1
+    assert doses.report(counters[:5], 1, ["resid_post.3"], limited=True)[0]["tokens_limited"] == 1
 
 
 def test_measured_sites_stand_in_the_order_of_a_pass() -> None:
@@ -103,4 +103,4 @@ def test_measured_sites_stand_in_the_order_of_a_pass() -> None:
         return {"op": "add", "vector": [1.0, 2.0], "site": site}
 
     spec = from_json({"edits": [add("resid_post.10"), add("resid_mid.9"), add("resid_post.2"), add("resid_pre.11")]})
-    assert dose.sites_of(plan(spec, catalog, 8)) == ("resid_post.2", "resid_mid.9", "resid_post.10")
+    assert doses.sites_of(plan(spec, catalog, 8)) == ("resid_post.2", "resid_mid.9", "resid_post.10")

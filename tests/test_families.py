@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
-from saesteer.families import FAMILIES, Family, find_trunk
+from saesteer.models.families import FAMILIES, Family, find_trunk
 
 WIDTH, LAYERS = 32, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -191,7 +191,7 @@ def test_vllm_s_layers_are_found(family: Family) -> None:
 )
 def test_vllm_s_other_layers_are_refused_by_name(classes: tuple[str, ...]) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from saesteer.plugin import layers
+    from saesteer.plugin.worker import layers
 
     engine: Any = None  # it is not asked for anything
     attach: Callable[[Any, Any], None] = layers.attach

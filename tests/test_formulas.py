@@ -10,17 +10,17 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from saesteer.coder import CoderInfo, SparseCoder
-from saesteer.config import SaesteerConfig
-from saesteer.dose import sites_of
-from saesteer.engine import Engine
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.engine.doses import sites_of
+from saesteer.engine.engine import Engine
+from saesteer.engine.table import _brought
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
-from saesteer.loaders import own
-from saesteer.plan import plan
-from saesteer.sites import parse
-from saesteer.spec import from_json
-from saesteer.tables import _brought
+from saesteer.language.sites import parse
+from saesteer.language.spec import from_json
+from saesteer.loaders.formats import own
+from saesteer.planning.planner import plan
 from tests.formulas import Dict, Token, World, flat
 from tests.kernels.doses import judge_doses
 from tests.kernels.truth import dosed

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saesteer import hf, spec
+from saesteer import hf
 from saesteer.errors import ConfigError, SpecError
+from saesteer.language import spec
 
 WIDTH, LAYERS = 32, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

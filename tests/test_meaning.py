@@ -12,12 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saesteer.coder import CoderInfo, SparseCoder
-from saesteer.config import DictionarySource, SaesteerConfig
-from saesteer.engine import Engine
+from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, SpecError
-from saesteer.loaders import own
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.loaders.formats import own
 
 WIDTH, FEATURES, TOKENS = 24, 10, 20
 PLACES = {"jump": ("jumprelu", "resid_post.1"), "rect": ("relu", "resid_post.1"), "top": ("topk", "resid_post.1")}

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.pool import Pool
+from saesteer.engine.pool import Pool
 
 FIRST, SIZE = 7, 4
 

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import saesteer
+
+SPEC = ("Spec", "ablate", "add", "as_spec", "cap", "clamp", "from_json", "reconstruct", "use")
 
 
 def test_public_names_are_these() -> None:
@@ -57,3 +60,21 @@ def test_import_is_free() -> None:
 def test_request_language_needs_no_torch() -> None:
     code = "import sys; from saesteer import Spec, clamp; assert not {'torch', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    {
+        "saesteer.client": ["Answer", "AsyncClient", "Client"],
+        "saesteer.config": ["SaesteerConfig"],
+        "saesteer.demo": ["DEMO_SAE", "engine_options"],
+        "saesteer.hf": ["Model"],
+        "saesteer.loaders": ["FORMATS", "describe", "load"],
+        "saesteer.model": ["ensure_model"],
+        "saesteer.spec": [*SPEC],
+        "saesteer.plugin": ["register"],
+    }.items(),
+)
+def test_public_paths_stay(path: str, names: list[str]) -> None:
+    module = import_module(path)
+    assert [name for name in names if not hasattr(module, name)] == []

@@ -16,15 +16,16 @@ import pytest
 import typer
 
 import saesteer
-from saesteer import client, dose
-from saesteer.applied import applied, count
-from saesteer.cli import app
-from saesteer.config import SaesteerConfig
-from saesteer.demo import DEMO_SAE
+from saesteer.client import client
+from saesteer.commands.cli import app
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
+from saesteer.engine import doses
 from saesteer.kernels import layout
-from saesteer.plan import plan
-from saesteer.settings import read_settings
-from saesteer.spec import as_spec, from_json
+from saesteer.language.spec import as_spec, from_json
+from saesteer.planning.applied import applied, count
+from saesteer.planning.planner import plan
 
 ROOT = Path(__file__).parents[1]
 TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -144,7 +145,7 @@ def test_what_an_answer_says_is_what_it_would_say() -> None:
     told = np.zeros(1 + layout.DOSE_WORDS, dtype=np.int32)
     told[1 + layout.DOSE_TOKENS] = want["tokens_edited"]
     told.view(np.float32)[1:3] = one["max"], one["mean"] * want["tokens_edited"]
-    assert dose.report(told, 1, [want["site"]]) == [one]
+    assert doses.report(told, 1, [want["site"]]) == [one]
 
 
 def test_flags_of_the_limit_are_right() -> None:

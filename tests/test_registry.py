@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine.pool import Pool
+from saesteer.engine.registry import Registry, changed, rooms
 from saesteer.errors import RegistryError
-from saesteer.identity import content_of, digest, module_digests, names_in, users_of
-from saesteer.planned import Catalog, Direction
-from saesteer.pool import Pool
-from saesteer.registry import Registry, changed, rooms
-from saesteer.spec import Spec, from_json
-from saesteer.vectors import from_inline
+from saesteer.language.spec import Spec, from_json
+from saesteer.planning.digests import content_of, digest, module_digests, names_in, users_of
+from saesteer.planning.plan import Catalog, Direction
 
 SITES = frozenset({"resid_post.2", "resid_post.3"})
 
@@ -21,7 +21,7 @@ def vector(*numbers: float) -> Any:
 
 
 def layered(*layers: int, seed: int = 0) -> Any:
-    from saesteer.inline import InlineVector
+    from saesteer.language.inline import InlineVector
 
     rows = np.random.default_rng(seed).normal(size=(len(layers), 4)).astype(np.float32)
     return from_inline(InlineVector("float32", rows.shape, rows.tobytes(), layers))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from saesteer.rows import Rows
+from saesteer.plugin.worker.slots import Rows
 
 CAPACITY = 4
 IDS = st.sampled_from([f"r{n}" for n in range(9)])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.config import SaesteerConfig
-from saesteer.engine import Engine
+from saesteer.config.config import SaesteerConfig
+from saesteer.engine.engine import Engine
 from saesteer.kernels import ops
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
 
 WIDTH, SITE = 6, "resid_post.1"
 

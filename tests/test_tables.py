@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saesteer.engine.table import Arrow, Places, Row, make_row
 from saesteer.kernels import layout
-from saesteer.planned import END, Change, Condition, Direction, Group, Plan
-from saesteer.tables import Arrow, Places, Row, make_row
+from saesteer.planning.plan import END, Change, Condition, Direction, Group, Plan
 
 SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
 ALONG = Direction("v", None)

@@ -15,12 +15,15 @@ from unittest.mock import patch
 import prometheus_client
 import typer
 
-from saesteer import checks, config, edits, inline, planned, settings, sites, spec, uses
-from saesteer.cli import app
-from saesteer.families import FAMILIES
+from saesteer.commands.cli import app
+from saesteer.config import config, settings
+from saesteer.language import edits, fields, inline, sites, spec
 from saesteer.loaders import FORMATS
 from saesteer.loaders.vectors import READERS
-from saesteer.plugin import hooks, metrics
+from saesteer.models.families import FAMILIES
+from saesteer.planning import expand, plan
+from saesteer.plugin import contract
+from saesteer.plugin.results import metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -129,9 +132,9 @@ def limits() -> str:
         ("different vectors of its own at one site", f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})"),
         ("intervals in the `positions` of all scopes", edits.MAX_POSITIONS),
         ("conditions in one `when`", edits.MAX_CONDITIONS),
-        ("different conditions that edits wait for at one site", planned.MOST_CONDITIONS),
-        ("modules inside one another", uses.MAX_DEPTH),
-        ("characters of a name", checks.MAX_NAME),
+        ("different conditions that edits wait for at one site", plan.MOST_CONDITIONS),
+        ("modules inside one another", expand.MAX_DEPTH),
+        ("characters of a name", fields.MAX_NAME),
         ("characters of the spec as JSON", f"{spec.MAX_CHARACTERS:,}"),
         ("numbers in a vector given as a list", inline.MAX_LIST),
         ("bytes of a vector given in base64, decoded", f"{inline.MAX_BYTES:,}"),
@@ -142,8 +145,8 @@ def limits() -> str:
 
 def codes() -> str:
     """The error codes, which the code is searched for."""
-    found = {*checks.CODES, *_registry_codes(), *_admin_codes()}
-    found |= {_constant("saesteer/plugin/failures.py", name) for name in ("GONE", "DOSE", "BROKEN", "SHARED")}
+    found = {*fields.CODES, *_registry_codes(), *_admin_codes()}
+    found |= {_constant("saesteer/plugin/results/failures.py", name) for name in ("GONE", "DOSE", "BROKEN", "SHARED")}
     assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
     return table(
         ("code", "HTTP", "meaning"), ((code(one), STATUS.get(one, 400), about) for one, about in CODES.items())
@@ -152,14 +155,14 @@ def codes() -> str:
 
 def routes() -> str:
     """The routes that serve the field."""
-    served = _constant("saesteer/plugin/routes.py", "SERVED")
+    served = _constant("saesteer/plugin/http/routes.py", "SERVED")
     return "".join(f"- {code(f'POST {path}')}\n" for path in served)
 
 
 def hook_table() -> str:
     """Every function of vLLM that the plugin wraps or calls."""
     rows = []
-    for one in hooks.HOOKS.values():
+    for one in contract.HOOKS.values():
         places = (one.worker, "worker"), (one.server, "HTTP server"), (one.offline, "offline `LLM`")
         process = next((name for is_there, name in places if is_there), "every process")
         late = ", newer versions only" if one.late else ""
@@ -245,7 +248,7 @@ def _registry_codes() -> set[str]:
 
 def _admin_codes() -> set[str]:
     """The codes that the admin routes give where no error brings one."""
-    calls = [call for call in _calls("saesteer/plugin/admin.py", "_refuse") if len(call.args) > 2]
+    calls = [call for call in _calls("saesteer/plugin/http/admin.py", "_refuse") if len(call.args) > 2]
     return {str(call.args[2].value) for call in calls if isinstance(call.args[2], ast.Constant)}
 
 

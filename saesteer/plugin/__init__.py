@@ -54,9 +54,12 @@ def require() -> None:
 
 
 def _install() -> None:
-    from saesteer.plugin import board, frontend, hooks, logs, worker
+    from saesteer.plugin import contract
+    from saesteer.plugin.door import frontend, logs
+    from saesteer.plugin.names import board
+    from saesteer.plugin.worker import worker
 
-    hooks.check_contract(worker=False)
+    contract.check_contract(worker=False)
     board.announce()
     logs.install()
     frontend.install()

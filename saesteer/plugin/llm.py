@@ -8,9 +8,9 @@ import vllm
 from vllm import SamplingParams
 
 from saesteer import plugin
-from saesteer.config import KEY, DoseAction, SaesteerConfig
+from saesteer.config.config import KEY, DoseAction, SaesteerConfig
 from saesteer.errors import UnsupportedError
-from saesteer.spec import Spec, as_spec
+from saesteer.language.spec import Spec, as_spec
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from saesteer.config import KEY
-from saesteer.plugin import hooks
-from saesteer.runs import Run, meeting
+from saesteer.config.config import KEY
+from saesteer.planning.runs import Run, meeting
+from saesteer.plugin import contract
 
 RUNS = f"{KEY}_runs"  # beside the spec in extra_args, from the front end to the scheduler (admission.keyed)
 _HOOK = "generate_block_hash_extra_keys"
@@ -28,9 +28,9 @@ _HOOK = "generate_block_hash_extra_keys"
 
 def install() -> None:
     """Put the wrap in place, in every module that has the function by name already."""
-    original = hooks.HOOKS[_HOOK].find()
-    hooks.wrap(_HOOK, _keying)
-    wrapped = hooks.HOOKS[_HOOK].find()
+    original = contract.HOOKS[_HOOK].find()
+    contract.wrap(_HOOK, _keying)
+    wrapped = contract.HOOKS[_HOOK].find()
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(_HOOK) is original:
             setattr(module, _HOOK, wrapped)

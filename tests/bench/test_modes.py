@@ -20,9 +20,9 @@ from bench.deltas import METRICS, TARGETS, Figures, Run, figures, paired, summar
 from bench.dummy import MODELS, cache_bytes, tokenizer_folder, weight_bytes
 from bench.engines import memory, options, settings
 from bench.offline import Times, drive
-from saesteer.config import SaesteerConfig
-from saesteer.plan import plan
-from saesteer.spec import from_json
+from saesteer.config.config import SaesteerConfig
+from saesteer.language.spec import from_json
+from saesteer.planning.planner import plan
 
 ROOT = Path(__file__).parents[2]
 TINY = Shape.of("tiny")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from saesteer.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
+from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
 from saesteer.plugin.job import Answer
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from saesteer import launch
-from saesteer.cli import app
-from saesteer.config import SaesteerConfig
-from saesteer.demo import DEMO_SAE
+from saesteer.commands import serve
+from saesteer.commands.cli import app
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
-from saesteer.settings import read_settings
 
 
 class Became(Exception):
@@ -50,10 +50,10 @@ def additional_config(words: list[str]) -> Any:
 def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
     config = read_settings([f"gs={DEMO_SAE}@resid_post.3"], ["resid_post.1,resid_mid.2", "resid_pre.0"], max_edits=32)
     with pytest.raises(Became):
-        launch.serve(model, config, ["--port", "8001", "--enforce-eager"])
+        serve.serve(model, config, ["--port", "8001", "--enforce-eager"])
     assert become["program"] == sys.executable
     words = become["words"]
-    assert words[:5] == [sys.executable, "-m", "saesteer.plugin.serve", "serve", model]
+    assert words[:5] == [sys.executable, "-m", "saesteer.plugin.vllm_cli", "serve", model]
     assert words[5:8] == ["--port", "8001", "--enforce-eager"]
     assert additional_config(words) == {
         "saesteer": {
@@ -105,7 +105,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
 )
 def test_users_additional_config_is_kept(model: str, become: dict[str, Any], form: list[str]) -> None:
     with pytest.raises(Became):
-        launch.serve(model, read_settings([]), ["--port", "1", *form, "--seed", "7"])
+        serve.serve(model, read_settings([]), ["--port", "1", *form, "--seed", "7"])
     words = become["words"]
     assert words[5:9] == ["--port", "1", "--seed", "7"]
     found = additional_config(words)
@@ -115,12 +115,12 @@ def test_users_additional_config_is_kept(model: str, become: dict[str, Any], for
 def test_demo_brings_model_dictionary_and_options(
     model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "ensure_model", lambda say: Path(model))
+    monkeypatch.setattr(serve, "ensure_model", lambda say: Path(model))
     monkeypatch.setattr(
-        launch, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16", "enforce_eager": True}
+        serve, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16", "enforce_eager": True}
     )
     with pytest.raises(Became):
-        launch.serve("demo", read_settings([]), ["--max_model_len=512", "--no-enforce-eager"])
+        serve.serve("demo", read_settings([]), ["--max_model_len=512", "--no-enforce-eager"])
     words = become["words"]
     assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
     assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
@@ -137,7 +137,7 @@ def test_demo_brings_model_dictionary_and_options(
     ],
 )
 def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
-    assert launch.environment(given) == expected
+    assert serve.environment(given) == expected
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
@@ -155,7 +155,7 @@ def test_the_admins_key_goes_by_the_environment(
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "new\nline"])
 def test_a_key_that_no_header_carries_is_refused(model: str, become: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match="--saesteer-admin-key"):
-        launch.serve(model, read_settings([]), [], key)
+        serve.serve(model, read_settings([]), [], key)
     assert not become
 
 
@@ -173,12 +173,12 @@ def test_a_key_that_everybody_has_is_refused(
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", variable)
     with pytest.raises(ConfigError, match="--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY"):
-        launch.serve(model, read_settings([]), flags, "same")
+        serve.serve(model, read_settings([]), flags, "same")
     assert not become
     with pytest.raises(Became):
-        launch.serve(model, read_settings([]), flags, "another")
+        serve.serve(model, read_settings([]), flags, "another")
 
 
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:
     with pytest.raises(Became):
-        launch.serve("s3://bucket/model", read_settings([f"demo={DEMO_SAE}"]), [])
+        serve.serve("s3://bucket/model", read_settings([f"demo={DEMO_SAE}"]), [])

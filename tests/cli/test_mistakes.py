@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from saesteer import __version__
-from saesteer.demo import DEMO_SAE
+from saesteer.commands.embedded import DEMO_SAE
 
 # Whatever the machine can reach: an unknown hub id is looked up in the cache alone, at once.
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def saesteer(*words: str, before: str = "") -> "subprocess.CompletedProcess[str]":
-    code = f"{before}\nfrom saesteer.cli import main\nmain()"
+    code = f"{before}\nfrom saesteer.commands.cli import main\nmain()"
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, env=OFFLINE, timeout=120, check=False
     )

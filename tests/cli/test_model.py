@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from saesteer.cache import cache_dir
+from saesteer.commands.embedded import ensure_model
 from saesteer.errors import ConfigError
-from saesteer.model import ensure_model
+from saesteer.loaders.cache import cache_dir
 
 
 def test_folder_is_whole() -> None:

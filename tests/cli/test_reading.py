@@ -14,12 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer import calibrate, features
-from saesteer.config import SaesteerConfig
-from saesteer.demo import DEMO_SAE
+from saesteer.commands import calibrate, features
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
-from saesteer.loaders import describe, load, max_act, own
-from saesteer.settings import read_settings
+from saesteer.loaders import describe, load, max_act
+from saesteer.loaders.formats import own
 
 WIDE = {**os.environ, "COLUMNS": "200"}
 

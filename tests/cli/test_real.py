@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from saesteer import demo
+from saesteer.commands import demo
 
 WIDE = {**os.environ, "COLUMNS": "200"}
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from saesteer.client import Client
-from saesteer.demo import BRIDGE, DEMO_SAE
+from saesteer.client.client import Client
+from saesteer.commands.embedded import BRIDGE, DEMO_SAE
 from saesteer.errors import RequestRefused, ServerError
 from saesteer.loaders import load
 from tests.loaders.test_vectors import control_vector

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer import launch
-from saesteer.config import LIMITS, DictionarySource, DoseAction, SaesteerConfig, VectorSource
-from saesteer.demo import DEMO_SAE
+from saesteer.commands import serve
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.config import LIMITS, DictionarySource, DoseAction, SaesteerConfig, VectorSource
+from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError, SaesteerError
-from saesteer.settings import read_settings
-from saesteer.sites import KINDS
-from saesteer.spec import from_json
+from saesteer.language.sites import KINDS
+from saesteer.language.spec import from_json
 from tests.spec.strategies import edits
 
 MODULE = {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "scale": 4.0}]}
@@ -161,8 +161,8 @@ def test_the_door_lets_a_right_config_in(place: Path) -> None:
         vectors=[f"happy={place}/happy.npy", f"layers={place}/layers.npy"],
         modules=[f"golden={place}/module.json"],
     )
-    launch.check(str(place), config)
-    launch.check("s3://bucket/model", config)
+    serve.check(str(place), config)
+    serve.check("s3://bucket/model", config)
 
 
 WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
@@ -275,7 +275,7 @@ WRONG_MODULES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_modules(modules: dict[str, Any], told: str, place: Path) -> None:
     config = SaesteerConfig(vectors={"happy": VectorSource(str(place / "happy.npy"))}, modules=modules)
     with pytest.raises(ConfigError) as caught:
-        launch.check(str(place), config)
+        serve.check(str(place), config)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -288,5 +288,5 @@ def test_vectors_that_the_model_has_no_place_for(place: Path) -> None:
         (place / "none.npy", "no such file"),
     ]:
         with pytest.raises(SaesteerError, match=told) as caught:
-            launch.check(str(place), read_settings(vectors=[f"v={file}"]))
+            serve.check(str(place), read_settings(vectors=[f"v={file}"]))
         assert isinstance(caught.value, ConfigError | LoadError)

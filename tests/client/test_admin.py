@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 import saesteer
-from saesteer.client import AsyncClient, Client
+from saesteer.client.client import AsyncClient, Client
 from saesteer.errors import RequestRefused, SpecError
-from saesteer.spec import InlineVector
+from saesteer.language.spec import InlineVector
 
 ADD = saesteer.add("a/b", "resid_post.3", 2.0)
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 import saesteer
-from saesteer.client import Answer, AsyncClient, Client, Piece
+from saesteer.client.client import Answer, AsyncClient, Client, Piece
 from saesteer.errors import RequestRefused, SaesteerError, ServerError, SpecError
 
 CLAMP = {"op": "clamp", "dictionary": "demo", "feature": 3, "value": 2.0}

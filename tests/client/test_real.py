@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import saesteer
-from saesteer.client import AsyncClient, Client
+from saesteer.client.client import AsyncClient, Client
 from saesteer.errors import RequestRefused
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.test_http import server  # noqa: F401  # the fixture

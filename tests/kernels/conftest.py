@@ -15,10 +15,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch, and it asks again)
 
-    import saesteer.kernels.launch
-    import saesteer.kernels.publish
-    import saesteer.kernels.work  # noqa: F401
-
     if before is None:
         del os.environ["TRITON_INTERPRET"]
     else:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
-from saesteer.kernels.configs import Configs
-from saesteer.kernels.launch import edit_triton
+from saesteer.kernels.edit.configs import Configs
+from saesteer.kernels.edit.launch import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import edit_ref_, rms_norm_ref
-from saesteer.testing import assert_as_accurate, make_positions, make_work, relative_error, write_row
 from tests.kernels.doses import judge_doses
 from tests.kernels.requests import DENSE, Drawer, Request, Wish, World
+from tests.kernels.tables import assert_as_accurate, make_positions, make_work, relative_error, write_row
 from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, dosed, outcome
 
 GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
-from saesteer.testing import Entry
+from tests.kernels.tables import Entry
 from tests.kernels.truth import (
     ALWAYS,
     Ablate,

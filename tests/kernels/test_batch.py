@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE
-from saesteer.testing import Entry, make_positions, make_table, write_row
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
+from tests.kernels.tables import Entry, make_positions, make_table, write_row
 from tests.kernels.test_edit import DRAWN, SHAPES, Shape
 
 PATHS = [TOKEN, TILED, *([SPANS] if GPU else [])]

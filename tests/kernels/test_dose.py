@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.kernels import layout
-from saesteer.kernels.configs import EditConfig, configs
+from saesteer.kernels.edit.configs import EditConfig, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from saesteer.testing import Entry, Groups
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Case, Path, State, a_world, bits, check
 from tests.kernels.requests import Wish
+from tests.kernels.tables import Entry, Groups
 from tests.kernels.test_edit import DRAWN, FORMS, SHAPES, Shape
 from tests.kernels.test_exact import NOTHING, WIDTH, Run, along, edit
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.configs import EditConfig, blocks, configs
+from saesteer.kernels.edit.configs import EditConfig, blocks, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish

@@ -13,8 +13,8 @@ from torch import Tensor
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from saesteer.testing import Entry, Groups, make_positions, make_table, make_work, write_row
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Call, Path, State, bits, kinds_of, work_of
+from tests.kernels.tables import Entry, Groups, make_positions, make_table, make_work, write_row
 
 WIDTH = 8
 Run = Callable[..., State]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.kernels.layout import BEGIN, END, HEAD, MOST_PARTS, SITE_STRIDE, SPAN, TILE
-from saesteer.kernels.news import News, pack
 from saesteer.kernels.reference import map_ref_
-from saesteer.kernels.work import map_triton
+from saesteer.kernels.step.map import map_triton
+from saesteer.kernels.step.updates import News, pack
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.kernels.news import pack
+from saesteer.kernels.step.updates import pack
 
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], int, str]] = {
     "another dtype": (lambda w: w.double(), 0, "weights"),

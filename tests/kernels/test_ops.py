@@ -1,7 +1,5 @@
 """The two ops as torch sees them: schema, fake, compiled graphs, captured graphs, and what they refuse."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +10,11 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout, ops
-from saesteer.kernels.configs import TILED_ABOVE, configs
+from saesteer.kernels.edit.configs import TILED_ABOVE, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR
-from saesteer.kernels.news import News
 from saesteer.kernels.reference import edit_ref_
-from saesteer.testing import Entry, make_table, make_work
+from saesteer.kernels.step.updates import News
+from tests.kernels.tables import Entry, make_table, make_work
 
 WIDTH, TOKENS, SLOTS = 64, 5, 7
 EDIT = torch.ops.saesteer.edit_.default
@@ -282,10 +280,10 @@ def test_other_spans_are_refused(span: int, device: torch.device) -> None:
 
 def test_the_module_may_be_imported_twice() -> None:
     code = (
-        "import importlib, sys, torch; from saesteer.kernels import news, ops; importlib.reload(ops);"
+        "import importlib, sys, torch; from saesteer.kernels import ops; importlib.reload(ops);"
         "assert 'triton' not in sys.modules;"  # a CPU without Triton runs the reference
         "w, i, t, c = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 4), (1,), (2, 16), (2, 1)));"
-        "ops.map_(w, i, 1, i, t, c, w[:1], news.News(i, torch.float32), 0, 0, 1)"
+        "ops.map_(w, i, 1, i, t, c, w[:1], ops.News(i, torch.float32), 0, 0, 1)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
 
@@ -297,12 +295,13 @@ MANY = [[Entry(at % SLOTS, shift=0.01 * at) for at in range(60)]]  # a group in 
 @pytest.mark.gpu
 @gpu
 def test_no_variant_more_for_any_number_of_tokens() -> None:
-    """One launch for each row of the configs is all there is to compile, wherever the tensors lie."""
+    """One launch for each row of the configs is all there is to compile."""
     from triton.runtime.jit import JITFunction
 
-    from saesteer.kernels import launch, publish, work
+    from saesteer.kernels.edit import launch
+    from saesteer.kernels.step import map, publish
 
-    kernels = [k for module in (launch, publish, work) for k in vars(module).values() if isinstance(k, JITFunction)]
+    kernels = [k for module in (launch, publish, map) for k in vars(module).values() if isinstance(k, JITFunction)]
     device = torch.device("cuda")
 
     def step(tokens: int, shift: int) -> None:

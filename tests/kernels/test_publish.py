@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saesteer.kernels import layout, ops
-from saesteer.kernels.publish import publish_triton
 from saesteer.kernels.reference import publish_ref_
+from saesteer.kernels.step.publish import publish_triton
 
 GARBAGE = -77
 PUBLISH = torch.ops.saesteer.publish_.default

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saesteer.kernels import layout
-from saesteer.kernels.configs import EXACT_ENCODE, blocks, configs
+from saesteer.kernels.edit.configs import EXACT_ENCODE, blocks, configs
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
@@ -109,7 +109,9 @@ def main() -> None:
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
     sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
     given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "ROUNDS": True}
-    early = compiled(import_module("saesteer.kernels.edit").edit_kernel, "bf16", 1, {**sizes, **given, "PDL": True})
+    early = compiled(
+        import_module("saesteer.kernels.edit.edit").edit_kernel, "bf16", 1, {**sizes, **given, "PDL": True}
+    )
     words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
     order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]
     tell({"shared": shared, "early": order})

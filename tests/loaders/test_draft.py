@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from saesteer.commands.inspect import report
 from saesteer.errors import LoadError
-from saesteer.inspect import report
 from saesteer.loaders import FORMATS, describe, load, max_act
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft

@@ -16,12 +16,12 @@ import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
-from saesteer.config import SaesteerConfig
+from saesteer.commands.inspect import report
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
-from saesteer.inspect import report
 from saesteer.loaders import arrays, describe, files, load, max_act
 from saesteer.loaders.files import fetch
-from saesteer.vectors import read_vectors
+from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
 from tests.loaders.test_formats import Case, every_case
 

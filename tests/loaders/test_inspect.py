@@ -7,14 +7,15 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from saesteer.coder import RANKED, Activation, InNorm
-from saesteer.config import SaesteerConfig
+from saesteer.commands.inspect import report
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import RANKED, Activation, InNorm
 from saesteer.errors import ConfigError, LoadError, SpecError
-from saesteer.inspect import report
-from saesteer.loaders import load, own
-from saesteer.plan import Catalog, plan
-from saesteer.scopes import windows
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.loaders import load
+from saesteer.loaders.formats import own
+from saesteer.planning.planner import Catalog, plan
+from saesteer.planning.windows import windows
 from tests.loaders import writers
 from tests.loaders.test_formats import CASES, Case, every_case
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from saesteer.commands.inspect import report
 from saesteer.errors import LoadError
-from saesteer.inspect import report
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.files import fetch
 from tests.loaders import writers

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 import saesteer
-from saesteer.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load, own
+from saesteer.loaders import describe, load
+from saesteer.loaders.formats import own
 from tests.loaders import writers
 
 EMBEDDED = Path(saesteer.__file__).parent / "data" / "smollm2-135m-l15-9216.safetensors"

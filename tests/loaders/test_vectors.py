@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from saesteer.commands.inspect import report
+from saesteer.dictionaries.vectors import VectorSet, from_inline
 from saesteer.errors import LoadError
-from saesteer.inline import InlineVector
-from saesteer.inspect import report
+from saesteer.language.inline import InlineVector
 from saesteer.loaders import vectors as files
-from saesteer.vectors import VectorSet, from_inline, read_vectors
+from saesteer.loaders.vectors import read_vectors
 
 D = 6
 A = np.random.default_rng(0).normal(size=(3, D)).astype(np.float32)

@@ -15,10 +15,9 @@ import torch
 from safetensors.numpy import save_file
 
 from saesteer import hf
-from saesteer.coder import RANKED, CoderInfo, SparseCoder
-from saesteer.demo import DEMO_SAE
-from saesteer.loaders import own
-from saesteer.model import ensure_model
+from saesteer.commands.embedded import DEMO_SAE, ensure_model
+from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
+from saesteer.loaders.formats import own
 from tests.plugin.lora import write_adapter
 from tests.plugin.serving import CUDA as CUDA
 from tests.plugin.serving import served

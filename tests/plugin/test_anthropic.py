@@ -14,8 +14,8 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse, Anthr
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 from saesteer.errors import SpecError
-from saesteer.plugin import anthropic
-from saesteer.plugin.failures import SpecRefused
+from saesteer.plugin.http import anthropic
+from saesteer.plugin.results.failures import SpecRefused
 
 SAID = {"applied": [{"op": "clamp", "positions": [[1, None]], "tokens_edited": 3}]}
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from saesteer.client import Client
+from saesteer.client.client import Client
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
 from tests.plugin.serving import events_of
 from tests.plugin.test_http import STEERED, complete, server  # noqa: F401  # the fixture

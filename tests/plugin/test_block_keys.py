@@ -17,14 +17,15 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from saesteer.config import KEY, SaesteerConfig
-from saesteer.engine import Engine
+from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.dictionaries.vectors import from_inline, rows_of
+from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
-from saesteer.plan import Catalog, Condition, Direction, Plan, plan
-from saesteer.plugin import admission, prefix_cache
-from saesteer.sites import order
-from saesteer.spec import from_json
-from saesteer.vectors import from_inline, rows_of
+from saesteer.language.sites import order
+from saesteer.language.spec import from_json
+from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
+from saesteer.plugin import prefix_cache
+from saesteer.plugin.door import admission
 from tests.test_formulas import INLINE, SITES, STEP, VECTORS, WIDTH, edits, make_engine
 
 TOKENS, BLOCK = 32, 4

@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.errors import RegistryError, UnsupportedError
-from saesteer.plugin import board, frontend, names
-from saesteer.plugin.board import Board
-from saesteer.plugin.changes import Given
-from saesteer.plugin.names import Names
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.plugin.door import frontend
+from saesteer.plugin.names import board, versions
+from saesteer.plugin.names.board import Board
+from saesteer.plugin.names.changes import Given
+from saesteer.plugin.names.versions import Names
 from tests.plugin.test_names import SPEC, Request, Workers, start
 
 
@@ -133,7 +134,7 @@ def test_a_change_that_fails_on_a_worker_is_none_anywhere(tmp_path: Path) -> Non
             engine.answers = ["", "MemoryError: no"]
             with pytest.raises(RuntimeError, match="no"):
                 await one.put_vector(engine, "v", Given((0.0, 1, 0)))
-            await asyncio.sleep(3 * names.BEAT)
+            await asyncio.sleep(3 * versions.BEAT)
             assert numbers(one) == numbers(two) == {"v": [1, 0, 0]}
             engine.answers = ["", ""]
             await two.put_vector(engine, "w", Given((0.0, 1, 0)))
@@ -144,7 +145,7 @@ def test_a_change_that_fails_on_a_worker_is_none_anywhere(tmp_path: Path) -> Non
 
 
 def test_a_server_that_does_not_follow_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "STARTING", 0.1)
+    monkeypatch.setattr(versions, "STARTING", 0.1)
 
     async def run() -> None:
         engine = Workers()
@@ -153,7 +154,7 @@ def test_a_server_that_does_not_follow_is_told_of(tmp_path: Path, monkeypatch: p
             two._beat.cancel()
             with pytest.raises(RuntimeError, match="API server 1 has not taken over version 1"):
                 await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-            monkeypatch.setattr(names, "STARTING", 5)
+            monkeypatch.setattr(versions, "STARTING", 5)
             later = asyncio.create_task(one.put_vector(engine, "w", Given((0.0, 1, 0))))
             await asyncio.sleep(0.1)
             assert len(engine.told) == 1, "no change follows one that is not everywhere"
@@ -168,7 +169,7 @@ def test_a_server_that_does_not_follow_is_told_of(tmp_path: Path, monkeypatch: p
 PARENT = """
 import os
 from multiprocessing import get_context
-from saesteer.plugin.board import ENV, Board, announce
+from saesteer.plugin.names.board import ENV, Board, announce
 
 def serve(rank):
     announce()

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin import bodies, counts  # needs vLLM
+from saesteer.plugin.http import bodies
+from saesteer.plugin.results import counts  # needs vLLM
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
 PLAIN: Any = SimpleNamespace(model_extra={}, vllm_xargs=None, n=None)

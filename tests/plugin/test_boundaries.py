@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.errors import SpecError
-from saesteer.messages import resolve
-from saesteer.plugin.conversation import FEW, MOST_RENDERED, Conversation
-from saesteer.spec import Spec, clamp
+from saesteer.language.spec import Spec, clamp
+from saesteer.planning.messages import resolve
+from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
 from tests.spec.test_plan import CATALOG
 
 AT = "saesteer.edits[0].scope.messages"

@@ -6,35 +6,36 @@ import pytest
 
 from saesteer import __version__
 from saesteer.errors import ConfigError, UnsupportedError
-from saesteer.loaders import own
+from saesteer.loaders.formats import own
 from tests.plugin import conftest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin import admission, frontend, hooks  # needs vLLM
+from saesteer.plugin import contract  # needs vLLM
+from saesteer.plugin.door import admission, frontend
 
 
 @pytest.mark.parametrize("place", ["", "worker", "server", "offline"])
 def test_the_installed_vllm_keeps_the_contract(place: str) -> None:
-    hooks.check_contract(**({place: True} if place else {}))
+    contract.check_contract(**({place: True} if place else {}))
 
 
 def test_a_missing_hook_is_named_with_the_version() -> None:
-    gone = hooks.Hook("vllm.config", "VllmConfig.compute_hush", (), "nothing")
-    with pytest.raises(UnsupportedError, match=rf"vLLM {hooks.vllm_version()}.*compute_hush".replace("+", r"\+")):
+    gone = contract.Hook("vllm.config", "VllmConfig.compute_hush", (), "nothing")
+    with pytest.raises(UnsupportedError, match=rf"vLLM {contract.vllm_version()}.*compute_hush".replace("+", r"\+")):
         gone.find()
 
 
 def test_a_changed_signature_is_named() -> None:
-    changed = hooks.Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("batch",), "V1")
+    changed = contract.Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("batch",), "V1")
     with pytest.raises(UnsupportedError, match=r"_update_states\(scheduler_output"):
         changed.find()
 
 
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.40.1")
+    monkeypatch.setattr(contract, "vllm_version", lambda: "0.40.1")
     with pytest.raises(UnsupportedError, match=r"0\.40\.1"):
-        hooks.check_contract(worker=False)
+        contract.check_contract(worker=False)
 
 
 class _Config:
@@ -68,14 +69,14 @@ def test_the_compile_cache_key_changes_with_the_plugin_and_with_every_change_of_
 
 def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
     from saesteer.errors import SpecError
-    from saesteer.spec import from_json
+    from saesteer.language.spec import from_json
 
     with pytest.raises(SpecError, match="started without"):
         admission.admit(from_json({"edits": []}), None, "", object())
 
 
 def test_a_worker_that_disagrees_is_refused() -> None:
-    from saesteer.config import SaesteerConfig
+    from saesteer.config.config import SaesteerConfig
 
     config = SaesteerConfig()
     frontend._agree(config, [{"version": __version__, "fingerprint": frontend.fingerprint(config)}])
@@ -95,7 +96,7 @@ def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch)
     import torch
 
     from saesteer.kernels import ops
-    from saesteer.plugin.worker import _check_hits
+    from saesteer.plugin.worker.worker import _check_hits
 
     class _Site:
         index = torch.zeros(1, dtype=torch.int32)

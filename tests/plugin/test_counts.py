@@ -13,10 +13,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.config import KEY
-from saesteer.engine import Engine
+from saesteer.config.config import KEY
+from saesteer.engine.engine import Engine
 from saesteer.kernels import layout, ops
-from saesteer.plugin import counts, names, worker  # needs vLLM
+from saesteer.plugin.names import versions
+from saesteer.plugin.results import counts
+from saesteer.plugin.worker import worker  # needs vLLM
 from tests.test_meaning import TOKENS, WIDTH, make_engine
 
 SPEC = {"edits": [{"op": "clamp", "dictionary": "rect", "feature": 1, "value": 50.0}]}
@@ -176,8 +178,8 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
 
 def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(steering: worker.Steering) -> None:
     gone, plain = request("a"), request("plain")
-    gone.sampling_params.extra_args[names.VERSION] = 7
-    plain.sampling_params.extra_args = {names.VERSION: 7}
+    gone.sampling_params.extra_args[versions.VERSION] = 7
+    plain.sampling_params.extra_args = {versions.VERSION: 7}
     place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None)
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
@@ -187,7 +189,7 @@ def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(stee
     steering.forget("a")
     assert "saesteer" not in vars(place.sample_tokens(None))
     steering.add(gone)
-    gone.sampling_params.extra_args[names.VERSION] = 0
+    gone.sampling_params.extra_args[versions.VERSION] = 0
     start(steering, "a", 1)
     assert run(steering, "a", 1) == [0, TOKENS - 1], "a new request of the same id"
 

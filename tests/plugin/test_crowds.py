@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from saesteer.spec import OPS, Spec, as_spec
+from saesteer.language.spec import OPS, Spec, as_spec
 from tests.apart import hear, tell
 from tests.plugin.conftest import PROMPTS, Dictionaries, engine_options, generate
 from tests.plugin.test_parity import drawn, random_edit

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from saesteer.client import Client
+from saesteer.client.client import Client
 from saesteer.errors import RequestRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS
 from tests.plugin.serving import events_of, served

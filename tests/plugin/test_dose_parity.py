@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from saesteer import hf, spec
+from saesteer import hf
+from saesteer.language import spec
 from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, WIDTH, generate, preemptions
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from saesteer.config import KEY
+from saesteer.config.config import KEY
 from saesteer.kernels import layout
-from saesteer.plugin import bodies, counts, failures, metrics, prefix_cache  # needs vLLM
-from saesteer.plugin.failures import SpecRefused
+from saesteer.plugin import prefix_cache
+from saesteer.plugin.http import bodies
+from saesteer.plugin.results import (
+    counts,
+    failures,
+    metrics,  # needs vLLM
+)
+from saesteer.plugin.results.failures import SpecRefused
 
 APPLIED = [{"positions": [[1, None]]}]
 

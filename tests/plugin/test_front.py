@@ -12,8 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from bench.asks import FEATURES, Shape
 from bench.front import CASES, PARTS, SUMS, Front, table
-from saesteer.plugin import admission, worker
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.plugin.door import admission
+from saesteer.plugin.worker import worker
 
 ROOT = Path(__file__).parents[2]
 

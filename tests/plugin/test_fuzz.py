@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core import NotSet
 
-from saesteer.checks import CODES
+from saesteer.language.fields import CODES
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, MODULES, OCEAN, VECTORS, WIDTH
 from tests.plugin.test_messages import TURNS
 from tests.plugin.test_routes import app, ask

@@ -15,8 +15,9 @@ from fastapi import FastAPI, Form, Request, UploadFile, WebSocket
 from fastapi.testclient import TestClient
 
 from saesteer.errors import ConfigError
-from saesteer.plugin import hooks, register, routes
-from saesteer.plugin.routes import SERVED, Guard
+from saesteer.plugin import contract, register
+from saesteer.plugin.http import routes
+from saesteer.plugin.http.routes import SERVED, Guard
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.vllm_routes import POST
 
@@ -84,7 +85,7 @@ def test_every_route_of_the_installed_vllm_is_served_or_refuses(monkeypatch: pyt
     app = app_of_vllm(monkeypatch)
     found = [path for path in posts(app) if not path.startswith(routes.OURS)]
     assert set(SERVED) <= set(found)
-    if hooks.vllm_version().startswith("0.32"):
+    if contract.vllm_version().startswith("0.32"):
         known = {"/cohere/v2/chat", "/cohere/v2/chat/render", "/start_profile", "/stop_profile", "/v1/decisions"}
         assert set(POST["0.33.0"]) - set(found) == known, "off here, or not there yet"
     for path in set(found) - set(SERVED):

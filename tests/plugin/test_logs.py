@@ -19,8 +19,9 @@ from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import NewRequestData
 
 from saesteer.errors import SpecError
-from saesteer.plugin import hooks, logs, register
-from saesteer.plugin.failures import SpecRefused
+from saesteer.plugin import contract, register
+from saesteer.plugin.door import logs
+from saesteer.plugin.results.failures import SpecRefused
 from tests.plugin.conftest import BRIDGE, WIDTH
 
 ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
@@ -68,7 +69,7 @@ def test_what_is_printed_is_short_and_what_travels_is_whole() -> None:
     assert "2 add, 1 clamp" in dumped and not parts(dumped)
 
 
-@pytest.mark.skipif(not hooks.HOOKS["RequestLogger.log_request_body"].exists(), reason="this vLLM prints no bodies")
+@pytest.mark.skipif(not contract.HOOKS["RequestLogger.log_request_body"].exists(), reason="this vLLM prints no bodies")
 def test_bodies_that_are_printed_when_debugging(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def render(renderer: Any, turns: Any, **template: Any) -> Any:
     """The prompt's tokens and what it was made of."""
     from vllm.renderers.params import ChatParams
 
-    from saesteer.plugin.conversation import conversation_of
+    from saesteer.plugin.door.conversation import conversation_of
 
     params = ChatParams(**template.pop("params", {}), chat_template_kwargs={"add_generation_prompt": True, **template})
     _, (prompt,) = renderer.render_chat([turns], params)

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.errors import RegistryError, SpecError
-from saesteer.plan import Catalog
-from saesteer.plugin import names
-from saesteer.plugin.board import Board
-from saesteer.plugin.changes import Given
-from saesteer.plugin.names import Names
-from saesteer.spec import from_json
-from saesteer.uses import MAX_DEPTH
+from saesteer.language.spec import from_json
+from saesteer.planning.expand import MAX_DEPTH
+from saesteer.planning.planner import Catalog
+from saesteer.plugin.names import versions
+from saesteer.plugin.names.board import Board
+from saesteer.plugin.names.changes import Given
+from saesteer.plugin.names.versions import Names
 
 
 class Workers:
@@ -60,7 +60,7 @@ def test_a_request_keeps_its_version_and_tells_the_worker() -> None:
     assert put(known, engine, "v", 1, 0, 0)[0] is False
     held = known.hold()
     known.bind(held, SPEC, request)
-    assert request.sampling_params.extra_args == {names.VERSION: 1}
+    assert request.sampling_params.extra_args == {versions.VERSION: 1}
     assert put(known, engine, "v", 0, 1, 0)[0] is True
     assert held.catalog.vectors["v"] is not known.catalog.vectors["v"]
     assert asyncio.run(known.uses())["vector", "v"] == 0, "what it stands for now was used by nobody"
@@ -78,7 +78,7 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: float, events: dict[int, Callable[[], object]]) -> None:
         self.now, self.sleeps, self.error, self.events = 100.0, 0, error, events
-        monkeypatch.setattr(names, "time", self)
+        monkeypatch.setattr(versions, "time", self)
         monkeypatch.setattr(asyncio, "sleep", self.sleep)
 
     def monotonic(self) -> float:
@@ -103,7 +103,7 @@ def test_a_full_pool_takes_the_new_when_the_old_has_gone(
     if ends is None:
         holders.clear()
     _Clock(monkeypatch, error, {} if ends is None else {ends: holders.clear})
-    if error > names.PATIENCE and ends == 2:
+    if error > versions.PATIENCE and ends == 2:
         with pytest.raises(RegistryError, match="--pool-rows 2"):  # it has run for longer than anybody waits
             put(known, engine, "w", 0, 1, 0)
         holders.clear()
@@ -122,7 +122,7 @@ def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPa
     asyncio.run(known.delete(engine, "vector", "v"))
     with pytest.raises(RegistryError, match="--pool-rows 2"):
         put(known, engine, "w", 0, 1, 0)
-    assert names.PATIENCE <= clock.now - 100 < names.PATIENCE + 2 * names.GRACE
+    assert versions.PATIENCE <= clock.now - 100 < versions.PATIENCE + 2 * versions.GRACE
     assert held.catalog.vectors
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin import openapi
-from saesteer.plugin.routes import SERVED
+from saesteer.plugin.http import openapi
+from saesteer.plugin.http.routes import SERVED
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.test_guard import app_of_vllm
 from tests.spec.strategies import specs

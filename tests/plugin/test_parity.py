@@ -9,8 +9,8 @@ import pytest
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from saesteer.sites import canonical
-from saesteer.spec import OPS, Spec, as_spec
+from saesteer.language.sites import canonical
+from saesteer.language.spec import OPS, Spec, as_spec
 from tests.formulas import Dict, Token, World
 from tests.plugin.conftest import (
     BRIDGE,

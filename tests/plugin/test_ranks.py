@@ -169,7 +169,7 @@ class Client:
 
     def put(self, row: list[float]) -> None:
         """Register or replace v."""
-        from saesteer.plugin.changes import Given
+        from saesteer.plugin.names.changes import Given
 
         asyncio.run(self.names.put_vector(self, "v", Given.read(row, 0.0)))
 

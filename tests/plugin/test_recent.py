@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.config import KEY
-from saesteer.engine import Engine
+from saesteer.config.config import KEY
+from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
-from saesteer.identity import module_digests
-from saesteer.plan import plan
-from saesteer.plugin import admission, worker  # needs vLLM
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.planning.digests import module_digests
+from saesteer.planning.planner import plan
+from saesteer.plugin.door import admission
+from saesteer.plugin.worker import worker  # needs vLLM
 from tests.test_formulas import TOKENS, WIDTH, edits, make_engine
 
 ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}

@@ -17,7 +17,7 @@ JOB = """
 import json, sys
 from vllm import SamplingParams
 import saesteer
-from saesteer.engine import Engine
+from saesteer.engine.engine import Engine
 from tests.apart import tell
 
 BROKEN = 4242

@@ -12,9 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from fastapi import FastAPI
 
 from saesteer.errors import ConfigError
-from saesteer.plan import Catalog
-from saesteer.plugin.admin import EndpointPlugin, admin_key
-from saesteer.plugin.names import Names
+from saesteer.planning.planner import Catalog
+from saesteer.plugin.http.admin import EndpointPlugin, admin_key
+from saesteer.plugin.names.versions import Names
 from tests.plugin.test_names import Workers
 
 

@@ -20,10 +20,10 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from saesteer.config import SaesteerConfig
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import SpecError
-from saesteer.plan import Catalog, plan
-from saesteer.spec import Spec, as_spec
+from saesteer.language.spec import Spec, as_spec
+from saesteer.planning.planner import Catalog, plan
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, Dictionaries
 from tests.plugin.serving import Served, served
 from tests.plugin.test_messages import TURNS

@@ -14,13 +14,13 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer import launch
-from saesteer.config import SaesteerConfig
+from saesteer.commands import serve
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, SpecError
-from saesteer.loaders import own
-from saesteer.plugin import frontend
-from saesteer.plugin.names import Names
-from saesteer.spec import from_json
+from saesteer.language.spec import from_json
+from saesteer.loaders.formats import own
+from saesteer.plugin.door import frontend
+from saesteer.plugin.names.versions import Names
 from tests.plugin.conftest import WIDTH, random_coder
 from tests.plugin.test_names import Workers
 
@@ -101,7 +101,7 @@ def config(folder: Path, **modules: list[Any]) -> SaesteerConfig:
 
 
 def by_serve(folder: Path, edits: list[Any]) -> None:
-    launch.check(str(folder), config(folder, m=edits))
+    serve.check(str(folder), config(folder, m=edits))
 
 
 def in_front_end(folder: Path, edits: list[Any]) -> None:
@@ -144,9 +144,9 @@ def test_what_http_refuses_does_not_start(
 def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path) -> None:
     found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
     with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
-        launch.check(str(folder), found)
+        serve.check(str(folder), found)
 
 
 def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:
     """The depth is not known, so neither are the sites."""
-    launch.check("s3://bucket/model", config(folder, m=WRONG["a feature"][0]))
+    serve.check("s3://bucket/model", config(folder, m=WRONG["a feature"][0]))

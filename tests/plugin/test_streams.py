@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.plugin import streams
+from saesteer.plugin.http import streams
 
 STEERED: dict[str, Any] = {"model_extra": {"saesteer": {"edits": []}}, "vllm_xargs": None}
 WRONG = 'data: {"error":{"message":"no","type":"Bad","code":400,"param":"saesteer"}}\n\n'

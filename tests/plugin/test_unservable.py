@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import plugin
-from saesteer.config import KEY
+from saesteer.config.config import KEY
 from saesteer.errors import UnsupportedError
-from saesteer.plugin import worker
+from saesteer.plugin.worker import worker
 from tests.apart import hear
 from tests.plugin.test_recent import ADD, admitted
 from tests.test_formulas import WIDTH, make_engine
@@ -139,7 +139,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
-    from saesteer.plugin.frontend import refuse_unservable
+    from saesteer.plugin.door.frontend import refuse_unservable
 
     refuse_unservable(settings())
     changes, told = REFUSED[name]
@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
 
 
 def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saesteer.plugin.frontend import refuse_unservable
+    from saesteer.plugin.door.frontend import refuse_unservable
 
     ray = settings(parallel_config=SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="ray"))
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.loaders import own
+from saesteer.loaders.formats import own
 from tests.apart import hear, tell
 from tests.plugin.conftest import BRIDGE, OCEAN, WIDTH, Dictionaries, engine_options, random_coder
 

@@ -261,7 +261,7 @@ def test_async_engine_with_requests_of_every_kind_at_once(
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from saesteer.config import SaesteerConfig
+    from saesteer.config.config import SaesteerConfig
     from saesteer.plugin import register
     from tests.plugin.conftest import engine_options
 

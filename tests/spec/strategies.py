@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from saesteer.edits import Mode, Unit
-from saesteer.sites import KINDS
-from saesteer.spec import (
+from saesteer.language.edits import Mode, Unit
+from saesteer.language.sites import KINDS
+from saesteer.language.spec import (
     Ablate,
     ActivationRead,
     Add,

@@ -15,15 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import saesteer.plan
-from saesteer import checks
-from saesteer.edits import Gate, Mode, Scope
+import saesteer.planning.planner
+from saesteer.config.modules import read_modules
 from saesteer.errors import ConfigError, SpecError
-from saesteer.identity import module_digests, names_in, users_of
-from saesteer.messages import resolve
-from saesteer.modules import read_modules
-from saesteer.plan import Catalog, Plan, plan
-from saesteer.spec import (
+from saesteer.language import fields as checks
+from saesteer.language.edits import Gate, Mode, Scope
+from saesteer.language.spec import (
     OPS,
     ActivationRead,
     FeatureRead,
@@ -38,7 +35,10 @@ from saesteer.spec import (
     reconstruct,
     use,
 )
-from saesteer.uses import MAX_DEPTH
+from saesteer.planning.digests import module_digests, names_in, users_of
+from saesteer.planning.expand import MAX_DEPTH
+from saesteer.planning.messages import resolve
+from saesteer.planning.planner import Catalog, Plan, plan
 from tests.spec.test_kinds import INFOS, SITES, VECTORS
 
 P = 10
@@ -177,8 +177,8 @@ TOO_LARGE: dict[str, list[Any]] = {
 def test_what_is_too_large_is_refused_before_it_is_made(edits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     large = [clamp("gs15", n % 100, 1.0) for n in range(4000)]
     known = catalog(64, large=large, windows=[clamp("gs15", 1, 1.0, scope=MANY)])
-    changes = Mock(wraps=saesteer.plan.Change)
-    monkeypatch.setattr(saesteer.plan, "Change", changes)
+    changes = Mock(wraps=saesteer.planning.planner.Change)
+    monkeypatch.setattr(saesteer.planning.planner, "Change", changes)
     with pytest.raises(SpecError, match="makes more than 64 entries with ") as caught:
         plan(from_json({"edits": edits}), known, P)
     assert (caught.value.field, caught.value.code) == ("saesteer.edits", "too_many")
@@ -187,8 +187,8 @@ def test_what_is_too_large_is_refused_before_it_is_made(edits: list[Any], monkey
 
 def test_windows_of_a_module_are_made_once_however_often_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     touching = {"positions": [[n, n + 2] for n in range(1, 4097)]}  # many intervals, one window
-    windows = Mock(wraps=saesteer.plan.windows)
-    monkeypatch.setattr(saesteer.plan, "windows", windows)
+    windows = Mock(wraps=saesteer.planning.planner.windows)
+    monkeypatch.setattr(saesteer.planning.planner, "windows", windows)
     known = catalog(64, m=[ablate("any", "resid_post.15", scope=touching)])
     assert len(plan(from_json({"edits": [use("m")] * 64}), known, P).groups) == 64
     assert windows.call_count == 1
@@ -281,7 +281,11 @@ def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
     spec = Spec(tuple(clamp("gs15", n, 1.0, scope={"messages": [n]}) for n in range(100)))
     with pytest.raises(SpecError, match="makes 13 intervals up to here, expected at most 12") as caught:
         resolve(spec, catalog(4), 200, ["user"] * 100, spans)
-    assert (caught.value.field, caught.value.code, asked) == ("saesteer.edits[12].scope.messages", "too_many", 13)
+    assert (caught.value.field, caught.value.code, asked) == (
+        "saesteer.edits[12].scope.messages",
+        "too_many",
+        13,
+    )
     first = {"messages": [1]}
     three: list[Any] = [clamp("gs15", 1, value, mode, scope=first) for mode, value in BAND]
     three.append(reconstruct("gs15", "keep", scope=first))

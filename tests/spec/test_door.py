@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import saesteer
-from saesteer.checks import CODES
-from saesteer.edits import MAX_POSITIONS
 from saesteer.errors import SpecError
-from saesteer.spec import MAX_CHARACTERS, MAX_EDITS, Clamp, Gate, Scope, Spec, as_spec, from_json
+from saesteer.language.edits import MAX_POSITIONS
+from saesteer.language.fields import CODES
+from saesteer.language.spec import MAX_CHARACTERS, MAX_EDITS, Clamp, Gate, Scope, Spec, as_spec, from_json
 
 CLAMP: dict[str, Any] = {"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}
 ADD: dict[str, Any] = {"op": "add", "vector": "happy", "site": "resid_post.12"}

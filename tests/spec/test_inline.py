@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer.errors import SpecError
-from saesteer.inline import MAX_BYTES, InlineVector, vector
-from saesteer.spec import add, from_json
+from saesteer.language.inline import MAX_BYTES, InlineVector, vector
+from saesteer.language.spec import add, from_json
 
 TYPES: dict[str, Any] = {"float32": np.dtype("<u4"), "float16": np.dtype("<u2"), "bfloat16": np.dtype("<u2")}
 # Bit patterns around every border: zeros, subnormals, the largest numbers, infinities, NaN.

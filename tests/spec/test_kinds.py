@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from saesteer.errors import SpecError
-from saesteer.plan import END, Catalog, Change, Direction, Plan, Whole, plan
-from saesteer.planned import MOST_CONDITIONS
-from saesteer.spec import MAX_EDITS, ablate, add, cap, clamp, from_json, reconstruct, use
+from saesteer.language.spec import MAX_EDITS, ablate, add, cap, clamp, from_json, reconstruct, use
+from saesteer.planning.plan import MOST_CONDITIONS
+from saesteer.planning.planner import END, Catalog, Change, Direction, Plan, Whole, plan
 from tests.spec.test_plan import Info, Set
 
 P = 10

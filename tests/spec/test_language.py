@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from saesteer.checks import CODES, FLOAT32_MAX
 from saesteer.errors import SpecError
-from saesteer.spec import Edit, Spec, as_spec, from_json
+from saesteer.language.fields import CODES, FLOAT32_MAX
+from saesteer.language.spec import Edit, Spec, as_spec, from_json
 from tests.spec.strategies import at, copied, edits, mutations, places, specs
 
 PATH = re.compile(r"saesteer(\.[A-Za-z_]\w{0,63}|\[\d+\]|\['.*'\]|\[\".*\"\])*", re.DOTALL)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.edits import Clamp, Scope
 from saesteer.errors import SpecError
-from saesteer.messages import named, resolve
-from saesteer.plan import END, Catalog, plan, windows
-from saesteer.spec import Spec, clamp, from_json
+from saesteer.language.edits import Clamp, Scope
+from saesteer.language.spec import Spec, clamp, from_json
+from saesteer.planning.messages import named, resolve
+from saesteer.planning.planner import END, Catalog, plan, windows
 from tests.spec.strategies import chat_scopes
 from tests.spec.test_plan import CATALOG, Info
 from tests.spec.test_windows import holds

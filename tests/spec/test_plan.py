@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from saesteer.edits import Clamp, Scope
 from saesteer.errors import SpecError
-from saesteer.plan import END, Catalog, Change, Feature, Group, Plan, plan, windows
-from saesteer.spec import Return, Spec, clamp, from_json
+from saesteer.language.edits import Clamp, Scope
+from saesteer.language.spec import Return, Spec, clamp, from_json
+from saesteer.planning.planner import END, Catalog, Change, Feature, Group, Plan, plan, windows
 from tests.spec.strategies import returns, specs
 
 P = 10

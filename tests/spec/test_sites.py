@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer.errors import ConfigError
-from saesteer.sites import KINDS, MAX_LAYER, canonical, expand_sites, parse
+from saesteer.language.sites import KINDS, MAX_LAYER, canonical, expand_sites, parse
 
 
 @given(st.sampled_from(KINDS), st.integers(0, MAX_LAYER))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.edits import Scope
-from saesteer.plan import END, windows
-from saesteer.scopes import is_relative
+from saesteer.language.edits import Scope
+from saesteer.planning.planner import END, windows
+from saesteer.planning.windows import is_relative
 from tests.spec.strategies import scopes
 
 N = 60  # positions that are looked at; every bound below is smaller

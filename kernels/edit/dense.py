@@ -1,0 +1,250 @@
+"""What the edit kernel does with a dictionary encoded whole: ranks of features, reconstructions. Encodes nothing."""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saesteer.kernels.edit.entries import (
+    BASE,
+    COUNTER,
+    ENTRY,
+    FLAGS,
+    GAIN,
+    GATES,
+    HI,
+    L2_NORM,
+    LAYER_NORM,
+    LO,
+    MAGNITUDE,
+    RANKED,
+    RECONSTRUCT,
+    SIZE,
+    SLOT,
+    TOP_K,
+    real,
+    rows,
+    word,
+)
+
+BLOCK = tl.constexpr(1024)  # activations compared at once
+SCAN = tl.constexpr(16)  # entries looked through at once
+
+
+@triton.jit
+def statistics(x0, x1, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """Length, mean and standard deviation (n - 1) of a token."""
+    total = tl.sum(x0, axis=0)
+    squares = tl.sum(x0 * x0, axis=0)
+    if TAIL > 0:
+        total += tl.sum(x1, axis=0)
+        squares += tl.sum(x1 * x1, axis=0)
+    mean = total / WIDTH
+    off0 = tl.where(tl.arange(0, HEAD) < WIDTH, x0 - mean, 0.0)
+    off = tl.sum(off0 * off0, axis=0)
+    if TAIL > 0:
+        off1 = tl.where(HEAD + tl.arange(0, TAIL) < WIDTH, x1 - mean, 0.0)
+        off += tl.sum(off1 * off1, axis=0)
+    # Of one number the deviation is not a number, as the reference has it.
+    return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
+
+
+@triton.jit
+def norms(flags, length, std, WIDTH: tl.constexpr):
+    """Factors into the dictionary and out of it, by each entry's flags."""
+    root = tl.sqrt(WIDTH * 1.0)
+    safe = tl.maximum(length, 1e-12)
+    layer = (flags & LAYER_NORM) != 0
+    l2 = (flags & L2_NORM) != 0
+    into = tl.where(layer, 1.0 / (std + 1e-5), tl.where(l2, root / safe, 1.0))
+    out = tl.where(layer, std, tl.where(l2, safe / root, 1.0))
+    return into, out
+
+
+@triton.jit
+def rank(dense, mine, own, base, size, magnitude, CHUNK: tl.constexpr):
+    """How many features of [base, base + size) come before each entry's: stronger, or equal and of lower index.
+
+    [CHUNK] int32; base and own count from the first feature of `dense`, and size is 0 for entries without a rank.
+    """
+    strong = tl.abs(mine)
+    first = tl.min(tl.where(size > 0, base, 2147483647), axis=0)
+    last = tl.max(base + size, axis=0)
+    before = tl.zeros([CHUNK], tl.int32)
+    for start in range(first, last, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        pre = tl.load(dense + other, mask=other < last, other=0.0)[None, :]
+        theirs = tl.where(magnitude[:, None], tl.abs(pre), pre)
+        ours = tl.where(magnitude, strong, mine)[:, None]
+        inside = (other[None, :] >= base[:, None]) & (other[None, :] < (base + size)[:, None])
+        beats = (theirs > ours) | ((theirs == ours) & (other[None, :] < own[:, None]))
+        before += tl.sum((beats & inside & (other[None, :] != own[:, None])).to(tl.int32), axis=1)
+    return before
+
+
+@triton.jit
+def _least():
+    """The lowest int32, below every key."""
+    return tl.full([], -2147483648, tl.int32)
+
+
+@triton.jit
+def _key(pre, magnitude):
+    """An int32 that is ordered as the activations are, by magnitude or not."""
+    bits = tl.where(magnitude, tl.abs(pre), pre + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _count(dense, size, magnitude, key, below):
+    """How many keys are above `key`, and how many of index below `below` are equal to it."""
+    lanes = tl.arange(0, BLOCK)
+    above = 0
+    equal = 0
+    for start in range(0, size, BLOCK):
+        at = start + lanes
+        keys = _key(tl.load(dense + at, mask=at < size, other=0.0), magnitude)
+        above += tl.sum(((at < size) & (keys > key)).to(tl.int32), axis=0)
+        equal += tl.sum(((at < tl.minimum(size, below)) & (keys == key)).to(tl.int32), axis=0)
+    return above, equal
+
+
+@triton.jit
+def _kth(dense, size, k, magnitude):
+    """The key of the k-th strongest feature, and the index below which features of that very key are among the k."""
+    # Bit by bit from the top: the largest key that at least k features reach.
+    above, equal = _count(dense, size, magnitude, 0, size)
+    key = tl.where(above + equal >= k, 0, _least())
+    for bit in range(31):
+        tried = key + (1 << (30 - bit))
+        above, equal = _count(dense, size, magnitude, tried, size)
+        key = tl.where(above + equal >= k, tried, key)
+    above, equal = _count(dense, size, magnitude, key, size)
+    low = 0
+    high = size
+    while low < high:
+        middle = (low + high) // 2
+        _, some = _count(dense, size, magnitude, key, middle)
+        enough = above + some >= k
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return key, low
+
+
+@triton.jit
+def _whole(entries, begin, end, here, bits):
+    """The reconstruction among a group's entries that applies to this token: found, and its words."""
+    found = 0
+    slot = 0
+    flags = 0
+    base = 0
+    size = 0
+    k = 0
+    gain = 0.0
+    for start in range(begin, end, SCAN * ENTRY):
+        at = start + tl.arange(0, SCAN) * ENTRY
+        inside = at < end
+        entry = entries + at
+        its_flags = word(entry + FLAGS, inside)
+        gates = word(entry + GATES, inside)
+        applies = inside & ((its_flags & RECONSTRUCT) != 0) & ((bits & gates) == gates)
+        applies = applies & (word(entry + LO, inside) <= here) & (here < word(entry + HI, inside))
+        # Windows of one reconstruction do not meet, so there is one at most.
+        found += tl.sum(applies.to(tl.int32), axis=0)
+        slot += tl.sum(word(entry + SLOT, applies), axis=0)
+        flags += tl.sum(word(entry + FLAGS, applies), axis=0)
+        base += tl.sum(word(entry + BASE, applies), axis=0)
+        size += tl.sum(word(entry + SIZE, applies), axis=0)
+        k += tl.sum(word(entry + TOP_K, applies), axis=0)
+        gain += tl.sum(real(entry + GAIN, applies), axis=0)
+    return found, slot, flags, base, size, k, gain
+
+
+@triton.jit
+def reconstruct(
+    entries,  # of the row
+    begin,  # word offsets of the group
+    end,
+    here,  # position of the token
+    bits,  # its cells
+    x0,  # [HEAD] fp32
+    x1,  # [TAIL] fp32
+    w_dec,
+    threshold,
+    b_dec,
+    dense,  # activations of this token before the activation function, from feature dense_base on
+    dense_base,
+    stride_dense,  # features that have a place there; behind it is one for a list of features
+    counts,  # of this row
+    stride_counters,
+    share,  # which part of the token this is,
+    parts,  # of so many
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    LISTED: tl.constexpr,  # activations looked through at once
+    DECODED: tl.constexpr,  # decoder rows in flight
+):
+    """This part of decode(f) - x: [HEAD], [TAIL], and 1 where there is a reconstruction. Features in order."""
+    cols0 = tl.arange(0, HEAD)
+    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    sum0 = tl.zeros([HEAD], tl.float32)
+    sum1 = sum0
+    if TAIL > 0:
+        sum1 = tl.zeros([TAIL], tl.float32)
+    found, slot, flags, base, size, k, gain = _whole(entries, begin, end, here, bits)
+    if found > 0:
+        row = dense + (base - dense_base)
+        magnitude = (flags & MAGNITUDE) != 0
+        key = _least()
+        below = size
+        if (flags & RANKED) != 0:
+            key, below = _kth(row, size, k, magnitude)
+        blocks = (size + LISTED - 1) // LISTED
+        each = (blocks + parts - 1) // parts * LISTED
+        # First a list of the active ones, then their rows: both in order.
+        listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
+        many = 0
+        for start in range(share * each, tl.minimum(share * each + each, size), LISTED):
+            at = start + tl.arange(0, LISTED)
+            inside = at < size
+            pre = tl.load(row + at, mask=inside, other=0.0)
+            active = inside & (pre > tl.load(threshold + base + at, mask=inside, other=0.0))
+            if (flags & RANKED) != 0:
+                keys = _key(pre, magnitude)
+                active = active & ((keys > key) | ((keys == key) & (at < below)))
+            order = tl.cumsum(active.to(tl.int32), axis=0) - 1
+            tl.store(listed + many + order, at, mask=active)
+            many += tl.sum(active.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        for one in range(0, many, DECODED):
+            lanes = one + tl.arange(0, DECODED)
+            feature = tl.load(listed + lanes, mask=lanes < many, other=0)
+            f = tl.load(row + feature, mask=lanes < many, other=0.0)
+            starts = (base + feature).to(tl.int64) * WIDTH
+            dec0 = rows(w_dec, starts, lanes < many, cols0, WIDTH)
+            if TAIL > 0:
+                dec1 = rows(w_dec, starts, lanes < many, cols1, WIDTH)
+                sum1 += tl.sum(f[:, None] * dec1.to(tl.float32), axis=0)
+            sum0 += tl.sum(f[:, None] * dec0.to(tl.float32), axis=0)
+        length, mean, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
+        _, out = norms(flags, length, std, WIDTH)
+        shift = tl.where((flags & LAYER_NORM) != 0, mean, 0.0)
+        if share == 0:
+            bias = b_dec + slot.to(tl.int64) * WIDTH
+            sum0 += tl.load(bias + cols0, mask=cols0 < WIDTH, other=0.0)
+            if TAIL > 0:
+                sum1 += tl.load(bias + cols1, mask=cols1 < WIDTH, other=0.0)
+        sum0 = sum0 * out
+        sum1 = sum1 * out
+        if share == 0:
+            sum0 += tl.where(cols0 < WIDTH, shift, 0.0) - x0
+            if TAIL > 0:
+                sum1 += tl.where(cols1 < WIDTH, shift, 0.0) - x1
+            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, sem="relaxed")
+        sum0 = sum0 * gain
+        sum1 = sum1 * gain
+    return sum0, sum1, found

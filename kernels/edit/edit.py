@@ -1,0 +1,356 @@
+"""The Triton kernel that edits a token with one program, or with several that share its features. Does every edit.
+
+Knows tables, work lists and the dense activations that encode.py has left in scratch; not who fills them.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from saesteer.kernels.edit.chunk import add_chunk
+from saesteer.kernels.edit.dense import reconstruct
+from saesteer.kernels.edit.entries import (
+    BEGIN,
+    DENSE_BASE,
+    DENSE_SIZE,
+    DOSE,
+    END,
+    ENTRY,
+    FLAGS,
+    GATE,
+    GATED,
+    GROUP_END,
+    GROUPS,
+    HEAD_WORDS,
+    KIND,
+    PARTIALS,
+    PARTS,
+    SPAN,
+    items_of,
+    kept,
+    tile,
+    word,
+)
+from saesteer.kernels.edit.store import dosed, store
+
+
+@triton.jit
+def _item(work, it, first_item, units, span):
+    """What iteration `it` works on: part, token, row, and whether there is such a token.
+
+    A unit is a place for a token in the work list; all first parts come before all second ones.
+    """
+    unit = it % units
+    item = work + 4 + (first_item + unit // span) * 4
+    within = unit % span
+    token = kept(item) + within
+    return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
+
+
+# Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
+# tensors (site, norm_weight) are aligned as they come.
+@triton.jit(
+    do_not_specialize=[
+        "norm_weight",
+        "site",
+        "work",
+        "positions",
+        "threshold",
+        "b_dec",
+        "cells",
+        "counts",
+        "eps",
+        "weight_offset",
+        "stride_table",
+        "stride_counts",
+        "stride_counters",
+        "stride_dense",
+        "kinds",
+        "first_token",
+        "most_tokens",
+        "most_parts",
+    ],
+)
+def edit_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], in place; None for the bare form
+    norm_weight,  # [WIDTH] or None
+    table,  # [rows, stride_table] int32
+    site,  # [1] int32
+    work,  # [items + 1, 4] int32
+    positions,  # [tokens] of each token in its request
+    w_enc,  # [slots, WIDTH]
+    w_dec,  # [slots, WIDTH]
+    threshold,  # [slots] fp32
+    b_dec,  # [dictionaries, WIDTH] fp32
+    cells,  # [tokens] int32
+    counts,  # [rows, counters] int32
+    scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
+    activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
+    eps,
+    weight_offset,
+    stride_table,
+    stride_counts,
+    stride_counters,
+    stride_dense,
+    kinds,  # bits: rows of these kinds are done here
+    first_token,
+    most_tokens,  # this launch does the tokens from first_token on, at most so many
+    most_parts,  # parts of one token at most
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GATHER: tl.constexpr,
+    LISTED: tl.constexpr,
+    DECODED: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
+):
+    if PDL:
+        gdc_wait()
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    # The usual first item comes with the header, in one round trip.
+    n_items = kept(work)
+    batch_parts = kept(work + 1)
+    span = kept(work + 2)
+    usual = first < most_tokens
+    item = work + 4 + first * 4
+    token = word(item, usual)
+    row = word(item + 1, usual).to(tl.int64)
+    exists = True
+    part = 0
+    site_number = kept(site)
+    number = HEAD_WORDS + SPAN * site_number
+    n_items = tl.where(site_number < 0, 0, n_items)
+
+    first_item = 0
+    if ROUNDS:
+        first_item, n_items = items_of(work, n_items, first_token, most_tokens)
+    units = n_items * span
+    total = units * tl.minimum(batch_parts, most_parts)
+    if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
+        part, token, row, exists = _item(work, first, first_item, units, span)
+
+    cols0 = tl.arange(0, HEAD)
+    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    mask0 = cols0 < WIDTH
+    mask1 = cols1 < WIDTH
+    arrivals = scratch.to(tl.pointer_type(tl.int32))
+    partials = scratch + PARTIALS
+
+    for it in range(first, total, step):
+        entries = table + row * stride_table
+        begin = kept(entries + number + BEGIN)
+        site_end = kept(entries + number + END)
+        end = site_end
+        parts = tl.minimum(kept(entries + number + PARTS), most_parts)
+        kind = kept(entries + number + KIND)
+        groups = kept(entries + number + GROUPS)
+        dense_base = 0
+        dense_size = 0
+        if HAS_DENSE:
+            dense_base = kept(entries + number + DENSE_BASE)
+            dense_size = kept(entries + number + DENSE_SIZE)
+        place = token - first_token
+        mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
+        mine = mine & (place >= 0) & (place < most_tokens)
+        at = token.to(tl.int64) * WIDTH
+        spot = positions + token
+        cell = cells + token
+        count = counts + row * stride_counts
+        dense = activations + place.to(tl.int64) * (2 * stride_dense)
+        arrival = arrivals + place
+        first_part = place * most_parts
+        share = part
+        if it + step < total:  # the next item, while this one is worked on
+            part, token, row, exists = _item(work, it + step, first_item, units, span)
+        if mine:
+            here = tl.load(spot).to(tl.int32)
+            x0 = tile(stream, second, at + cols0, mask0, FORM).to(tl.float32)
+            x1 = x0
+            sum0 = tl.zeros([HEAD], tl.float32)
+            sum1 = sum0
+            if TAIL > 0:
+                x1 = tile(stream, second, at + cols1, mask1, FORM).to(tl.float32)
+                sum1 = tl.zeros([TAIL], tl.float32)
+            bits = 0
+            if (kind & GATED) != 0:
+                bits = tl.load(cell)
+            before = bits
+
+            changes = 0
+            fresh = True
+            group = begin
+            c = begin
+            if parts > 1:
+                each = ((end - begin) // ENTRY + parts - 1) // parts * ENTRY
+                c = begin + share * each
+                end = tl.minimum(c + each, end)
+            # Once at least: a part without entries of its own has its share of a reconstruction.
+            again = True
+            while again:
+                group_end = end
+                if groups > 1:
+                    group_end = kept(entries + c + GROUP_END)
+                # A lone entry is the usual case, and room for more would cost it speed.
+                if (c + ENTRY >= group_end) & (dense_size == 0):
+                    one0, one1, changed, bits = add_chunk(
+                        entries + c,
+                        group_end - c,
+                        here,
+                        bits,
+                        fresh,
+                        x0,
+                        x1,
+                        w_enc,
+                        w_dec,
+                        dense,
+                        dense_base,
+                        dense_size,
+                        count,
+                        stride_counters,
+                        WIDTH,
+                        HEAD,
+                        TAIL,
+                        1,
+                        False,
+                        HAS_NORMS,
+                    )
+                else:
+                    one0, one1, changed, bits = add_chunk(
+                        entries + c,
+                        group_end - c,
+                        here,
+                        bits,
+                        fresh,
+                        x0,
+                        x1,
+                        w_enc,
+                        w_dec,
+                        dense,
+                        dense_base,
+                        dense_size,
+                        count,
+                        stride_counters,
+                        WIDTH,
+                        HEAD,
+                        TAIL,
+                        CHUNK,
+                        HAS_DENSE,
+                        HAS_NORMS,
+                    )
+                sum0 += one0
+                if TAIL > 0:
+                    sum1 += one1
+                changes += changed
+
+                # Never less than one entry: a table gone wrong must not hang the device.
+                c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
+                again = c < end
+                if c >= group_end:
+                    if HAS_DENSE:
+                        if fresh & (dense_size > 0):
+                            one0, one1, changed = reconstruct(
+                                entries,
+                                group,
+                                tl.where(parts > 1, site_end, group_end),
+                                here,
+                                bits,
+                                x0,
+                                x1,
+                                w_dec,
+                                threshold,
+                                b_dec,
+                                dense,
+                                dense_base,
+                                stride_dense,
+                                count,
+                                stride_counters,
+                                share,
+                                parts,
+                                WIDTH,
+                                HEAD,
+                                TAIL,
+                                LISTED,
+                                DECODED,
+                            )
+                            sum0 += one0
+                            if TAIL > 0:
+                                sum1 += one1
+                            changes += changed
+                        fresh = fresh & ((kept(entries + group + FLAGS) & GATE) != 0)
+                        group = c
+                    if parts == 1:
+                        x0 += sum0
+                        sum0 = tl.zeros([HEAD], tl.float32)
+                        if TAIL > 0:
+                            x1 += sum1
+                            sum1 = tl.zeros([TAIL], tl.float32)
+
+            if bits != before:
+                tl.store(cell, bits)
+            if parts > 1:
+                # The last part to arrive adds all of them up, in their order: the same sum whoever is last.
+                gathered = first_part + tl.arange(0, GATHER)
+                mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
+                tl.store(mine_at + cols0, sum0, mask=mask0, cache_modifier=".cg")
+                if TAIL > 0:
+                    tl.store(mine_at + cols1, sum1, mask=mask1, cache_modifier=".cg")
+                tl.debug_barrier()
+                coming = tl.where(changes > 0, 65537, 1)
+                arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
+                changes = 0
+                if (arrived & 65535) == parts:
+                    changes = arrived >> 16
+                    tl.store(arrival, 0)
+                    for p in range(0, parts, GATHER):
+                        there = p + tl.arange(0, GATHER) < parts
+                        starts = (gathered + p).to(tl.int64) * WIDTH
+                        inside0 = there[:, None] & mask0[None, :]
+                        some0 = tl.load(
+                            partials + starts[:, None] + cols0[None, :], mask=inside0, other=0.0, cache_modifier=".cg"
+                        )
+                        x0 += tl.sum(some0, axis=0)
+                        if TAIL > 0:
+                            inside1 = there[:, None] & mask1[None, :]
+                            some1 = tl.load(
+                                partials + starts[:, None] + cols1[None, :],
+                                mask=inside1,
+                                other=0.0,
+                                cache_modifier=".cg",
+                            )
+                            x1 += tl.sum(some1, axis=0)
+
+            # Sums, here and in the store, are not within `changes > 0`: see there.
+            if (kind >> DOSE) != 0:
+                doses = count + (kind >> DOSE) * stride_counters
+                x0, x1 = dosed(
+                    stream, second, at, x0, x1, changes, entries, doses, stride_counters, WIDTH, HEAD, TAIL, FORM
+                )
+            store(
+                stream,
+                second,
+                at,
+                x0,
+                x1,
+                changes > 0,
+                norm_weight,
+                eps,
+                weight_offset,
+                WIDTH,
+                HEAD,
+                TAIL,
+                FORM,
+                HAS_WEIGHT,
+            )

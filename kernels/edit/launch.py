@@ -1,0 +1,195 @@
+"""Launches of the edit kernels: which of them run in a step, and on how many programs. Knows no plans and no engine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from saesteer.kernels import layout
+from saesteer.kernels.edit.configs import EXACT_ENCODE, TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
+from saesteer.kernels.edit.edit import edit_kernel
+from saesteer.kernels.edit.encode import encode_kernel
+from saesteer.kernels.edit.lone import lone_kernel
+from saesteer.kernels.edit.many import many_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ALL = layout.ANY | layout.LONE | layout.MANY
+
+
+@cache
+def _multiprocessors(device: int | None) -> int:
+    """Of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
+    return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _overlaps(device: int | None) -> bool:
+    """Whether the device knows programmatic dependent launch, with which a kernel is set up while another one ends."""
+    return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def edit_triton(
+    stream: Tensor,
+    second: Tensor | None,
+    norm_weight: Tensor | None,
+    table: Tensor,
+    site: Tensor,
+    work: Tensor,
+    positions: Tensor,
+    kinds: Tensor,
+    w_enc: Tensor,
+    w_dec: Tensor,
+    b_enc: Tensor,
+    threshold: Tensor,
+    b_dec: Tensor,
+    cells: Tensor,
+    counts: Tensor,
+    scratch: Tensor,
+    form: int,
+    eps: float,
+    weight_offset: float,
+    dense_size: int,
+    has_norms: bool,
+    *,
+    tuned: Configs | None = None,
+    tiled: bool | None = None,
+) -> None:
+    """Launch what the step needs; arguments as of the op `edit_`, checked there.
+
+    While a graph is captured, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so that a
+    captured launch serves any work list. Other steps run outside of graphs: there the host's `kinds` choose.
+
+    Args:
+        tuned: other launches, for benchmarks.
+        tiled: choose by `kinds` or not, whatever the step is; for tests and benchmarks. Items span layout.TILE tokens.
+    """
+    tokens, width = stream.shape
+    places = min(tokens, work.shape[0] - 1)
+    if places <= 0:
+        return
+    wanted = _ALL
+    captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
+    if tiled or (tiled is None and not captured):
+        wanted = int(kinds[0]) & _ALL
+        if not wanted:
+            return
+    if tiled is None:
+        tiled = tokens > TILED_ABOVE and not captured
+    tuned = tuned or configs(width)
+    common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
+    rest: Any = (eps, weight_offset, table.stride(0), *counts.stride())
+    cores = _multiprocessors(stream.device.index)
+    overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
+    has_weight = norm_weight is not None
+    exact = stream.dtype != w_enc.dtype or stream.dtype == torch.float32
+    if tiled and wanted & layout.LONE:
+        lone = tuned.lone
+        head, tail = blocks(width, lone.num_warps, lone.split)
+        lone_kernel[(min(tokens, cores * lone.programs),)](
+            *common,
+            counts,
+            *rest,
+            WIDTH=width,
+            HEAD=head,
+            TAIL=tail,
+            TOKENS=lone.tokens,
+            LEAST=max(lone.at_once, min(4, lone.tokens)),
+            SHARES=layout.TILE // lone.tokens,
+            AT_ONCE=lone.at_once,
+            STAGES=lone.stages,
+            FORM=form,
+            HAS_WEIGHT=has_weight,
+            num_warps=lone.num_warps,
+        )
+    if tiled and wanted & layout.MANY:
+        many = tuned.many
+        most = -(-layout.MOST_MANY // many.entries) * many.entries
+        room = (layout.dense_words(width) - layout.PARTIALS) // (many.tokens * most)
+        many_kernel[(min(room, cores * many.programs),)](
+            *common,
+            counts,
+            scratch,
+            *rest,
+            most,
+            WIDTH=width,
+            TOKENS=many.tokens,
+            SHARES=layout.TILE // many.tokens,
+            ENTRIES=many.entries,
+            BLOCK_K=many.block_k,
+            BLOCK_N=many.block_n,
+            STAGES=many.stages,
+            FORM=form,
+            HAS_WEIGHT=has_weight,
+            EXACT=exact,
+            num_warps=many.num_warps,
+        )
+    kept = wanted & layout.ANY if tiled else _ALL
+    if not kept:
+        return
+    edit = for_tokens(tuned.edit, tokens)
+    head, tail = blocks(width, edit.num_warps, edit.split)
+    dense = scratch[layout.dense_words(width) :]
+    at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
+    share = 1 if tiled else parts(at_once, edit.parts)  # there are tokens enough for every program
+    for first in range(0, places, at_once):
+        if dense_size:
+            encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)
+            tiles = -(-at_once // encode.block_m) * -(-dense_size // encode.block_n)
+            encode_kernel[(min(tiles, cores * encode.programs),)](
+                stream,
+                second,
+                table,
+                site,
+                work,
+                w_enc,
+                b_enc,
+                dense,
+                table.stride(0),
+                dense_size,
+                first,
+                at_once,
+                WIDTH=width,
+                BLOCK_M=encode.block_m,
+                BLOCK_N=encode.block_n,
+                BLOCK_K=encode.block_k,
+                STAGES=encode.stages,
+                FORM=form,
+                HAS_NORMS=has_norms,
+                ROUNDS=at_once < places,
+                EXACT=exact,
+                num_warps=encode.num_warps,
+            )
+        edit_kernel[(min(at_once * share, cores * edit.programs),)](
+            *common,
+            threshold,
+            b_dec,
+            cells,
+            counts,
+            scratch,
+            dense,
+            *rest,
+            dense_size,
+            kept,
+            first,
+            at_once,
+            share,
+            WIDTH=width,
+            HEAD=head,
+            TAIL=tail,
+            CHUNK=edit.chunk,
+            GATHER=edit.gather,
+            LISTED=edit.listed,
+            DECODED=edit.decoded,
+            FORM=form,
+            HAS_WEIGHT=has_weight,
+            HAS_DENSE=dense_size > 0,
+            HAS_NORMS=has_norms,
+            ROUNDS=at_once < places,
+            PDL=bool(overlaps),
+            num_warps=edit.num_warps,
+            **overlaps,
+        )

@@ -1,0 +1,233 @@
+"""The Triton kernel for long spans of a request's tokens with many entries: products on tensor cores.
+
+It does the rows that layout.py calls MANY. Sums are in another order than in edit.py.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saesteer.kernels.edit.entries import (
+    ADD,
+    BEGIN,
+    BIAS,
+    COUNTER,
+    END,
+    ENTRY,
+    FLAGS,
+    GAIN,
+    HEAD_WORDS,
+    HI,
+    HIGH,
+    KIND,
+    LO,
+    LOW,
+    MANY,
+    MUL,
+    NORMED,
+    PAIR,
+    PARTIALS,
+    SLOT,
+    SPAN,
+    THRESHOLD,
+    TILE_ARGUMENTS,
+    law,
+    real,
+    rounded,
+    tile,
+    word,
+)
+
+
+@triton.jit
+def _deltas(
+    stream,
+    second,
+    w_enc,
+    entry,  # [ENTRIES] of them
+    inside,  # [ENTRIES] those that are there
+    x_at,  # [TOKENS] int64
+    exists,  # [TOKENS]
+    position,  # [TOKENS]
+    counts,  # of this row
+    stride_counters,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """f' - f of each token and entry: [TOKENS, ENTRIES]."""
+    starts = word(entry + SLOT, inside).to(tl.int64) * WIDTH
+    acc = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_K)
+        real_cols = (cols < WIDTH)[None, :]
+        x = tile(stream, second, x_at[:, None] + cols[None, :], exists[:, None] & real_cols, FORM)
+        e = tl.load(w_enc + starts[:, None] + cols[None, :], mask=inside[:, None] & real_cols, other=0.0)
+        if EXACT:
+            acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(e), acc)
+    flags = word(entry + FLAGS, inside)
+    lo = word(entry + LO, inside)
+    hi = word(entry + HI, inside)
+    pre = acc + real(entry + BIAS, inside)[None, :]
+    f = tl.where(pre > real(entry + THRESHOLD, inside)[None, :], pre, 0.0)
+    applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
+    delta = law(
+        f,
+        applies,
+        flags[None, :],
+        real(entry + MUL, inside)[None, :],
+        real(entry + ADD, inside)[None, :],
+        real(entry + LOW, inside)[None, :],
+        real(entry + HIGH, inside)[None, :],
+        real(entry + GAIN, inside)[None, :],
+    )
+    many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
+    tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
+    return delta
+
+
+@triton.jit
+def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+    """y + delta @ w_dec[:, cols], to nearly fp32: a delta is the sum of two of the weights' dtype."""
+    d = tl.load(w_dec + starts[:, None] + cols[None, :], mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    if EXACT:
+        return tl.dot(delta, d.to(tl.float32), y, input_precision="ieee")
+    high = delta.to(d.dtype)
+    low = (delta - high.to(tl.float32)).to(d.dtype)
+    return tl.dot(low, d, tl.dot(high, d, y))
+
+
+@triton.jit(do_not_specialize=[*TILE_ARGUMENTS, "most_entries"])
+def many_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], in place; None for the bare form
+    norm_weight,  # [WIDTH] or None
+    table,  # [rows, stride_table] int32
+    site,  # [1] int32
+    work,  # [items + 1, 4] int32
+    positions,  # [tokens] of each token in its request
+    w_enc,  # [slots, WIDTH]
+    w_dec,  # [slots, WIDTH]
+    counts,  # [rows, counters] int32
+    scratch,  # fp32; behind the arrivals [programs, TOKENS, most_entries]
+    eps,
+    weight_offset,
+    stride_table,
+    stride_counts,
+    stride_counters,
+    most_entries,  # a multiple of ENTRIES
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a program's turn
+    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS
+    ENTRIES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Each program takes TOKENS tokens: one pass for all deltas, a second one that adds the decoder rows."""
+    site_number = tl.load(site)
+    n_items = tl.where(site_number < 0, 0, tl.load(work))
+    number = HEAD_WORDS + SPAN * site_number
+    dtype: tl.constexpr = stream.dtype.element_ty
+    lanes = tl.arange(0, ENTRIES)
+    deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
+    own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
+
+    for it in range(tl.program_id(0), n_items * SHARES, tl.num_programs(0)):
+        item = work + 4 + (it // SHARES) * 4
+        within = (it % SHARES) * TOKENS + tl.arange(0, TOKENS)
+        row = tl.load(item + 1).to(tl.int64)
+        entries = table + row * stride_table
+        begin = tl.load(entries + number + BEGIN)
+        end = tl.load(entries + number + END)
+        kind = tl.load(entries + number + KIND)
+        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 2)):
+            exists = within < tl.load(item + 2)
+            position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
+            x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
+            counted = counts + row * stride_counts
+            number_of = (end - begin) // ENTRY
+            changed = tl.zeros([TOKENS], tl.int32)
+            for first in range(0, number_of, ENTRIES):
+                entry = entries + begin + (first + lanes) * ENTRY
+                delta = _deltas(
+                    stream,
+                    second,
+                    w_enc,
+                    entry,
+                    first + lanes < number_of,
+                    x_at,
+                    exists,
+                    position,
+                    counted,
+                    stride_counters,
+                    WIDTH,
+                    TOKENS,
+                    ENTRIES,
+                    BLOCK_K,
+                    STAGES,
+                    FORM,
+                    EXACT,
+                )
+                changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
+                tl.store(own + first, delta)
+            tl.debug_barrier()
+            keep = changed > 0
+            squares = tl.zeros([TOKENS], tl.float32)
+            if tl.sum(changed, axis=0) > 0:
+                if number_of <= ENTRIES:
+                    inside = lanes < number_of
+                    starts = word(entries + begin + lanes * ENTRY + SLOT, inside).to(tl.int64) * WIDTH
+                    delta = tl.load(own)
+                    for start in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+                        cols = start + tl.arange(0, BLOCK_N)
+                        at = x_at[:, None] + cols[None, :]
+                        mask = keep[:, None] & (cols < WIDTH)[None, :]
+                        x = tile(stream, second, at, mask, FORM)
+                        y = rounded(_add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT), dtype)
+                        tl.store(stream + at, y, mask=mask)
+                        if FORM == PAIR:
+                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
+                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                else:
+                    for start in range(0, WIDTH, BLOCK_N):
+                        cols = start + tl.arange(0, BLOCK_N)
+                        at = x_at[:, None] + cols[None, :]
+                        mask = keep[:, None] & (cols < WIDTH)[None, :]
+                        y = tile(stream, second, at, mask, FORM).to(tl.float32)
+                        for first in tl.range(0, number_of, ENTRIES, num_stages=STAGES):
+                            inside = first + lanes < number_of
+                            slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
+                            starts = slot.to(tl.int64) * WIDTH
+                            y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
+                        y = rounded(y, dtype)
+                        tl.store(stream + at, y, mask=mask)
+                        if FORM == PAIR:
+                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
+                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                if FORM == NORMED:
+                    tl.debug_barrier()
+                    scale = tl.rsqrt(squares / WIDTH + eps)
+                    for start in range(0, WIDTH, BLOCK_N):
+                        cols = start + tl.arange(0, BLOCK_N)
+                        at = x_at[:, None] + cols[None, :]
+                        mask = keep[:, None] & (cols < WIDTH)[None, :]
+                        z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+                        if HAS_WEIGHT:
+                            gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+                            z *= (gain + weight_offset)[None, :]
+                        tl.store(second + at, z.to(dtype), mask=mask)
+            tl.debug_barrier()

@@ -1,0 +1,67 @@
+"""The Triton kernel that brings a step's counters to the host, and its launcher. Knows no edits."""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from saesteer.kernels.edit.entries import COUNTERS, PUBLISHED, STEPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = 1024  # words that are on their way at once
+
+
+@triton.jit(
+    do_not_specialize=["table", "stride_table", "work", "counts", "rows", "steps", "published", "stride_published"]
+)
+def _publish_kernel(
+    table,  # [rows, stride_table] int32
+    stride_table,
+    work,  # [max_tokens + 1, 4] int32
+    counts,  # int32, one counter of all rows behind the other
+    rows,
+    steps,  # [1] int32
+    published,  # [PUBLISHED, stride_published] int32, memory of the host
+    stride_published,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(work) > 0:
+        row = tl.arange(0, ROWS)
+        used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
+        counters = tl.max(tl.load(table + row * stride_table + COUNTERS, mask=used, other=0), axis=0)
+        step = (tl.load(steps) + 1) % STEPS
+        tl.debug_barrier()  # every thread has read the number before one of them writes the next
+        place = published + (step % PUBLISHED) * stride_published
+        words = counters * rows
+        lanes = tl.arange(0, BLOCK)
+        for start in range(0, words, BLOCK):
+            at = start + lanes
+            tl.store(place + 1 + at, tl.load(counts + at, mask=at < words, other=0), mask=at < words)
+        tl.store(place, step)
+        tl.store(steps, step)
+
+
+def publish_triton(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+    """Launch the kernel, one program; arguments as of the op `publish_`."""
+    rows = table.shape[0]
+    _publish_kernel[(1,)](
+        table,
+        table.stride(0),
+        work,
+        counts,
+        rows,
+        steps,
+        published,
+        published.stride(0),
+        ROWS=triton.next_power_of_2(rows),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

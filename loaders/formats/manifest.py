@@ -1,0 +1,148 @@
+"""A ``manifest.json`` with one ``layer_{index}_{hook}.safetensors`` a site; it knows no other config.
+
+    f = act(h @ encoder_weight.T + encoder_bias)
+    delta: h += sum (f' - f) decoder_weight           full: h = f' @ decoder_weight + decoder_bias
+
+Which features. A delta file holds the rows of ``clampable_features`` only, in that order, not the whole dictionary's.
+The canonical record has those n rows, and ``info.feature_ids`` the original index of each; requests keep using original
+indices (``info.row_of``). Filling the missing rows with zeros was rejected: clamping an absent feature would run, and
+change nothing, in silence. For the same reason ``info.can_reconstruct`` is False: features and b_dec are not there.
+A full file holds every feature, so every feature may be clamped and clampable_features restricts nothing.
+
+TopK in delta mode is refused unless the manifest lists every feature: membership in the top k needs them all.
+Scalar thresholds of old manifests (activation_params.threshold) are refused: a dictionary has one per feature.
+
+Several sites: ``folder#layer_20_post_block`` or that file's path chooses; with one site the folder is enough. The
+branch hooks mlp_in and mlp_out are named after another engine's module and do not say on which side of Gemma's norms
+they lie: their sites are None, for the operator to give.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from saesteer.dictionaries.coder import Activation
+from saesteer.errors import LoadError
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, whole_number, wrong
+
+FILES = ("manifest.json", "layer_*.safetensors")
+HOOKS: dict[str, str | None] = {
+    "pre_attn": "resid_pre",
+    "post_attn": "resid_mid",
+    "post_block": "resid_post",
+    "post_mlp": "resid_post",  # the older name
+    "mlp_in": None,
+    "mlp_out": None,
+}
+_REQUIRED = {"d_model", "d_sae", "activation", "layers", "clampable_features"}
+_OPTIONAL = {"activation_params", "weights_uri", "kind"}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of one site of a folder with ``manifest.json``; the place may be a file there. Raises LoadError."""
+    file = (place if place.is_dir() else place.parent) / FILES[0]
+    if not file.is_file():
+        return None
+    manifest = read_json(file)
+    for key in sorted(_REQUIRED - manifest.keys()):
+        raise wrong(file, key, "missing", f"all of {', '.join(sorted(_REQUIRED))}")
+    for key in sorted(manifest.keys() - _REQUIRED - _OPTIONAL):
+        raise wrong(file, key, "an unknown key", f"only {', '.join(sorted(_REQUIRED | _OPTIONAL))}")
+    if manifest.get("weights_uri") is not None:
+        raise wrong(file, "weights_uri", repr(manifest["weights_uri"]), "null: weights come from the folder")
+    kind = manifest.get("kind", "sae_delta")
+    if kind not in ("sae_delta", "sae_full_reconstruction"):
+        raise wrong(file, "kind", repr(kind), "sae_delta or sae_full_reconstruction")
+    d_model, d_sae = whole_number(file, manifest, "d_model"), whole_number(file, manifest, "d_sae")
+    full = kind == "sae_full_reconstruction"
+    clampable = _clampable(file, manifest, d_sae)
+    complete = full or len(clampable) == d_sae
+    rows = d_sae if full else len(clampable)
+    in_order = full or clampable == tuple(range(rows))
+    activation, k = _activation(file, manifest, rows, complete)
+    layer, hook = _choose(file, place, _sites(file, manifest))
+    weights = file.parent / f"layer_{layer}_{hook}.safetensors"
+    if not weights.is_file():
+        raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} beside it")
+    keys = {"w_dec": "decoder_weight", "w_enc": "encoder_weight", "b_enc": "encoder_bias"}
+    keys |= {"threshold": "threshold"} if activation == "jumprelu" else {}
+    keys |= {"b_dec": "decoder_bias"} if full else {}
+    site = None if HOOKS[hook] is None else f"{HOOKS[hook]}.{layer}"
+    return Draft(
+        open_arrays(weights),
+        keys,
+        activation,
+        configs=(file,),
+        sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
+        unmistakable=True,
+        order=torch.tensor(clampable).argsort() if complete and not in_order else None,
+        k=k,
+        sites=(site, site),
+        feature_ids=None if complete or in_order else clampable,
+        can_reconstruct=full,
+    )
+
+
+def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, ...]:
+    ids = manifest["clampable_features"]
+    if not isinstance(ids, list) or not ids:
+        raise wrong(file, "clampable_features", repr(ids), "a list of at least one feature")
+    for feature in ids:
+        if type(feature) is not int or not 0 <= feature < d_sae:
+            raise wrong(file, "clampable_features", repr(feature), f"whole numbers from 0 to {d_sae - 1}")
+    if len(set(ids)) < len(ids):
+        raise wrong(file, "clampable_features", "a feature twice", "each feature once")
+    return tuple(ids)
+
+
+def _activation(file: Path, manifest: dict[str, Any], rows: int, complete: bool) -> tuple[Activation, int | None]:
+    activation, params = manifest["activation"], manifest.get("activation_params") or {}
+    if activation not in ("relu", "jumprelu", "topk"):
+        raise wrong(file, "activation", repr(activation), "relu, jumprelu or topk")
+    if not isinstance(params, dict):
+        raise wrong(file, "activation_params", repr(params), "a JSON object")
+    if activation != "topk":
+        for key in params:
+            raise wrong(file, f"activation_params.{key}", repr(params[key]), f"nothing there for {activation}")
+        return cast(Activation, activation), None
+    if not complete:
+        raise wrong(
+            file,
+            "activation",
+            "topk over a part of the features",
+            "every feature: a rank inside a subset is not the rank",
+        )
+    if set(params) != {"k"} or whole_number(file, params, "k") > rows:
+        raise wrong(file, "activation_params", repr(params), f"k alone, from 1 to {rows}")
+    return "topk", params["k"]
+
+
+def _sites(file: Path, manifest: dict[str, Any]) -> list[tuple[int, str]]:
+    layers = manifest["layers"]
+    if not isinstance(layers, list) or not layers:
+        raise wrong(file, "layers", repr(layers), "a list of at least one [layer, hook]")
+    for item in layers:
+        good = isinstance(item, list) and len(item) == 2 and type(item[0]) is int and item[0] >= 0
+        if not good or item[1] not in list(HOOKS):
+            raise wrong(file, "layers", repr(item), f"[layer, hook] with a hook among {', '.join(HOOKS)}")
+    sites = [(layer, hook) for layer, hook in layers]
+    if len(set(sites)) < len(sites):
+        raise wrong(file, "layers", "a site twice", "each [layer, hook] once")
+    return sites
+
+
+def _choose(file: Path, place: Path, sites: list[tuple[int, str]]) -> tuple[int, str]:
+    names = {f"layer_{layer}_{hook}": (layer, hook) for layer, hook in sites}
+    known = ", ".join(f"{file.parent}#{name}" for name in names)
+    if place.suffix == ".safetensors":
+        if place.stem not in names:
+            raise wrong(file, "layers", f"nothing about {place.name}", f"one of {known}")
+        return names[place.stem]
+    if len(sites) > 1:
+        raise LoadError(f"{file}: layers: {len(sites)} sites and none chosen; expected a place such as {known}")
+    return sites[0]

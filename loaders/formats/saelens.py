@@ -1,0 +1,147 @@
+"""SAELens' own files, ``cfg.json`` + ``sae_weights.safetensors``, in both generations of cfg; it knows no registry.
+
+    xn = in_norm(x)        xs = xn - b_dec (if apply_b_dec_to_input)
+    pre = xs @ W_enc + b_enc        y = un_norm(act(pre) @ W_dec + b_dec)
+
+standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 is 0. topk: with
+rescale_acts_by_decoder_norm on pre * |W_dec_i|, decoded by unit rows. gated: becomes a jumprelu. The subtraction and
+the factors are folded into the weights. Per-token norms stay in ``info.in_norm``; feature values are then normalised.
+
+Refused by name, with the reason in the message: fixed scales that the files do not hold (expected_average_only_in,
+covariance_whitening), one head of z, transcoders, and every architecture that is not one matrix and one activation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from saesteer.dictionaries.coder import Activation, InNorm
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, text, whole_number, wrong
+
+FILES = ("cfg.json", "sae_weights.safetensors")
+# architecture -> the activation that it becomes, and the arrays that it has beside W_enc, W_dec and b_dec
+_ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
+    "standard": ("relu", {"b_enc": "b_enc"}),
+    "jumprelu": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
+    "topk": ("topk", {"b_enc": "b_enc"}),
+    "gated": ("jumprelu", {"b_gate": "b_gate", "b_enc": "b_mag", "r_mag": "r_mag"}),
+}
+_REFUSED = {
+    "abstopk": "keeps negative activations",
+    "matching_pursuit": "its encoder is iterative",
+    "temporal": "it attends over earlier positions",
+    "batchtopk": "what is active depends on the batch: save it for inference, as jumprelu",
+    "matryoshka_batchtopk": "what is active depends on the batch: save it for inference, as jumprelu",
+    "transcoder": "SAELens transcoders are not served yet",
+    "jumprelu_transcoder": "SAELens transcoders are not served yet",
+    "skip_transcoder": "SAELens transcoders are not served yet",
+    "jumprelu_skip_transcoder": "SAELens transcoders are not served yet",
+}
+_NORMS: dict[str, InNorm] = {"none": "none", "layer_norm": "layer_norm", "constant_norm_rescale": "l2_sqrt_d"}
+_NO_NORM = {
+    "expected_average_only_in": "its constant is not in the files: save the SAE with the scale folded in",
+    "covariance_whitening": "the whitening is not folded in: save the SAE for inference",
+}
+_OLD_NAMES = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+        return None
+    cfg, about = _config(config)
+    architecture = text(config, cfg, "architecture")
+    if architecture not in _ARCHITECTURES:
+        why = _REFUSED.get(str(architecture), "an architecture this loader does not know")
+        raise wrong(config, "architecture", f"{architecture!r} ({why})", f"one of {', '.join(_ARCHITECTURES)}")
+    if cfg.get("activation_fn", "relu") not in ("relu", "topk" if architecture == "topk" else "relu"):
+        raise wrong(config, "activation_fn", repr(cfg["activation_fn"]), "relu, or topk with its k")
+    features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
+    k = whole_number(config, cfg, "k") if architecture == "topk" else None
+    in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
+    subtract = _flag(config, cfg, "apply_b_dec_to_input", default=True)
+    weights = open_arrays(file)
+    activation, more = _ARCHITECTURES[architecture]
+    if "threshold" in more and "log_threshold" in weights.entries:
+        more = {"b_enc": "b_enc", "log_threshold": "log_threshold"}
+    return Draft(
+        weights,
+        {"w_enc": "W_enc", "w_dec": "W_dec", "b_dec": "b_dec"} | more | ({"b_in": "b_dec"} if subtract else {}),
+        activation,
+        optional={"ones": "scaling_factor"},
+        transposed={"w_enc"},
+        configs=(config,),
+        sizes=(Axis("d_sae", features), Axis("d_in", d_in), Axis("d_in", d_in)),
+        decoder_norm=architecture == "topk" and _flag(config, cfg, "rescale_acts_by_decoder_norm", default=False),
+        below_zero="raised",
+        k=k,
+        in_norm=in_norm,
+        sites=(site, site),
+        feature_unit="raw" if in_norm == "none" else "normalised",
+        model=text(config, about, "model_name"),
+    )
+
+
+def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """cfg.json in today's words, and the part of it that tells where the SAE comes from."""
+    cfg = read_json(file)
+    if "metadata" not in cfg:
+        cfg = _modern(file, cfg)
+        return cfg, cfg
+    if not isinstance(cfg["metadata"], dict):
+        raise wrong(file, "metadata", repr(cfg["metadata"]), "a JSON object")
+    return cfg, cfg["metadata"]
+
+
+def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat cfg from before version 6 in today's words."""
+    cfg = {_OLD_NAMES.get(key, key): value for key, value in flat.items()}
+    cfg = {"architecture": "standard"} | cfg
+    if cfg["architecture"] == "standard" and cfg.get("activation_fn") == "topk":
+        params = cfg.get("activation_fn_kwargs")
+        if not isinstance(params, dict):
+            raise wrong(file, "activation_fn_kwargs", repr(params), "a JSON object with k")
+        cfg |= {"architecture": "topk", "k": params.get("k")}
+    if isinstance(cfg.get("normalize_activations"), bool):
+        cfg["normalize_activations"] = "expected_average_only_in" if cfg["normalize_activations"] else "none"
+    return cfg
+
+
+def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
+    name = cfg.get("normalize_activations") or "none"
+    if not isinstance(name, str) or name not in _NORMS:
+        why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
+        raise wrong(file, "normalize_activations", f"{name!r} ({why})", f"one of {', '.join(_NORMS)}")
+    return _NORMS[name]
+
+
+def _flag(file: Path, cfg: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = cfg.get(key, default)
+    if not isinstance(value, bool):
+        raise wrong(file, key, repr(value), "true or false")
+    return value
+
+
+def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
+    name, hf_name = text(file, about, "hook_name"), text(file, about, "hf_hook_name")
+    if about.get("hook_head_index") is not None:
+        raise wrong(file, "hook_head_index", repr(about["hook_head_index"]), "null: one head alone is not a site")
+    site = aliases.from_transformer_lens(name) if name else None
+    hf_site = aliases.from_hugging_face(hf_name) if hf_name else None
+    if site and hf_site and site != hf_site:
+        raise wrong(file, "hf_hook_name", f"{hf_name} is {hf_site}, hook_name {name} is {site}", "one place")
+    if name and not hf_site and aliases.is_ambiguous(name):
+        raise wrong(file, "hook_name", f"{name}, on either side of the norm", "an hf_hook_name beside it")
+    reshape = cfg.get("reshape_activations") or "none"
+    if reshape != "none" and not (reshape == "hook_z" and str(hf_site or site).startswith("z.")):
+        raise wrong(file, "reshape_activations", repr(reshape), "none, or hook_z at a hook_z")
+    return hf_site or site

@@ -1,0 +1,188 @@
+"""Vector files -> VectorSet: .safetensors, .npy, .gguf and .pt; it knows no models, no requests, no dictionaries.
+
+    one array [d]                     one vector, for any site
+    one array [layers, d]             row i belongs to layer i; at least two rows
+    arrays [d] named by their layer   12, layer.12, layers.12, layer_12 or direction.12; all of one width
+    bias, a scalar beside them        of a probe: x . v + bias
+
+Layers count from 0, as in ``resid_post.12``. GGUF's direction.N is what llama.cpp adds behind its layer N, counted from
+0; N = 0 it never uses. A .pt file holds a tensor or a dict of them; nothing else is unpickled. All becomes float32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from saesteer.dictionaries.vectors import Row, VectorSet, vector_set
+from saesteer.errors import LoadError
+from saesteer.loaders.arrays import Arrays, open_arrays
+from saesteer.loaders.files import fetch, wrong
+from saesteer.loaders.vectors import gguf
+
+MAX_FILE_BYTES = 64 << 20  # 126 layers of 16,384 in float32 are 8 MB
+MAX_WIDTH = 1 << 17
+BIAS = "bias"
+
+Rows = dict[int | None, Row]  # by layer; None: for any site
+
+_LAYER = re.compile(r"(?:(?:layers?|direction)[._])?(0|[1-9]\d{0,3})")
+_ONLY = "the array's own name"  # of a .npy file's one array
+
+
+def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
+    """The vectors of a file.
+
+    Args:
+        place: a .safetensors, .npy, .gguf (control vector) or .pt file, or one on the hub as ``org/repo/file``.
+        bias: of a probe, in place of the file's own; a file without one has 0.
+
+    Raises:
+        LoadError: naming the file, the array, what is there and what was expected.
+    """
+    path = fetch(place)
+    if not path.is_file():
+        raise LoadError(f"{path}: a folder; expected a file of vectors, one of {', '.join(READERS)}")
+    if path.suffix not in READERS:
+        raise LoadError(f"{path}: the suffix {path.suffix!r}; expected a file of vectors, one of {', '.join(READERS)}")
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
+        raise LoadError(f"{path}: {size} bytes; expected vectors, of at most {MAX_FILE_BYTES} bytes")
+    with _translated(path):
+        arrays = dict(READERS[path.suffix](path))
+    own = _scalar(path, arrays.pop(BIAS)) if BIAS in arrays else 0.0
+    rows = _rows(path, arrays)
+    for layer, row in rows.items():
+        at = "the vector" if layer is None else f"layer {layer}"
+        if not np.isfinite(row).all():
+            raise wrong(path, at, "holds NaN, infinity or a number beyond float32", "finite values")
+        if not row.any():
+            raise wrong(path, at, "all zeros", "a direction; a layer without one is left out")
+    if bias is not None and not math.isfinite(bias):
+        raise LoadError(f"{place}: bias {bias}; expected a finite number")
+    return vector_set(rows, own if bias is None else bias)
+
+
+def _scalar(path: Path, array: Row) -> float:
+    if array.size != 1 or not np.isfinite(array).all():
+        raise wrong(path, BIAS, f"shape {list(array.shape)}, or not finite", "one finite number")
+    return float(array.reshape(()))
+
+
+def _rows(path: Path, arrays: Mapping[str, Row]) -> Rows:
+    layers = {name: match[1] for name in arrays if (match := _LAYER.fullmatch(name))}
+    if len(arrays) == 1 and not layers:
+        [array] = arrays.values()
+        return _one(path, array)
+    if not arrays or len(layers) < len(arrays):
+        others = ", ".join(sorted(arrays.keys() - layers.keys())[:8]) or "no array"
+        raise wrong(path, others, "not named by a layer", "one array, or arrays named as layer.12 or direction.12")
+    found: Rows = {}
+    for name, layer in sorted(layers.items(), key=lambda pair: int(pair[1])):
+        array = arrays[name]
+        if int(layer) in found:
+            raise wrong(path, name, f"the second array of layer {layer}", "one for each layer")
+        if array.ndim != 1 or not 0 < array.size <= MAX_WIDTH:
+            raise wrong(path, name, f"shape {list(array.shape)}", f"[d] with d up to {MAX_WIDTH}")
+        found[int(layer)] = array
+    if len(widths := {row.size for row in found.values()}) > 1:
+        raise wrong(path, "the arrays", f"{' and '.join(map(str, sorted(widths)[:2]))} wide", "one width")
+    return found
+
+
+def _one(path: Path, array: Row) -> Rows:
+    shape = list(array.shape)
+    if array.ndim not in (1, 2) or not 0 < array.shape[-1] <= MAX_WIDTH:
+        raise wrong(path, "the array", f"shape {shape}", f"[d] or [layers, d] with d up to {MAX_WIDTH}")
+    if array.ndim == 1:
+        return {None: array}
+    if not 1 < len(array) <= 10_000:
+        raise wrong(path, "the array", f"shape {shape}", "[d], or [layers, d] with at least two layers")
+    return dict(enumerate(array))
+
+
+def _safetensors(path: Path) -> dict[str, Row]:
+    arrays = open_arrays(path)
+    return {key: _values(arrays, key) for key in arrays.entries}
+
+
+def _values(arrays: Arrays, key: str) -> Row:
+    entry = arrays.entries[key]
+    if entry.shape == ():  # a scalar is read as a vector of one
+        arrays = replace(arrays, entries={key: replace(entry, shape=(1,))})
+    if len(entry.shape) == 2:
+        rows, columns = arrays.shape(key, 2)
+        return arrays.matrix(key, (rows, columns), torch.float32).numpy()
+    return arrays.vector(key).numpy()
+
+
+def _npy(path: Path) -> dict[str, Row]:
+    # Mapped, so that a header with a shape beyond the file is refused before memory is asked for.
+    return {_ONLY: _float32(path, _ONLY, np.load(path, mmap_mode="r", allow_pickle=False))}
+
+
+def _gguf(path: Path) -> dict[str, Row]:
+    found = gguf.read(path)
+    for name in found:
+        if not re.fullmatch(r"direction\.[1-9]\d{0,3}", name):
+            raise wrong(path, name, "no name of a direction", "direction.1, direction.2, ...: llama.cpp has no other")
+    return found
+
+
+def _pt(path: Path) -> dict[str, Row]:
+    with zipfile.ZipFile(path) as archive:
+        packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+    if packed:  # torch.save never does it; unpacked, a small file could fill the memory
+        raise wrong(path, packed[0], "compressed", "what torch.save writes")
+    held = torch.load(path, map_location="cpu", weights_only=True)
+    named = held if isinstance(held, Mapping) else {_ONLY: held}
+    return {str(key): _from_torch(path, str(key), value) for key, value in named.items()}
+
+
+def _from_torch(path: Path, key: str, value: Any) -> Row:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return np.array(value, np.float64).astype(np.float32)
+    if not isinstance(value, torch.Tensor):
+        raise wrong(path, key, f"a {type(value).__name__}", "a tensor, or a dict of layer: tensor")
+    if value.layout != torch.strided or value.device.type != "cpu" or not value.is_floating_point():
+        raise wrong(path, key, f"{value.dtype} with layout {value.layout}", "a dense tensor of floats")
+    if value.numel() * 4 > 2 * MAX_FILE_BYTES:  # a view may claim more than its file holds
+        raise wrong(path, key, f"shape {list(value.shape)}", f"at most {MAX_FILE_BYTES} bytes")
+    array: Row = value.detach().float().contiguous().numpy()
+    return array
+
+
+def _float32(path: Path, key: str, array: NDArray[Any]) -> Row:
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8 or math.prod(array.shape) == 0:
+        raise wrong(path, key, f"{array.dtype} {list(array.shape)}", "floats of 16, 32 or 64 bits")
+    with np.errstate(over="ignore"):  # what does not fit becomes infinity, and is refused
+        return np.array(array, np.float32, order="C")  # a copy: the file may change under a map
+
+
+READERS: dict[str, Callable[[Path], dict[str, Row]]] = {
+    ".safetensors": _safetensors,
+    ".npy": _npy,
+    ".gguf": _gguf,
+    ".pt": _pt,
+}
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Broken bytes make the libraries raise almost anything; all of it means that the file is broken."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as exc:
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        raise LoadError(f"{path}: not readable ({reason}); expected a complete {path.suffix} file") from exc

@@ -1,0 +1,145 @@
+"""`saesteer calibrate`: the largest activation of each feature over a text, saved beside the dictionary.
+
+Asks the Transformers backend; knows no engine. How it is saved and found again says ``saesteer.loaders.max_act``.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from saesteer.commands.features import open_model
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import SparseCoder
+from saesteer.errors import ConfigError
+from saesteer.language.sites import canonical
+from saesteer.loaders import max_act
+from saesteer.loaders.files import fetch
+
+WINDOW = 512  # tokens read at once, each window as a text of its own
+MAX_TOKENS = 10_000_000
+CHARACTERS = 16  # of a file that are read for each token wanted; more than a token has
+_BLOCK_BYTES = 256 << 20  # of activations held at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """The largest activations of one dictionary."""
+
+    max_act: Tensor  # [F] float32, in the dictionary's unit; 0 where a feature was never active
+    tokens: int  # that counted
+
+
+def run(
+    console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int = 100_000
+) -> dict[str, Measured]:
+    """Measure every dictionary over a text file, save, and print what was found.
+
+    Args:
+        console: where to.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        config: its dictionaries.
+        file: plain text in UTF-8.
+        max_tokens: of the text that are read.
+
+    Raises:
+        SaesteerError: the model, a dictionary or the text is not what it should be, or nothing can be saved.
+    """
+    text = _read(file, max_tokens)
+    if not config.dictionaries:
+        raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PATH_OR_REPO[@SITE]")
+    paths = {name: fetch(source.path) for name, source in config.dictionaries.items()}
+    with ExitStack() as aside:
+        for path in paths.values():
+            aside.enter_context(max_act.set_aside(path))
+        return _measure_all(console, model, config, paths, text, max_tokens)
+
+
+def _measure_all(
+    console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
+) -> dict[str, Measured]:
+    for name, info in config.describe().items():
+        if info.has_max_act:
+            raise ConfigError(f"dictionary {name!r} holds its max activations itself; expected one that does not")
+    oracle, names = open_model(model, config)
+    windows = _windows(oracle, text, max_tokens)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Reading", total=len(windows))
+        found = measure(oracle, names, windows, lambda: progress.advance(task))
+    for name, measured in found.items():
+        place = max_act.write(paths[name], oracle.coder(name), measured.max_act, tokens=measured.tokens)
+        console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
+    return found
+
+
+def measure(
+    oracle: Any, names: Sequence[str], windows: Sequence[Sequence[int]], step: Callable[[], object]
+) -> dict[str, Measured]:
+    """The largest activations of dictionaries over windows of tokens, the first positions of each window left out.
+
+    Args:
+        oracle: a ``saesteer.hf.Model``.
+        names: of the dictionaries; the text is read once for all of them.
+        windows: token ids.
+        step: called behind each window.
+    """
+    found = {name: Measured(torch.zeros(oracle.coder(name).info.features), 0) for name in names}
+    sites = {name: canonical(str(oracle.engine.catalog.dictionaries[name].site_in)) for name in names}
+    for window in windows:
+        streams = oracle.streams(window)
+        for name in names:
+            stream = streams[sites[name]][max(1, oracle.coder(name).info.skip_first) :]
+            largest = torch.maximum(found[name].max_act, _largest(oracle.coder(name), stream))
+            found[name] = Measured(largest, found[name].tokens + len(stream))
+        step()
+    return found
+
+
+def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
+    """The largest activation of each feature, 0 where there is no token."""
+    largest = torch.zeros(coder.info.features)
+    step = max(1, _BLOCK_BYTES // (4 * coder.info.features))
+    for start in range(0, len(stream), step):
+        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).amax(dim=0).cpu())
+    return largest
+
+
+def _read(file: Path, max_tokens: int) -> str:
+    if not 1 <= max_tokens <= MAX_TOKENS:
+        raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
+    try:
+        with file.expanduser().open(encoding="utf-8") as stream:
+            text = stream.read(CHARACTERS * max_tokens)
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"--text-file {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
+    if not text.strip():
+        raise ConfigError(f"--text-file {file}: is empty, expected a text")
+    return text
+
+
+def _windows(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
+    """The text's tokens in windows, each begun as the tokenizer begins a text."""
+    tokenizer = oracle.tokenizer
+    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
+    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
+    return [begin + ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+def _told(name: str, found: Measured) -> str:
+    active = found.max_act > 0
+    seen = int(active.sum())
+    never = len(found.max_act) - seen
+    text = f"{name}: {seen:,} of {len(found.max_act):,} features were active on {found.tokens:,} tokens"
+    if seen:
+        text += f", at most {float(found.max_act.max()):.3g}, in the median {float(found.max_act[active].median()):.3g}"
+    if never:
+        text += f". {never:,} were not: in unit max_act their values are 0, a longer text may find them"
+    return f"{text};"

@@ -1,0 +1,211 @@
+"""The command `saesteer`: what its words mean and how mistakes are told. What it does is in the files it calls."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from saesteer import __version__
+from saesteer.errors import SaesteerError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Clamp features of sparse autoencoders, per request, inside a stock vLLM server.",
+)
+
+Dictionaries = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dictionary",
+        metavar="NAME=PLACE[@SITE]",
+        help="A dictionary and its name in requests: a path or hub id, @SITE if its files do not say it. Repeatable.",
+    ),
+]
+Vectors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vector",
+        metavar="NAME=FILE",
+        help="Vectors and their name in requests: .safetensors, .npy, .gguf (control vector) or .pt. Repeatable.",
+    ),
+]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="NAME=FILE", help="A spec as a JSON file, and its name in requests. Repeatable."),
+]
+Settings = Annotated[
+    str | None,
+    typer.Option("--saesteer-config", metavar="FILE", help="All of these in a YAML file; flags win over it."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM says.")]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"saesteer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _saesteer(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(verbose: Verbose = False) -> None:
+    """Ask a small model two questions, without and with a feature clamped. Needs no network after the first time."""
+    from saesteer.commands import serve
+    from saesteer.commands.demo import run
+
+    serve.need_vllm()
+    run(Console(), verbose=verbose)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model and dictionary.")],
+    dictionary: Dictionaries = None,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sites",
+            metavar="SITE,...",
+            help="Sites to instrument beside those of the dictionaries; resid_post.all is every layer. Repeatable.",
+        ),
+    ] = None,
+    vector: Vectors = None,
+    module: Modules = None,
+    max_edits: Annotated[
+        int | None, typer.Option("--max-edits", help="Table entries that one request may use; default 64.")
+    ] = None,
+    pool_rows: Annotated[
+        int | None, typer.Option("--pool-rows", help="Slots for vectors at every site; default 64.")
+    ] = None,
+    inline_rows: Annotated[
+        int | None, typer.Option("--inline-rows", help="Vectors of a request's own at every site; default 1.")
+    ] = None,
+    max_dose: Annotated[
+        float | None,
+        typer.Option(
+            "--max-dose",
+            help="How much edits may change a token at a site, in lengths of the stream, such as 0.5; default any.",
+        ),
+    ] = None,
+    max_dose_action: Annotated[
+        str | None,
+        typer.Option(
+            "--max-dose-action",
+            metavar="clamp|refuse",
+            help="With a change above it: scale it down to it, or end its request with an error; default clamp.",
+        ),
+    ] = None,
+    saesteer_config: Settings = None,
+    saesteer_admin_key: Annotated[
+        str | None,
+        typer.Option(
+            "--saesteer-admin-key",
+            envvar="SAESTEER_ADMIN_KEY",
+            show_envvar=True,
+            help="What the admin routes ask for as Authorization: Bearer KEY; without it they are off.",
+        ),
+    ] = None,
+) -> None:
+    """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` as it is; MODEL comes first."""
+    from saesteer.commands import serve
+    from saesteer.config.settings import read_settings
+
+    config = read_settings(
+        dictionary or [],
+        sites or [],
+        vectors=vector or [],
+        modules=module or [],
+        file=saesteer_config,
+        max_edits=max_edits,
+        pool_rows=pool_rows,
+        inline_rows=inline_rows,
+        max_dose=max_dose,
+        max_dose_action=max_dose_action,
+    )
+    serve.serve(model, config, context.args, saesteer_admin_key or None)
+
+
+@app.command()
+def inspect(
+    place: Annotated[str, typer.Argument(metavar="PLACE", help="A file, a folder or a hub id (org/repo/folder).")],
+) -> None:
+    """Say what a weight file is: format, site, shapes, activation, units. Reads no weights."""
+    from saesteer.commands.inspect import report
+
+    typer.echo(report(place))
+
+
+Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
+
+
+@app.command()
+def features(
+    text: Annotated[str, typer.Option("--text", help="What the model reads.")],
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
+    chat: Annotated[bool, typer.Option("--chat", help="TEXT is a user's message in the chat template.")] = False,
+) -> None:
+    """Show the strongest features of a text, token by token. The model runs in Transformers."""
+    from saesteer.commands.features import run
+    from saesteer.config.settings import read_settings
+
+    run(Console(), model, read_settings(dictionary or []), text, top_k=top_k, chat=chat)
+
+
+@app.command()
+def calibrate(
+    text_file: Annotated[Path, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")],
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the text that are read.")] = 100_000,
+) -> None:
+    """Find the largest activation of each feature over a text, and save it beside the dictionary, for unit max_act."""
+    from saesteer.commands.calibrate import run
+    from saesteer.config.settings import read_settings
+
+    run(Console(), model, read_settings(dictionary or []), text_file, max_tokens=max_tokens)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded one.")] = "demo",
+    dictionary: Dictionaries = None,
+    feature: Annotated[
+        int | None, typer.Option("--feature", help="The feature to clamp; default: the strongest.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Prove on this machine that steering works and touches nobody else. Exit code 1 where it does not."""
+    from saesteer.commands import serve
+    from saesteer.commands.doctor import run
+    from saesteer.config.settings import read_settings
+
+    serve.need_vllm()
+    if not run(Console(), model, read_settings(dictionary or []), feature, verbose=verbose):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run a command; a mistake is one sentence on stderr and exit code 2."""
+    # Its retries are told line by line, before the one sentence that counts.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        app()
+    except SaesteerError as error:
+        typer.echo(f"saesteer: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)

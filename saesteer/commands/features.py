@@ -1,0 +1,71 @@
+"""`saesteer features`: the strongest features of a text, token by token, by the Transformers backend; knows no vLLM."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from saesteer.commands.serve import check, resolve
+from saesteer.config.config import SaesteerConfig
+from saesteer.errors import ConfigError
+
+MAX_TOKENS = 4096
+
+
+def run(console: Console, model: str, config: SaesteerConfig, text: str, *, top_k: int = 5, chat: bool = False) -> None:
+    """Print a table for each dictionary.
+
+    Args:
+        console: where to.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        config: its dictionaries; `demo` brings its own where none is named.
+        text: as it stands, or with `chat` one user message in the model's chat template.
+        top_k: features for each token.
+        chat: see text.
+
+    Raises:
+        SaesteerError: the model or a dictionary is not what it should be, or the text is empty or too long.
+    """
+    oracle, names = open_model(model, config)
+    ids = oracle.chat_ids(text) if chat else oracle.encode(text)
+    if not 1 < len(ids) <= MAX_TOKENS:
+        raise ConfigError(f"the text has {len(ids)} tokens, expected 2 to {MAX_TOKENS}")
+    for name in names:
+        coder = oracle.coder(name)
+        table = Table("", "token", f"strongest features of {name}, at {coder.info.site_in or ''}", box=box.ROUNDED)
+        for active in oracle.features(ids, name, top_k=top_k):
+            if active:
+                shown = "   ".join(_show(coder, one) for one in active)
+                table.add_row(str(active[0].position), Text(repr(active[0].token)[1:-1]), Text(shown))
+        console.print(table)
+
+
+def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
+    """The model on Transformers with its dictionaries, and their names: those asked for, else the demo's.
+
+    Raises:
+        SaesteerError: the model or a dictionary is not what it should be, or there is no dictionary.
+    """
+    asked = list(config.dictionaries)
+    place, config, _ = resolve(model, config)
+    names = asked or list(config.dictionaries)
+    if not names:
+        raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PATH_OR_REPO[@SITE]")
+    check(place, config)
+    from transformers.utils import logging
+
+    from saesteer import hf
+
+    logging.disable_progress_bar()
+    sources = {name: config.dictionaries[name] for name in names}
+    paths = {name: f"{source.path}@{source.site}" if source.site else source.path for name, source in sources.items()}
+    return hf.Model(place, dictionaries=paths), names
+
+
+def _show(coder: Any, one: Any) -> str:
+    row = coder.info.row_of(one.feature)
+    known = float(coder.max_act[row]) if coder.max_act is not None else 0.0
+    return f"{one.feature} {one.value:.2f}" + (f" ({one.value / known:.0%})" if known > 0 else "")

@@ -1,0 +1,128 @@
+"""What ``saesteer inspect`` prints: a dictionary's headers, or vectors, in words; it knows no model and no request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from saesteer.config.config import unserved
+from saesteer.dictionaries.coder import RANKED, CoderInfo
+from saesteer.dictionaries.vectors import VectorSet
+from saesteer.errors import LoadError
+from saesteer.loaders import describe
+from saesteer.loaders.vectors import read_vectors
+
+
+def report(place: str | Path) -> str:
+    """What a weight file is, line by line, and what cannot be served with it.
+
+    Raises:
+        LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
+    """
+    if str(place).endswith((".npy", ".gguf", ".pt")):
+        lines = _vector_facts(place, read_vectors(place))
+    else:
+        lines = _dictionary_or_vectors(place)
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
+    """A .safetensors file may be either; where it is neither, what is wrong with it as a dictionary is told."""
+    try:
+        info = describe(place)
+    except LoadError:
+        if not str(place).endswith(".safetensors"):
+            raise
+        try:
+            return _vector_facts(place, read_vectors(place))
+        except LoadError:
+            pass
+        raise
+    lines = [(name, value) for name, value in _facts(info) if value]
+    return lines + [("not served", note) for note in _not_served(info)]
+
+
+def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
+    layers = "one, for any site" if found.layers is None else f"one for each layer of {_listed(found.layers)}"
+    lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in found.rows.values()]
+    length = f"{min(lengths):.4g}" if len(lengths) == 1 else f"{min(lengths):.4g} to {max(lengths):.4g}"
+    return [
+        ("source", str(place)),
+        ("vectors", layers),
+        ("width", f"{found.width} wide"),
+        ("length", length),
+        ("bias", f"{found.bias:g}, of a probe" if found.bias else "0"),
+        ("fingerprint", found.fingerprint[:16]),
+    ]
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    whole = len(layers) > 2 and layers == tuple(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+
+
+def _facts(info: CoderInfo) -> list[tuple[str, str]]:
+    site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}"
+    if info.site_in is None or info.site_out is None:
+        site = "not said by the files: give it, as in NAME=PATH@resid_post.12"
+    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` finds it"
+    return [
+        ("source", info.source),
+        ("format", info.format),
+        ("model", info.model or "not said by the files"),
+        ("site", str(site)),
+        ("features", f"{info.features:,}{_ids(info)}"),
+        ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]"),
+        ("activation", _activation(info)),
+        ("input norm", info.in_norm if info.in_norm == "none" else f"{info.in_norm}, of each token"),
+        ("unit", f"{info.feature_unit} feature values"),
+        ("max_act", "known" if info.has_max_act else unknown),
+        ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
+        ("dtype", info.stored_dtype),
+        ("on disk", _size(info.bytes_on_disk)),
+        ("fingerprint", info.fingerprint[:16]),
+    ]
+
+
+def _activation(info: CoderInfo) -> str:
+    if info.k is None:
+        return info.activation
+    if info.activation == "groupmax":
+        return f"groupmax, {info.k} groups of {info.features // info.k}"
+    return f"{info.activation}, k = {info.k}"
+
+
+def _ids(info: CoderInfo) -> str:
+    if info.feature_ids is None:
+        return ""
+    shown = ", ".join(map(str, info.feature_ids[:8]))
+    return f" of a larger dictionary: {shown}{', ...' if info.features > 8 else ''}"
+
+
+def _not_served(info: CoderInfo) -> list[str]:
+    """What a server refuses of this dictionary, at start or request by request."""
+    if why := unserved(info):
+        return [f"this dictionary, in a server: it {why}"]
+    notes = []
+    if info.feature_ids is not None:
+        notes.append("features that the file does not hold")
+    if not info.can_reconstruct:
+        notes.append("reconstruct with error drop: the file lacks the output bias or some features")
+    elif info.activation == "groupmax":
+        notes.append("reconstruct with error drop, for groupmax")
+    if not info.has_max_act:
+        notes.append("values in unit max_act, until it is calibrated")
+    if info.activation in RANKED:
+        notes.append(f"clamps behind other edits of the site in one request, as {info.activation} needs all features")
+    return notes
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError(count)

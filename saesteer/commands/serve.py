@@ -1,0 +1,215 @@
+"""From `saesteer serve …` to a running `vllm serve …`: checks what can be checked without an engine, then becomes vLLM.
+
+Knows vLLM's command line, and of vLLM itself nothing.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options, ensure_model
+from saesteer.config.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.config.modules import check_modules
+from saesteer.dictionaries.vectors import check_vectors
+from saesteer.errors import ConfigError
+
+ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
+
+# Flags that change how vLLM reads the model's config: then its width is left to vLLM's own start to check.
+_OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
+
+
+def need_vllm() -> None:
+    """Raises ConfigError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' brings it")
+
+
+def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None:
+    """Tell now what vLLM would only tell after a minute, in a traceback: what is wrong with the model or a file.
+
+    Args:
+        model: a folder or hub id.
+        config: the operator's wishes.
+        flags: for vLLM; those that say how to find the model's config are heeded.
+
+    Raises:
+        ConfigError: no such model, a dictionary, vector or site that it does not have, or a module that no
+            request could use.
+        LoadError: a file of a dictionary or of vectors is not what it should be.
+    """
+    infos, vectors = config.describe(), config.read_vectors()
+    config.read_modules()
+    config.with_depth(1).all_sites(infos)
+    if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
+        return
+    from saesteer.engine.engine import check_fit
+
+    shape = _text_config(model, flags)
+    width, layers = shape.hidden_size, shape.num_hidden_layers
+    config = config.with_depth(layers)
+    check_vectors(vectors, width=width, layers=layers)
+    check_fit(infos, config.all_sites(infos), width=width, layers=layers)
+    check_modules(config.catalog(infos, width=width))
+
+
+def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
+    """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionary.
+
+    Raises:
+        ConfigError: the embedded model cannot be had.
+    """
+    if model != DEMO_DICTIONARY:
+        return model, config, {}
+    sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
+    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # for the commands alone
+    return str(folder), replace(config, dictionaries=sources), engine_options()
+
+
+def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: str | None = None) -> NoReturn:
+    """Become `vllm serve`; comes back only as an error.
+
+    Args:
+        model: a folder, a hub id or `demo`.
+        config: the operator's wishes.
+        flags: for vLLM.
+        admin_key: what the admin routes ask for; without one they are off.
+
+    Raises:
+        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config, or a
+            key that no header can carry or that is a key of everybody.
+    """
+    need_vllm()
+    if admin_key is not None:
+        _check_key(admin_key, _values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])
+    place, config, options = resolve(model, config)
+    if place != model:
+        options["served_model_name"] = model
+    extra = [*flags, *_missing(flags, _as_flags(options))]
+    check(place, config, extra)
+    words = ["serve", place, *_with_config(extra, config)]
+    sys.stdout.flush()
+    os.execve(
+        sys.executable, [sys.executable, "-m", "saesteer.plugin.vllm_cli", *words], environment(os.environ, admin_key)
+    )
+
+
+def _check_key(key: str, others: Sequence[str]) -> None:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            "--saesteer-admin-key is empty or no header can carry it, expected printable ASCII, no blanks"
+        )
+    if key in others:
+        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
+
+
+def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
+    """The environment for vLLM: where VLLM_PLUGINS chooses among the plugins, saesteer is one of them.
+
+    The admin's key goes this way as well, since everybody on the machine can read a command line.
+    """
+    found = dict(given)
+    if admin_key is not None:
+        found[ADMIN_KEY] = admin_key
+    chosen = found.get("VLLM_PLUGINS")
+    if chosen is not None and KEY not in chosen.split(","):
+        found["VLLM_PLUGINS"] = ",".join([*filter(None, chosen.split(",")), KEY])
+    return found
+
+
+def _as_flags(options: Mapping[str, Any]) -> dict[str, str | None]:
+    return {f"--{name.replace('_', '-')}": None if value is True else str(value) for name, value in options.items()}
+
+
+def _missing(flags: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:
+    """The defaults that the flags do not set, as words."""
+    words: list[str] = []
+    for flag, value in defaults.items():
+        if not any(_is(word, flag) or _is(word, flag.replace("--", "--no-", 1)) for word in flags):
+            words += [flag] if value is None else [flag, value]
+    return words
+
+
+def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
+    """The flags with saesteer's part merged into the user's own --additional-config, if there is one."""
+    flag = "--additional-config"
+    if any(word.replace("_", "-").startswith(flag + ".") for word in flags):
+        raise ConfigError(
+            f"{flag}.NAME cannot stand beside saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
+        )
+    merged = _json_object(flag, _value(flags, flag))
+    if KEY in merged:
+        raise ConfigError(
+            f"{flag} has {KEY!r} already; say it with --dictionary, --vector, --sites ..., or run vllm serve"
+        )
+    merged[KEY] = config.to_json()
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        if not _is(word, flag):
+            kept.append(word)
+        elif "=" not in word:
+            next(words, None)
+    return [*kept, flag, json.dumps(merged)]
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} is {text!r}, expected a JSON object")
+    return found
+
+
+def _is(word: str, flag: str) -> bool:
+    """vLLM takes --a-b, --a_b and --a-b=value."""
+    return word.partition("=")[0].replace("_", "-") == flag
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag; "" for one without; None where it does not stand."""
+    found = None
+    for place, word in enumerate(flags):
+        if _is(word, flag):
+            found = word.partition("=")[2] if "=" in word else "".join(flags[place + 1 : place + 2])
+    return found
+
+
+def _values(flags: Sequence[str], flag: str) -> list[str]:
+    """All values of a flag that takes several, up to the next flag."""
+    found: list[str] = []
+    mine = False
+    for word in flags:
+        if word.startswith("-"):
+            mine = _is(word, flag)
+            found += [word.partition("=")[2]] if mine and "=" in word else []
+        elif mine:
+            found.append(word)
+    return found
+
+
+def _text_config(model: str, flags: Sequence[str]) -> Any:
+    from transformers import AutoConfig
+
+    if not Path(model).exists() and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
+        raise ConfigError(f"model {model!r}: no such folder; expected one, or a hub id such as org/name")
+    revision = _value(flags, "--revision")
+    trust = _value(flags, "--trust-remote-code") is not None
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust)
+    except (OSError, ValueError, ImportError) as exc:
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        found = (
+            "the folder's config cannot be read"
+            if Path(model).exists()
+            else "no such folder, nor a hub id that answers"
+        )
+        raise ConfigError(f"model {model!r}: {found} ({reason})") from exc
+    return config.get_text_config()

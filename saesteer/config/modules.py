@@ -1,0 +1,127 @@
+"""Modules: specs under a name, read from files at start, and checked against what the server has whenever they come.
+
+Knows no tokens, no weights and no engine. The prompt of a request is not known yet: what depends on it is seen there.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from saesteer.errors import ConfigError, SpecError
+from saesteer.language.edits import Scope
+from saesteer.language.fields import closest, fail, listing
+from saesteer.language.spec import MAX_CHARACTERS, Return, Spec, from_json
+from saesteer.planning.digests import names_in
+from saesteer.planning.expand import steps
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
+
+_LENGTHS = (1 << 20, 64, 8)  # of prompts, for one of which a module must mean something
+_BY_PROMPT = ("empty_scope", "duplicate")  # what may be wrong for one prompt and right for another
+
+
+def read_modules(
+    sources: Mapping[str, str | Mapping[str, Any]], *, dictionaries: Iterable[str], vectors: Iterable[str]
+) -> dict[str, Spec]:
+    """The modules by name.
+
+    Args:
+        sources: name → path of a JSON file, or the spec as an object.
+        dictionaries: names that a spec may use.
+        vectors: names that a spec may use, as directions and as probes.
+
+    Raises:
+        ConfigError: a file that cannot be read, a wrong spec, one that asks for ``return``, an unknown name, or modules
+            that use each other in a circle or too deep.
+    """
+    modules = {name: _read(name, source) for name, source in sources.items()}
+    known = {"dictionary": set(dictionaries), "vector": set(vectors), "probe": set(vectors)}
+    for name, spec in modules.items():
+        for i, edit in enumerate(spec.edits):
+            gates = [(f"when[{n}].", gate) for n, gate in enumerate(getattr(edit, "when", ()))]
+            for path, one in [("", edit), *gates]:
+                _check_names(f"module {name!r}: saesteer.edits[{i}].{path}", one, known)
+            if getattr(edit, "scope", Scope()).messages is not None:
+                at = f"module {name!r}: saesteer.edits[{i}].scope.messages"
+                raise ConfigError(f"{at}: is not served in modules by this version, expected positions or flags")
+        try:
+            list(steps(spec.edits, modules, (name,)))
+        except SpecError as exc:
+            raise ConfigError(f"module {name!r}: {exc}") from exc
+    return modules
+
+
+def check_modules(catalog: Catalog) -> None:
+    """Refuse modules of a server that no request could use, as they would be if they came over HTTP.
+
+    Raises:
+        ConfigError: naming the module and the field; where modules use each other, the one that is wrong itself.
+    """
+    modules = catalog.modules
+    # What a module uses comes before it, as it names fewer.
+    for name in sorted(modules, key=lambda name: len(names_in(modules[name].edits, modules))):
+        try:
+            check_module(modules[name], catalog)
+        except SpecError as exc:
+            raise ConfigError(f"module {name!r}: {exc}") from exc
+
+
+def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
+    """Refuse a module that no request could use.
+
+    Args:
+        spec: of the module.
+        catalog: what the server has, with all of its modules.
+        where: what stands in the error's field for the module.
+
+    Raises:
+        SpecError: as ``plan`` for each prompt, or it asks for ``return``.
+    """
+    if spec.returns != Return():
+        fail(f"{where}.return", "not_served", "asks for return, expected edits only")
+    catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
+    try:
+        for _ in steps(spec.edits, catalog.modules, ("",)):  # a request that uses it is one level further out
+            pass
+        for prompt_len in _LENGTHS:
+            try:
+                plan(spec, catalog, prompt_len)
+                return
+            except SpecError as error:
+                if error.code not in _BY_PROMPT:
+                    raise
+    except SpecError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise SpecError(message, field=error.field.replace("saesteer", where, 1), code=error.code) from None
+    # Planned to the end for none of these prompts: at least every name is known.
+    known = {"vector": catalog.vectors, "module": catalog.modules}
+    for kind, name in names_in(spec.edits, {}):
+        if name not in known[kind]:
+            fail(where, "unknown_name", f"names the unknown {kind} {name!r}")
+
+
+def _read(name: str, source: str | Mapping[str, Any]) -> Spec:
+    place = f" ({source})" if isinstance(source, str) else ""
+    try:
+        spec = from_json(_text(Path(source).expanduser()) if isinstance(source, str) else source)
+    except SpecError as exc:
+        raise ConfigError(f"module {name!r}{place}: {exc}") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"module {name!r}{place}: cannot be read ({reason}); expected a spec as a JSON file") from exc
+    if spec.returns != Return():
+        raise ConfigError(f"module {name!r}{place}: asks for return, expected edits only")
+    return spec
+
+
+def _text(path: Path) -> str:
+    with path.open(encoding="utf-8") as stream:
+        return stream.read(MAX_CHARACTERS + 1)  # one too many is refused by the language
+
+
+def _check_names(at: str, one: object, known: Mapping[str, set[str]]) -> None:
+    for kind, names in known.items():
+        name = getattr(one, kind, None)
+        if isinstance(name, str) and name not in names:
+            raise ConfigError(f"{at}{kind}: got {name!r}{closest(name, names)}, expected one of: {listing(names)}")

@@ -1,0 +1,140 @@
+"""From the words of a command line and a YAML file to one SaesteerConfig; the words win. Reads no weights.
+
+The file says what the wire form says (``saesteer.config``), and a relative path in it that exists beside the file is
+taken from there:
+
+    dictionaries:
+      gs20: org/repo/folder@resid_post.20
+    vectors:
+      happy: vectors/happy.gguf
+      sentiment: {path: vectors/probe.npy, bias: -0.5}
+    modules:
+      golden-gate: modules/golden-gate.json
+      calm:
+        edits:
+          - {op: add, vector: happy, site: resid_post.12, scale: 4}
+    sites: [resid_post.all]
+    max_edits: 64
+    max_dose: 0.5
+    max_dose_action: refuse
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from saesteer.config.config import DictionarySource, SaesteerConfig, VectorSource
+from saesteer.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+
+Source = TypeVar("Source")
+
+
+def read_settings(
+    dictionaries: Sequence[str] = (),
+    sites: Sequence[str] = (),
+    *,
+    vectors: Sequence[str] = (),
+    modules: Sequence[str] = (),
+    file: str | Path | None = None,
+    **limits: float | str | None,
+) -> SaesteerConfig:
+    """The operator's wishes.
+
+    Args:
+        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
+        sites: names, each word one or several with commas.
+        vectors: each ``NAME=FILE``.
+        modules: each ``NAME=FILE``, the file a spec as JSON.
+        file: a YAML file; what the other arguments name again is theirs, and sites add up.
+        **limits: ``max_edits``, ``max_dose`` and all that ``saesteer.config`` has beside these; None is not said.
+
+    Raises:
+        ConfigError: a word or the file is not of that form.
+    """
+    told = SaesteerConfig.from_json({} if file is None else _read(Path(file)))
+    dictionary_form = "NAME=PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"
+    wire = told.to_json() | {name: limit for name, limit in limits.items() if limit is not None}
+    wire["sites"] = [*told.sites, *(site for word in sites for site in word.split(",") if site)]
+    wire["dictionaries"] = {
+        **told.dictionaries,
+        **_named("--dictionary", dictionaries, dictionary_form, DictionarySource.from_argument),
+    }
+    wire["vectors"] = {
+        **told.vectors,
+        **_named("--vector", vectors, "NAME=FILE, such as happy=happy.gguf", VectorSource),
+    }
+    wire["modules"] = {
+        **told.modules,
+        **_named("--module", modules, "NAME=FILE, such as golden-gate=golden-gate.json", str),
+    }
+    return SaesteerConfig.from_json(wire)
+
+
+def _named(flag: str, words: Sequence[str], form: str, source: Callable[[str], Source]) -> dict[str, Source]:
+    found: dict[str, Source] = {}
+    for word in words:
+        name, equals, place = word.partition("=")
+        if not (name and equals and place):
+            raise ConfigError(f"{flag} {word}: expected {form}")
+        if name in found:
+            raise ConfigError(f"{flag} {word}: the name {name!r} is taken by another {flag}")
+        found[name] = source(place)
+    return found
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        with file.expanduser().open("rb") as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"--saesteer-config {file}: cannot be read ({exc.strerror}); expected a YAML file") from exc
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"--saesteer-config {file}: more than {MAX_FILE_BYTES} bytes; expected a short YAML file")
+    try:
+        document = yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError) as exc:
+        raise ConfigError(f"--saesteer-config {file}: no YAML ({' '.join(str(exc).split())})") from exc
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"--saesteer-config {file}: holds a {type(document).__name__}, expected names and values")
+    try:
+        return _from_beside(file.expanduser().parent, document)
+    except ConfigError as exc:
+        raise ConfigError(f"--saesteer-config {file}: {exc}") from exc
+
+
+def _from_beside(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with relative paths that exist beside the file taken from there."""
+    wire = SaesteerConfig.from_json(document).to_json()
+    for source in [*wire["dictionaries"].values(), *wire["vectors"].values()]:
+        source["path"] = _beside(folder, source["path"])
+    wire["modules"] = {
+        name: _beside(folder, source) if isinstance(source, str) else source for name, source in wire["modules"].items()
+    }
+    return wire
+
+
+def _beside(folder: Path, path: str) -> str:
+    base, mark, name = path.rpartition("#")  # a file of a folder, as loaders take it
+    place = base if mark else path
+    found = folder / place
+    return f"{found}{mark}{name if mark else ''}" if not Path(place).is_absolute() and found.exists() else path
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe part, in which a key that stands twice is a mistake, not the end of the first one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key.value, str) else id(key))
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,133 @@
+"""VectorSet: one direction for any site, or one for each of some layers, from a file or from a request.
+
+It knows no model, no site's name and no table. ``saesteer.loaders.vectors`` reads the files.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.errors import ConfigError
+from saesteer.language.inline import InlineVector
+
+Row = NDArray[np.float32]  # [d], not to be written to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VectorSet:
+    """Directions as they were given, neither scaled nor turned; made by ``vector_set``."""
+
+    rows: Mapping[int | None, Row]  # by layer, ascending; the key None, then alone, stands for any site
+    width: int  # d
+    fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever the stored dtype was
+    digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
+    bias: float = 0.0  # a probe reads x · v + bias
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """The layers that have a row, ascending; None where one vector stands for any site."""
+        return None if None in self.rows else tuple(layer for layer in self.rows if layer is not None)
+
+    def at(self, layer: int) -> Row | None:
+        """The row for a layer ``[d]``, or None where the set has none."""
+        return self.rows.get(layer, self.rows.get(None))
+
+    def unit(self, layer: int) -> Row | None:
+        """``at(layer)`` at length 1; reckoned in float64, since squares of float32 numbers vanish or overflow."""
+        row = self.at(layer)
+        if row is None:
+            return None
+        long = row.astype(np.float64)
+        return (long / np.linalg.norm(long)).astype(np.float32)
+
+
+def vector_set(rows: Mapping[int | None, Row], bias: float = 0.0) -> VectorSet:
+    """The set of checked rows, which nobody may write to from now on.
+
+    Args:
+        rows: ``[d]`` each, by layer; finite and not zero.
+        bias: of a probe.
+    """
+    layers = sorted(rows, key=lambda one: -1 if one is None else one)
+    width = rows[layers[0]].size
+    digests = {layer: hashlib.sha256(rows[layer].data).hexdigest() for layer in layers}
+    for layer in layers:
+        rows[layer].flags.writeable = False
+    fingerprint = hashlib.sha256(repr((width, bias, digests)).encode()).hexdigest()
+    kept = {layer: rows[layer] for layer in layers}
+    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias)
+
+
+def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -> VectorSet:
+    """A vector that stands in a request; float32 bytes are viewed, not copied. A bias makes it a probe.
+
+    Both forms were checked when the request was read: they are finite, and no row is zero.
+    """
+    return vector_set(rows_of(value), bias)
+
+
+def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
+    """The rows of a vector that stands in a request, by layer, in its own order."""
+    if not isinstance(value, InlineVector):
+        return {None: np.array(value, np.float32)}
+    array = _VIEWS[value.dtype](value.data).reshape(value.shape)
+    return {None: array} if value.layers is None else dict(zip(value.layers, array, strict=True))
+
+
+@lru_cache(16)
+def fingerprint_of(value: tuple[float, ...] | InlineVector) -> str:
+    """Hex digest of a vector that stands in a request, over its bytes as they came.
+
+    The last ones are remembered, since an answer reports it for each site.
+    """
+    if not isinstance(value, InlineVector):
+        return from_inline(value).fingerprint
+    shape = value.dtype, value.shape, value.layers
+    return hashlib.sha256(repr((shape, list(row_digests(value).values()))).encode()).hexdigest()
+
+
+@lru_cache(16)
+def row_digests(value: tuple[float, ...] | InlineVector) -> Mapping[int | None, str]:
+    """Hex digests of the rows of a vector that stands in a request, by layer, over their bytes as they came.
+
+    A row of float32 numbers has the digest that a named one has; the same numbers in another dtype have another.
+    """
+    if not isinstance(value, InlineVector):
+        return {None: hashlib.sha256(np.array(value, np.float32).data).hexdigest()}
+    layers: tuple[int | None, ...] = (None,) if value.layers is None else value.layers
+    size = len(value.data) // len(layers)
+    kind = b"" if value.dtype == "float32" else value.dtype.encode()
+    rows = (value.data[size * n : size * (n + 1)] for n in range(len(layers)))
+    return {layer: hashlib.sha256(kind + row).hexdigest() for layer, row in zip(layers, rows, strict=True)}
+
+
+def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
+    """Refuse vectors that the model does not have the place for.
+
+    Raises:
+        ConfigError: naming the vector, and what the model has.
+    """
+    for name, found in vectors.items():
+        if found.width != width:
+            raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide")
+        if found.layers and found.layers[-1] >= layers:
+            last = found.layers[-1]
+            raise ConfigError(
+                f"vector {name!r} has a row for layer {last}, but this model has layers 0 to {layers - 1}"
+            )
+
+
+def _from_bfloat16(data: bytes) -> Row:
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+_VIEWS = {
+    "float32": lambda data: np.frombuffer(data, "<f4"),
+    "float16": lambda data: np.frombuffer(data, "<f2").astype(np.float32),
+    "bfloat16": _from_bfloat16,
+}

@@ -1,0 +1,341 @@
+"""Dictionaries, tables, work list and counters of one worker, on its device. Knows requests by row, nothing of vLLM."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import CoderInfo
+from saesteer.dictionaries.vectors import VectorSet, check_vectors
+from saesteer.engine.pool import Pool
+from saesteer.engine.registry import Registry, changed, rooms
+from saesteer.engine.table import Inline, Placement, Places, Row, make_row
+from saesteer.engine.weights import Site, load_site, scratch_for
+from saesteer.errors import ConfigError
+from saesteer.kernels import layout, ops
+from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
+from saesteer.kernels.step.updates import News, pack
+from saesteer.language.sites import canonical, parse
+from saesteer.language.spec import Spec
+from saesteer.planning.planner import plan
+
+__all__ = ["Engine", "Row", "Site", "check_fit"]
+
+
+class Published:
+    """The counters of a step, in memory that a later step will write to.
+
+    Args:
+        words: [1 + rows * counters], see layout.py.
+        counters: of a row at most.
+    """
+
+    def __init__(self, words: NDArray[np.int32], counters: int) -> None:
+        self._words = words
+        self._counts = words[1:].reshape(counters, -1).T
+
+    def read(self, step: int, rows: list[int], counters: int) -> NDArray[np.int32]:
+        """The first counters of these rows, int32 [rows, counters]; a copy.
+
+        Raises:
+            RuntimeError: those of another step are there.
+        """
+        if self._words[0] != step:
+            raise RuntimeError(f"counters of step {step} were asked for, and those of step {self._words[0]} are there")
+        return self._counts[rows, :counters]
+
+
+class Engine:
+    """Turns specs into table rows and rows into work lists, on one device.
+
+    All device tensors keep their addresses for life, as captured graphs need.
+
+    Args:
+        config: what the operator asked for.
+        width: of the model's residual stream.
+        layers: of the model.
+        dtype: of the model; the dictionaries' weights are held in it.
+        device: where the model runs.
+        max_rows: requests in one batch at most.
+        max_tokens: tokens in one step at most.
+        positions: where the model's runner keeps each token's position in its request; default a tensor of our own.
+
+    Raises:
+        ConfigError: a dictionary does not fit the model.
+        LoadError: a weight file is not what it should be.
+    """
+
+    def __init__(
+        self,
+        config: SaesteerConfig,
+        *,
+        width: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_tokens: int,
+        positions: Tensor | None = None,
+    ) -> None:
+        config = config.with_depth(layers)
+        infos, vectors = config.describe(), config.read_vectors()
+        check_vectors(vectors, width=width, layers=layers)
+        names = config.all_sites(infos)
+        check_fit(infos, names, width=width, layers=layers)
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.width = width
+        self.sites: dict[str, Site] = {}
+        self._pools: dict[str, Pool] = {}
+        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
+        placements: dict[str, Placement] = {}
+        catalog = config.catalog(infos, width=width)
+        reserved, named = rooms(catalog, config.pool_rows), {}
+        paths = {key: source.path for key, source in config.dictionaries.items()}
+        self.site_numbers = torch.zeros(len(names), layout.SITE_STRIDE, dtype=torch.int32, device=device)
+        for number, name in enumerate(names):
+            here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
+            brought = max_rows * config.inline_rows
+            index = self.site_numbers[number, :1]
+            site, found = load_site(
+                index, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved[name] + brought
+            )
+            self.sites[name] = site
+            placements |= found
+            named[name] = Pool(site.pool, reserved[name])
+            self._pools[name] = Pool(site.pool + reserved[name], brought)
+        self.registry = Registry(catalog, named)
+        self.catalog = self.registry.versions[0].catalog
+        self._stage(self.registry.written)
+        numbers = {name: number for number, name in enumerate(names)}
+        self.places = Places(numbers, placements, self.registry.versions[0].arrows, config.max_edits)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
+        self.work = zeros(max_tokens + 1, 4)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
+        self.kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
+        self.cells = zeros(max_tokens)
+        # The first counters of all rows lie side by side, so that what a step brings to the host is short.
+        self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
+        self.steps = zeros(1)
+        self.published = torch.zeros(
+            layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self.scratch = scratch_for(list(self.sites.values()), width, device)
+        self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
+        self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
+        self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
+        self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
+        self._filled: dict[int, Row] = {}  # rows of the table that are not empty
+        self._has_work = False
+        self._step = 0  # of the last list, as the device numbers it
+        self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
+        self._nothing = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
+        self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
+        self.flush()
+
+    def make_row(self, spec: Spec, prompt_len: int, version: int = 0) -> Row | None:
+        """What a request's row will hold; None when the spec edits nothing.
+
+        Args:
+            spec: of the request.
+            prompt_len: in tokens.
+            version: of the names, as the front end has admitted the request with it.
+
+        Raises:
+            SpecError: the spec is wrong; the front end has refused such a request already.
+        """
+        known = self.registry.versions[version]
+        found = plan(spec, known.catalog, prompt_len)
+        if not found:
+            return None
+        places = replace(self.places, vectors=known.arrows)
+        return make_row(found, places, dose=spec.returns.dose, limit=self.config.max_dose or 0.0)
+
+    def add_version(
+        self,
+        number: int,
+        base: int,
+        vectors: Mapping[str, VectorSet | None],
+        modules: Mapping[str, Spec | None],
+    ) -> None:
+        """Make a version of the names from another one, with its vectors on the device.
+
+        Raises:
+            RegistryError: too little room; then nothing has changed.
+        """
+        catalog = changed(self.registry.versions[base].catalog, vectors, modules)
+        self._stage(self.registry.add(number, catalog))
+        self.flush()
+
+    def _stage(self, written: Sequence[tuple[str, int, NDArray[np.float32]]]) -> None:
+        self._written |= {(site, slot): unit for site, slot, unit in written}
+
+    def fill(self, row: int, content: Row | None) -> None:
+        """Put a request into its row, or empty the row; the device sees it with the next work list."""
+        before = self._filled.pop(row, None)
+        if before is None and content is None:
+            return
+        words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
+        if before is not None:
+            for one in before.inline:
+                self._pools[one.site].release(one.content)
+        if content is not None:
+            self._take(content)
+            self._filled[row] = content
+            words[: len(content.words)] = content.words
+
+    def _take(self, content: Row) -> None:
+        """Hold slots for the vectors that a row brings: all of them, or none where something is wrong."""
+        taken: list[Inline] = []
+        try:
+            for one in content.inline:
+                slot, fresh = self._pools[one.site].take(one.content)
+                taken.append(one)
+                content.words[one.word] = slot
+                if fresh:
+                    self._written[one.site, slot] = one.unit
+        except Exception:
+            for one in taken:
+                self._pools[one.site].release(one.content)
+            raise
+
+    def counted(self, row: int, counters: int) -> Tensor:
+        """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""
+        counts = self.counts[row, :counters]
+        return torch.zeros_like(counts) if row in self._staged else counts.clone()
+
+    def flush(self) -> None:
+        """Bring what is staged to the device, ordered with its work; the list of work is left as it is."""
+        if self._staged or self._written:
+            self._map(self._nobody, 0, self._nobody, -1, 0, 1)
+
+    def _map(
+        self, rows: Tensor | list[int], row_offset: int, starts: Tensor, requests: int, tokens: int, span: int
+    ) -> None:
+        """One copy, if there is anything new, and one kernel. What a step in flight reads is not touched, as this comes
+        behind it in the device's order."""
+        news, listed = self._nothing, rows if isinstance(rows, list) else self._listed
+        numbers = [] if listed == self._listed else listed
+        there = self._numbers if isinstance(rows, list) else rows
+        if self._staged or self._written or numbers:
+            slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
+            values = list(self._written.values())
+            news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
+            self._staged, self._written = {}, {}
+            if numbers:
+                there = self._numbers = beside
+                self._listed = numbers
+        batch = there, row_offset, starts, self.table, self.counts, self.site_numbers, news
+        ops.map_(self.work, *batch, requests, tokens, span)
+
+    def schedule(
+        self,
+        rows: Tensor | list[int],
+        row_offset: int,
+        query_start_loc: Tensor,
+        num_requests: int,
+        num_tokens: int,
+        kinds: NDArray[np.int32],
+        *,
+        changed: bool = True,
+    ) -> None:
+        """Write the work list of a step in which somebody is steered; positions are read where the runner keeps them.
+
+        Args:
+            rows: [>= num_requests], less ``row_offset``; int32 or int64 on the device, or a list that it may not have.
+            row_offset: added to every element of ``rows``.
+            query_start_loc: int32 [>= num_requests + 1], first token of every request, then their number.
+            num_requests: of this batch.
+            num_tokens: of this batch.
+            kinds: [sites], of all its rows together.
+            changed: False when the last list is this step's, too.
+        """
+        self._step = (self._step + 1) % layout.STEPS
+        if not changed and self._has_work and not self._staged:
+            return
+        span = layout.TILE if num_tokens > TILED_ABOVE else 1
+        self._map(rows, row_offset, query_start_loc, num_requests, num_tokens, span)
+        self._kinds[:] = kinds
+        self._has_work = True
+
+    def last_published(self) -> tuple[int, Published]:
+        """Number of the step that was scheduled last, and its counters, which are there once its tokens are."""
+        return self._step, self._published[self._step % layout.PUBLISHED]
+
+    def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
+        """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
+        for span in (1, layout.TILE):
+            self._map(rows, 0, query_start_loc, 0, 0, span)
+        self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, in types of its own
+
+    @contextmanager
+    def warming(self) -> Iterator[list[int]]:
+        """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
+        self.work[0].zero_()
+        self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
+        try:
+            yield launch_sizes(self.width, len(self.cells))
+        finally:
+            self._kinds[:] = 0
+
+    def kinds_at(self, site: Site) -> Tensor:
+        """Of a site what the op reads, int32 [1], in the memory of all sites' kinds."""
+        number = self.places.sites[site.name]
+        return self.kinds[number : number + 1]
+
+    def rest(self) -> None:
+        """Make the work list empty, for a step in which nobody is steered; free when it is already."""
+        if self._has_work:
+            self.work[0].zero_()
+            self._kinds[:] = 0
+            self._has_work = False
+
+    def edit(self, site: Site, stream: Tensor) -> None:
+        """Apply the edits of a site to a stream [tokens, d] that is one tensor, in place."""
+        ops.edit_(
+            stream,
+            None,
+            None,
+            self.table,
+            site.index,
+            self.work,
+            self.positions,
+            self.kinds_at(site),
+            site.w_enc,
+            site.w_dec,
+            site.b_enc,
+            site.threshold,
+            site.b_dec,
+            self.cells,
+            self.counts,
+            self.scratch,
+            layout.BARE,
+            0.0,
+            0.0,
+            site.dense_size,
+            site.has_norms,
+        )
+
+
+def check_fit(infos: Mapping[str, CoderInfo], sites: Sequence[str], *, width: int, layers: int) -> None:
+    """Refuse dictionaries and sites that the model does not have.
+
+    Raises:
+        ConfigError: naming the dictionary or site, and what the model has.
+    """
+    for name, info in infos.items():
+        if info.d_in != width:
+            raise ConfigError(f"dictionary {name!r} is {info.d_in} wide, but this model is {width} wide")
+    for site in sites:
+        if parse(site)[1] >= layers:
+            raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")

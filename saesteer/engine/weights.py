@@ -1,0 +1,132 @@
+"""The weights that the op reads at one site: dictionaries, then vectors, row by row. Knows nothing of requests."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
+from saesteer.engine.table import Placement
+from saesteer.kernels import layout
+from saesteer.language.sites import parse
+from saesteer.loaders import load
+
+_ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time
+_DENSE_TOKENS = 512  # encoded whole at once
+_DENSE_BYTES = 256 << 20  # that their features may take
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """What the op at one site reads beside the common tables and lists."""
+
+    name: str
+    index: Tensor  # int32 [1], the site's line of layout.py's `sites`; a tensor, so that all compiled layers are alike
+    w_enc: Tensor  # [slots, d]
+    w_dec: Tensor  # [slots, d]
+    b_enc: Tensor  # float32 [slots]
+    threshold: Tensor  # float32 [slots]
+    b_dec: Tensor  # float32 [dictionaries, d]
+    dense_size: int  # features of the largest dictionary that may be ranked or reconstructed
+    has_norms: bool
+
+    pool: int  # first slot behind the dictionaries'
+
+    @property
+    def layer(self) -> int:
+        """The layer in the site's name."""
+        return parse(self.name)[1]
+
+
+def load_site(
+    index: Tensor,
+    name: str,
+    infos: Mapping[str, CoderInfo],
+    paths: Mapping[str, str],
+    *,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pool: int,
+) -> tuple[Site, dict[str, Placement]]:
+    """A site's tensors, filled with its dictionaries, and where each of them lies.
+
+    Args:
+        index: int32 [1], of the site in the tables.
+        name: of the site.
+        infos: of the dictionaries that read and write here, by name.
+        paths: to their weights.
+        width: of the stream.
+        dtype: in which the weights are held.
+        device: where.
+        pool: slots behind the dictionaries', for vectors.
+
+    Raises:
+        LoadError: a weight file is not what it should be.
+    """
+    slots = sum(info.features for info in infos.values()) + pool
+    w_enc = torch.zeros(slots, width, dtype=dtype, device=device)
+    w_dec = torch.zeros(slots, width, dtype=dtype, device=device)
+    b_enc = torch.zeros(slots, dtype=torch.float32, device=device)
+    threshold = torch.zeros(slots, dtype=torch.float32, device=device)
+    b_dec = torch.zeros(max(1, len(infos)), width, dtype=torch.float32, device=device)
+    placements: dict[str, Placement] = {}
+    base = 0
+    for at, (key, info) in enumerate(infos.items()):
+        centred = info.in_norm == "layer_norm"
+        coder = load(paths[key], dtype=torch.float32 if centred else dtype)
+        end = base + coder.info.features
+        _copy(w_enc[base:end], coder.w_enc, centred=centred)
+        _copy(w_dec[base:end], coder.w_dec)
+        b_enc[base:end].copy_(coder.b_enc)
+        threshold[base:end].copy_(_threshold(coder))
+        b_dec[at].copy_(coder.b_dec)
+        placements[key] = _placement(base, at, info, coder)
+        base = end
+    dense = max((info.features for info in infos.values() if may_be_dense(info)), default=0)
+    norms = any(info.in_norm != "none" for info in infos.values())
+    return Site(name, index, w_enc, w_dec, b_enc, threshold, b_dec, dense, norms, base), placements
+
+
+def may_be_dense(info: CoderInfo) -> bool:
+    """Whether an edit may need every feature of this dictionary."""
+    return info.can_reconstruct or info.activation in RANKED
+
+
+def scratch_for(sites: Sequence[Site], width: int, device: torch.device) -> Tensor:
+    """The kernels' scratch memory, zeros; empty on a CPU, where the reference needs none."""
+    if device.type == "cpu":
+        return torch.zeros(0, dtype=torch.float32)
+    dense = max((site.dense_size for site in sites), default=0)
+    fitting = _DENSE_BYTES // (4 * max(1, dense)) // layout.TILE * layout.TILE
+    tokens = max(layout.TILE, min(_DENSE_TOKENS, fitting))
+    return torch.zeros(layout.scratch_words(width, dense, tokens), dtype=torch.float32, device=device)
+
+
+def _copy(into: Tensor, weights: Tensor, *, centred: bool = False) -> None:
+    """Copy rows, less their own mean for a layer norm: (x - mean(x)) . e = x . (e - mean(e))."""
+    if not centred:
+        into.copy_(weights)
+        return
+    for start in range(0, len(weights), _ROWS_AT_ONCE):
+        rows = weights[start : start + _ROWS_AT_ONCE].float()
+        into[start : start + len(rows)].copy_(rows - rows.mean(1, keepdim=True))
+
+
+def _threshold(coder: SparseCoder) -> Tensor:
+    """[F]: a feature that is not above it is 0; relu's is 0, and abstopk has none."""
+    if coder.threshold is not None:
+        return coder.threshold
+    return torch.full((coder.info.features,), -math.inf if coder.info.activation == "abstopk" else 0.0)
+
+
+def _placement(base: int, number: int, info: CoderInfo, coder: SparseCoder) -> Placement:
+    def array(tensor: Tensor) -> NDArray[np.float32]:
+        return np.ascontiguousarray(tensor.float().cpu().numpy())
+
+    max_act = None if coder.max_act is None else array(coder.max_act)
+    return Placement(base, number, info, array(coder.b_enc), array(_threshold(coder)), max_act)

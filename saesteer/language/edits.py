@@ -1,0 +1,282 @@
+"""What a request may ask for: one record for each edit, and the scopes and gates they carry. Knows no server.
+
+Each record is checked when it is made (saesteer/checks.py); what needs the server's dictionaries is checked in plan.py.
+"""
+
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, ClassVar, Literal
+
+from saesteer.language.fields import (
+    INT32_MAX,
+    Record,
+    by,
+    closest,
+    fail,
+    flag,
+    integer,
+    list_of,
+    mapping,
+    number,
+    one_of,
+    optional,
+    read,
+    show,
+    sites,
+    text,
+)
+from saesteer.language.inline import Vector, vector
+
+MAX_POSITIONS = 4096  # intervals of one scope, and of all scopes of a spec together
+MAX_CONDITIONS = 16  # of one `when`
+
+Mode = Literal["set", "add", "scale", "min", "max"]
+Unit = Literal["raw", "max_act"]
+Interval = tuple[int, int | None]
+
+_feature = integer(0, INT32_MAX)
+_start = integer(1 - INT32_MAX, INT32_MAX - 1)
+
+
+def interval(value: Any, at: str) -> Interval:
+    """``[start, end]``, half-open; end may be null, negative ones count from the end of the prompt."""
+    if not isinstance(value, list | tuple):
+        fail(at, "wrong_type", f"got {show(value)}, expected [start, end]")
+    if len(value) != 2:
+        fail(at, "wrong_type", f"got {show(value)}, expected two numbers, [start, end]")
+    start = _start(value[0], f"{at}[0]")
+    if value[1] is None:
+        return start, None
+    end = _start(value[1], f"{at}[1]")
+    if end == 0 or ((start < 0) == (end < 0) and end <= start):
+        fail(
+            at,
+            "empty_scope",
+            f"[{start}, {end}] holds no position, expected a start below the end, which is not part of it",
+        )
+    return start, end
+
+
+Message = int | str  # the place of a chat message, or the role of all that have it
+
+_place = integer(1 - INT32_MAX, INT32_MAX - 1)
+
+
+def _message(value: Any, at: str) -> Message:
+    if isinstance(value, str):
+        return text(value, at)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail(at, "wrong_type", f"got {show(value)}, expected a role such as user, or the index of a message")
+    place: int = _place(value, at)
+    return place
+
+
+def messages(value: Any, at: str) -> tuple[Message, ...]:
+    """A role, the index of a message, or a list of them; negative indices count from the last message."""
+    if not isinstance(value, list | tuple):
+        return (_message(value, at),)
+    found: tuple[Message, ...] = list_of(_message, MAX_POSITIONS)(value, at)
+    if not found:
+        fail(at, "empty_scope", "got an empty list, expected at least one role or index of a message")
+    return found
+
+
+def intervals(value: Any, at: str) -> tuple[Interval, ...]:
+    """At least one interval."""
+    found: tuple[Interval, ...] = list_of(interval, MAX_POSITIONS)(value, at)
+    if not found:
+        fail(at, "empty_scope", "got an empty list, expected at least one [start, end]")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scope(Record):
+    """The tokens that an edit touches, by absolute position; the meaning is in ``saesteer.planning.windows``.
+
+    Chat messages become positions where the conversation is at hand: ``saesteer.planning.messages``.
+    """
+
+    label: ClassVar[str] = "scope"
+
+    prompt: bool | None = field(default=None, metadata=by(optional(flag)))
+    generated: bool | None = field(default=None, metadata=by(optional(flag)))
+    positions: tuple[Interval, ...] | None = field(default=None, metadata=by(optional(intervals)))
+    skip_first: int | None = field(default=None, metadata=by(optional(integer(0, INT32_MAX - 1))))
+    messages: tuple[Message, ...] | None = field(default=None, metadata=by(optional(messages)))
+
+    def _whole(self, at: str) -> None:
+        if self.prompt is False and self.generated is False:
+            fail(at, "empty_scope", "prompt and generated are both false, expected one of them to be true")
+        if self.messages is not None and not (not self.generated if self.prompt is None else self.prompt):
+            fail(
+                at,
+                "empty_scope",
+                "has messages, whose tokens are all of the prompt, expected prompt not to be left out",
+            )
+
+    @classmethod
+    def check(cls, value: Any, at: str) -> "Scope":
+        """A scope; null is the default one."""
+        return Scope() if value is None else read(cls, value, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(Record):
+    """One condition of a `when`: a feature or a probe strictly above and/or below a bound, at the same token."""
+
+    label: ClassVar[str] = "when"
+
+    dictionary: str | None = field(default=None, metadata=by(optional(text)))
+    feature: int | None = field(default=None, metadata=by(optional(_feature)))
+    probe: str | None = field(default=None, metadata=by(optional(text)))
+    above: float | None = field(default=None, metadata=by(optional(number)))
+    below: float | None = field(default=None, metadata=by(optional(number)))
+
+    def _whole(self, at: str) -> None:
+        if self.probe is not None and (self.dictionary is not None or self.feature is not None):
+            fail(f"{at}.probe", "conflict", "stands beside a dictionary's feature, expected one of the two")
+        if self.probe is None and self.dictionary is None:
+            fail(f"{at}.dictionary", "missing_field", "is missing, expected dictionary and feature, or probe")
+        if self.probe is None and self.feature is None:
+            fail(f"{at}.feature", "missing_field", "is missing, expected beside dictionary")
+        if self.above is None and self.below is None:
+            fail(f"{at}.above", "missing_field", "is missing, expected above, below or both")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
+
+    @classmethod
+    def check(cls, value: Any, at: str) -> tuple["Gate", ...]:
+        """One condition or a list of them, which must all hold; null and the empty list are no condition."""
+        if value is None:
+            return ()
+        if isinstance(value, list | tuple):
+            found: tuple[Gate, ...] = list_of(lambda one, path: read(cls, one, path), MAX_CONDITIONS)(value, at)
+            return found
+        return (read(cls, value, at),)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit(Record):
+    """One thing a request asks for."""
+
+    op: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The canonical JSON object: ``op`` first, fields at their default are left out."""
+        return {"op": self.op, **Record.to_json(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp(Edit):
+    """f' from f for one feature; x' = x + Σ (f' − f) d over a group of neighbouring clamps."""
+
+    op: ClassVar[str] = "clamp"
+    label: ClassVar[str] = "clamp"
+
+    dictionary: str = field(metadata=by(text))
+    feature: int = field(metadata=by(_feature))
+    value: float = field(
+        metadata=by(number)
+    )  # in the dictionary's unit, or in max_act of the feature; a factor in mode scale
+    mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
+    unit: Unit = field(default="raw", metadata=by(one_of("raw", "max_act")))
+    only_if_active: bool = field(default=False, metadata=by(flag))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+    def _whole(self, at: str) -> None:
+        if self.mode == "scale" and self.unit == "max_act":
+            fail(f"{at}.unit", "conflict", "got max_act with mode scale, expected raw: a factor has no unit")
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Edit):
+    """x' = x + scale · v, with v scaled to the length of x first when norm is match."""
+
+    op: ClassVar[str] = "add"
+    label: ClassVar[str] = "add"
+
+    vector: Vector = field(metadata=by(vector))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))
+    scale: float = field(default=1.0, metadata=by(number))
+    norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+
+@dataclass(frozen=True, slots=True)
+class Cap(Edit):
+    """p = x · v̂; x' = x + strength · (clip(p, min, max) − p) · v̂."""
+
+    op: ClassVar[str] = "cap"
+    label: ClassVar[str] = "cap"
+
+    vector: Vector = field(metadata=by(vector))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))
+    min: float | None = field(default=None, metadata=by(optional(number)))
+    max: float | None = field(default=None, metadata=by(optional(number)))
+    strength: float = field(default=1.0, metadata=by(number))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+    def _whole(self, at: str) -> None:
+        if self.min is None and self.max is None:
+            fail(f"{at}.max", "missing_field", "is missing, expected min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
+
+
+@dataclass(frozen=True, slots=True)
+class Ablate(Edit):
+    """x' = x − strength · (x · v̂) · v̂; strength 1 removes, 2 mirrors, −1 doubles."""
+
+    op: ClassVar[str] = "ablate"
+    label: ClassVar[str] = "ablate"
+
+    vector: Vector = field(metadata=by(vector))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))
+    strength: float = field(default=1.0, metadata=by(number))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+
+@dataclass(frozen=True, slots=True)
+class Reconstruct(Edit):
+    """The dictionary's reconstruction in place of x, with the group of clamps that stands before it."""
+
+    op: ClassVar[str] = "reconstruct"
+    label: ClassVar[str] = "reconstruct"
+
+    dictionary: str = field(metadata=by(text))
+    error: Literal["keep", "drop"] = field(default="drop", metadata=by(one_of("keep", "drop")))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+
+@dataclass(frozen=True, slots=True)
+class Use(Edit):
+    """The edits of a registered module, every delta multiplied by scale."""
+
+    op: ClassVar[str] = "use"
+    label: ClassVar[str] = "use"
+
+    module: str = field(metadata=by(text))
+    scale: float = field(default=1.0, metadata=by(number))
+
+
+OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, Reconstruct, Use)}
+
+
+def edit(value: Any, at: str) -> Edit:
+    """An edit from its JSON object, by its op."""
+    if isinstance(value, Edit):
+        return value
+    mapping(value, at)
+    if "op" not in value:
+        fail(f"{at}.op", "missing_field", f"is missing, expected one of {', '.join(OPS)}")
+    op = value["op"]
+    if not isinstance(op, str):
+        fail(f"{at}.op", "wrong_type", f"got {show(op)}, expected one of {', '.join(OPS)}")
+    if op not in OPS:
+        fail(f"{at}.op", "unknown_name", f"got {show(op)}{closest(op, OPS)}, expected one of {', '.join(OPS)}")
+    return read(OPS[op], value, at, extra="op")

@@ -1,0 +1,295 @@
+"""Reading one value of a request: checks that need only the value and its path. Knows no edit and no dictionary.
+
+A check takes a value and its path, returns the value in canonical form, and raises SpecError when it is wrong. A
+Record is an object with known fields, each with its check; it cannot exist with a wrong value in it, whether it comes
+from JSON or is made in Python, and two equal records have equal JSON.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from difflib import get_close_matches
+from heapq import nlargest
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
+
+from saesteer.errors import ConfigError, SpecError
+from saesteer.language.sites import KINDS, canonical, parse
+
+MAX_NAME = 128  # characters
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4028234663852886e38
+_COMPARABLE = 64  # characters of a name that a suggestion is looked for
+_COMPARED = 32  # known names at most that are compared with it letter by letter
+
+Code = Literal[
+    "bad_json",  # the text is no JSON
+    "conflict",  # two values that are fine alone do not go together
+    "duplicate",  # the same thing twice where it may stand once
+    "empty_scope",  # no token could ever be edited
+    "missing_field",
+    "not_finite",  # NaN or infinity
+    "not_served",  # right, and a later version may do it
+    "out_of_range",
+    "too_many",  # over a limit on size or count
+    "unknown_field",
+    "unknown_max_act",  # the dictionary's max activations are not known; `saesteer calibrate` finds them
+    "unknown_name",  # a dictionary, site, op, mode ... that does not exist
+    "unknown_version",
+    "wrong_type",
+    "zero_vector",  # a vector without a direction
+]
+CODES: tuple[str, ...] = get_args(Code)
+
+Check = Callable[[Any, str], Any]
+R = TypeVar("R", bound="Record")
+
+
+def fail(at: str, code: Code, message: str) -> NoReturn:
+    """Raise the SpecError for the field at this path."""
+    raise SpecError(message, field=at, code=code)
+
+
+def show(value: object) -> str:
+    """A value as messages tell it: short, printable, and safe to encode."""
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_NAME else f"{value[:40]!r}... ({len(value)} characters)"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
+    return f"a {type(value).__name__}"
+
+
+def listing(names: Iterable[Any], most: int = 20) -> str:
+    """Known names or numbers in one phrase, not all of them when they are many."""
+    known = sorted(names)
+    rest = f" and {len(known) - most} more" if len(known) > most else ""
+    return (", ".join(map(str, known[:most])) or "none") + rest
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` where a known name is close, else nothing.
+
+    difflib takes as long for a name as it is long, squared, and looks at every known one. So long names get no
+    suggestion, and where many are known it sees only those that share most pairs of letters with this one.
+    """
+    if len(name) > _COMPARABLE:
+        return ""
+    pairs = [name[i : i + 2] for i in range(len(name) - 1)]
+    likely = nlargest(_COMPARED, known, key=lambda one: sum(map(one.__contains__, pairs)))
+    found = get_close_matches(name, likely, 1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def step(at: str, key: object) -> str:
+    """The path of a field below ``at``; a key that is no plain word is quoted and cut short."""
+    plain = isinstance(key, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", key, re.ASCII)
+    if isinstance(key, str) and len(key) > MAX_NAME:
+        key = f"{key[:40]}..."
+    return f"{at}.{key}" if plain else f"{at}[{show(key)}]"
+
+
+def text(value: Any, at: str) -> str:
+    """A name: 1 to 128 printable characters."""
+    if not isinstance(value, str):
+        fail(at, "wrong_type", f"got {show(value)}, expected a name")
+    if not 0 < len(value) <= MAX_NAME or not value.isprintable():
+        fail(at, "out_of_range", f"got {show(value)}, expected a name of 1 to {MAX_NAME} printable characters")
+    return value
+
+
+def flag(value: Any, at: str) -> bool:
+    """A boolean; 0 and 1 are none."""
+    if not isinstance(value, bool):
+        fail(at, "wrong_type", f"got {show(value)}, expected true or false")
+    return value
+
+
+def number(value: Any, at: str) -> float:
+    """A finite number within float32; a boolean is none. −0.0 becomes 0.0, as equal specs have equal JSON."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail(at, "wrong_type", f"got {show(value)}, expected a number")
+    if value != value or value in (float("inf"), float("-inf")):
+        fail(at, "not_finite", f"got {show(float(value))}, expected a finite number")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # type: ignore[operator]  # reals of every kind compare with floats
+        fail(at, "out_of_range", f"got {show(value)}, expected a number that float32 can hold, up to {FLOAT32_MAX:.6g}")
+    return float(value) + 0.0
+
+
+def integer(low: int, high: int) -> Check:
+    """An integer from ``low`` to ``high``; neither a boolean nor 34.0 is one."""
+
+    def check(value: Any, at: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            fail(at, "wrong_type", f"got {show(value)}, expected an integer")
+        found = int(value)
+        if not low <= found <= high:
+            fail(at, "out_of_range", f"got {show(found)}, expected an integer from {low} to {high}")
+        return found
+
+    return check
+
+
+def one_of(*words: str) -> Check:
+    """One of a few words."""
+
+    def check(value: Any, at: str) -> str:
+        if not isinstance(value, str):
+            fail(at, "wrong_type", f"got {show(value)}, expected one of {', '.join(words)}")
+        if value not in words:
+            fail(at, "unknown_name", f"got {show(value)}{closest(value, words)}, expected one of {', '.join(words)}")
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """The same check, where null stands for absent."""
+    return lambda value, at: None if value is None else check(value, at)
+
+
+def list_of(check: Check, most: int, key: Callable[[Any], object] | None = None) -> Check:
+    """A list of at most ``most`` items; with ``key``, no two of them have the same key."""
+
+    def check_all(value: Any, at: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            fail(at, "wrong_type", f"got {show(value)}, expected a list")
+        if len(value) > most:
+            fail(at, "too_many", f"got {len(value)} items, expected at most {most}")
+        items = tuple(check(item, f"{at}[{i}]") for i, item in enumerate(value))
+        if key is not None:
+            first: dict[object, int] = {}
+            for i, one in enumerate(map(key, items)):
+                if first.setdefault(one, i) != i:
+                    fail(f"{at}[{i}]", "duplicate", f"stands at {at}[{first[one]}] already, expected it once")
+        return items
+
+    return check_all
+
+
+def site(value: Any, at: str) -> str:
+    """A site with its layer, as written; ``canonical`` is for those who compare."""
+    try:
+        parse(text(value, at))
+    except ConfigError as error:
+        fail(at, "unknown_name", str(error))
+    return str(value)
+
+
+def sites(value: Any, at: str) -> tuple[str, ...]:
+    """One site, a list of sites, or a kind alone, which stands for every layer that the vector has."""
+    if isinstance(value, str):
+        return (value,) if value in KINDS else (site(value, at),)
+    if isinstance(value, tuple) and len(value) == 1 and value[0] in KINDS:
+        return value  # canonical already
+    if value in ([], ()):
+        fail(at, "out_of_range", "got an empty list, expected at least one site")
+    found: tuple[str, ...] = list_of(site, 1024, key=canonical)(value, at)
+    return found
+
+
+def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[str, Any]:
+    """Metadata of a Record's field.
+
+    Args:
+        check: of its value.
+        key: its name in JSON, where that is another than in Python.
+        single: a list of one is written as that one.
+    """
+    return {"check": check, "key": key, "single": single}
+
+
+def plain(value: Any) -> Any:
+    """A checked value as JSON has it."""
+    if isinstance(value, Record):
+        return value.to_json()
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object with known fields; checked when made, in Python or from JSON."""
+
+    label: ClassVar[str]  # the path of a record that stands in no list yet
+
+    def __post_init__(self) -> None:
+        self._settle(self.label)
+
+    def _settle(self, at: str) -> None:
+        for key, one in _table(type(self)).items():
+            value = getattr(self, one.name)
+            if value is not one.default:  # which is right as it is, and most fields have it
+                object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
+        self._whole(at)
+
+    def _whole(self, at: str) -> None:
+        """Refuse what is fine field by field and wrong together."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The canonical JSON object: fields at their default are left out."""
+        found: dict[str, Any] = {}
+        for key, one in _table(type(self)).items():
+            value = getattr(self, one.name)
+            if one.default is MISSING or value != one.default:
+                found[key] = plain(value[0] if one.metadata["single"] and len(value) == 1 else value)
+        return found
+
+
+def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
+    """A record from a JSON object, or the record itself.
+
+    Args:
+        cls: the record's class.
+        value: the object.
+        at: its path.
+        extra: a field that the caller has read already.
+
+    Raises:
+        SpecError: anything about it is wrong.
+    """
+    if isinstance(value, cls):
+        return value
+    mapping(value, at)
+    table = _table(cls)
+    for key in value:
+        if key not in table and (key != extra or extra is None):
+            known_field(key, at, [*([extra] if extra else []), *table])
+    record = object.__new__(cls)
+    for key, one in table.items():
+        if key not in value and one.default is MISSING:
+            fail(f"{at}.{key}", "missing_field", f"is missing, expected beside {listing(map(str, value))}")
+        object.__setattr__(record, one.name, value.get(key, one.default))
+    record._settle(at)
+    return record
+
+
+def mapping(value: Any, at: str) -> Mapping[str, Any]:
+    """A JSON object with names for keys."""
+    if not isinstance(value, Mapping):
+        fail(at, "wrong_type", f"got {show(value)}, expected an object")
+    for key in value:
+        if not isinstance(key, str):
+            fail(at, "wrong_type", f"got the key {show(key)}, expected keys that are strings")
+    return value
+
+
+def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
+    """Refuse a field that does not exist."""
+    known = list(known)
+    fail(step(at, key), "unknown_field", f"is not a field{closest(key, known)}, expected only {', '.join(known)}")
+
+
+_TABLES: dict[type, dict[str, Field[Any]]] = {}
+
+
+def _table(cls: type[Record]) -> dict[str, Field[Any]]:
+    if cls not in _TABLES:
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in fields(cls)}
+    return _TABLES[cls]

@@ -1,0 +1,317 @@
+"""The request language: a whole spec, from JSON and back, and the helpers that build edits. Knows no server.
+
+``from_json`` is the door: what comes through it is well-formed in every field. Whether the names in it exist, and which
+tokens it touches, says ``saesteer.planning``. The edits are in edits.py, the error codes in fields.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from saesteer.language.edits import (
+    MAX_POSITIONS,
+    OPS,
+    Ablate,
+    Add,
+    Cap,
+    Clamp,
+    Edit,
+    Gate,
+    Interval,
+    Mode,
+    Reconstruct,
+    Scope,
+    Unit,
+    Use,
+    edit,
+    intervals,
+)
+from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, show, site, text
+from saesteer.language.inline import InlineVector, Vector
+
+__all__ = [
+    "MAX_CHARACTERS",
+    "MAX_EDITS",
+    "MAX_POSITIONS",
+    "OPS",
+    "Ablate",
+    "ActivationRead",
+    "Add",
+    "Cap",
+    "Clamp",
+    "Edit",
+    "FeatureRead",
+    "Gate",
+    "InlineVector",
+    "Interval",
+    "Reconstruct",
+    "Return",
+    "Scope",
+    "Spec",
+    "Use",
+    "Vector",
+    "ablate",
+    "add",
+    "as_spec",
+    "cap",
+    "clamp",
+    "from_json",
+    "reconstruct",
+    "use",
+]
+
+VERSION: Literal[1] = 1
+MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
+MAX_EDITS = 4096  # of one spec; a server's own limit is lower
+MAX_READS = 256  # of each kind in `return`
+
+
+def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
+    words = ("all", "prompt", "generated")
+    if not isinstance(value, str | list | tuple):
+        fail(at, "wrong_type", f"got {show(value)}, expected {', '.join(words)} or a list of [start, end]")
+    if isinstance(value, str):
+        word: str = one_of(*words)(value, at)
+        return word
+    return intervals(value, at)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRead(Record):
+    """Return the strongest features of each token."""
+
+    label: ClassVar[str] = "features"
+
+    dictionary: str = field(metadata=by(text))
+    top_k: int = field(default=8, metadata=by(integer(1, 1024)))
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRead(Record):
+    """Return the tensor at a site, after the edits there."""
+
+    label: ClassVar[str] = "activations"
+
+    site: str = field(metadata=by(site))
+    positions: str | tuple[Interval, ...] = field(default="all", metadata=by(_positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Return(Record):
+    """What the request wants to know of its own forward pass."""
+
+    label: ClassVar[str] = "return"
+
+    features: tuple[FeatureRead, ...] = field(
+        default=(),
+        metadata=by(list_of(lambda one, at: read(FeatureRead, one, at), MAX_READS, key=lambda one: one.dictionary)),
+    )
+    probes: tuple[str, ...] = field(default=(), metadata=by(list_of(text, MAX_READS, key=str)))
+    activations: tuple[ActivationRead, ...] = field(
+        default=(),
+        metadata=by(list_of(lambda one, at: read(ActivationRead, one, at), MAX_READS, key=lambda one: one.site)),
+    )
+    dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
+
+    @classmethod
+    def check(cls, value: Any, at: str) -> "Return":
+        """A return; null returns nothing."""
+        return Return() if value is None else read(cls, value, at)
+
+
+def _version(value: Any, at: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail(at, "wrong_type", f"got {show(value)}, expected {VERSION}")
+    if value != VERSION:
+        fail(at, "unknown_version", f"got {show(value)}, expected {VERSION}")
+    return value
+
+
+def _edits(value: Any, at: str) -> tuple[Edit, ...]:
+    total = 0
+
+    def counted(one: Any, path: str) -> Edit:
+        nonlocal total
+        found = edit(one, path)
+        scope = getattr(found, "scope", None)
+        total += len(scope.positions) if scope and scope.positions else 0
+        if total > MAX_POSITIONS:
+            fail(
+                f"{path}.scope.positions",
+                "too_many",
+                f"got {total} intervals up to here, expected at most {MAX_POSITIONS}",
+            )
+        return found
+
+    found: tuple[Edit, ...] = list_of(counted, MAX_EDITS)(value, at)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spec(Record):
+    """All that a request asks for."""
+
+    label: ClassVar[str] = "saesteer"
+
+    edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
+    returns: Return = field(default=Return(), metadata=by(Return.check, key="return"))
+    version: Literal[1] = field(default=VERSION, metadata=by(_version))
+
+
+def from_json(value: str | Mapping[str, Any]) -> Spec:
+    """Read a spec from a JSON object, or from its text.
+
+    Raises:
+        SpecError: anything about it is wrong; ``field`` is the path, ``code`` one of ``CODES`` in language/fields.py.
+    """
+    return read(Spec, _load(value) if isinstance(value, str) else value, "saesteer")
+
+
+def _load(document: str) -> Any:
+    if len(document) > MAX_CHARACTERS:
+        fail("saesteer", "too_many", f"got {len(document)} characters of JSON, expected at most {MAX_CHARACTERS}")
+    try:
+        return json.loads(document, object_pairs_hook=_unique)
+    except RecursionError:
+        fail("saesteer", "bad_json", "is nested too deep, expected the JSON object of a spec")
+    except json.JSONDecodeError as error:
+        fail("saesteer", "bad_json", f"is no JSON ({error}), expected the JSON object of a spec")
+    except ValueError as error:
+        if isinstance(error, _Twice):
+            fail("saesteer", "duplicate", f"got the key {show(error.key)} twice in one object, expected it once")
+        fail(
+            "saesteer", "out_of_range", "got an integer of thousands of digits, expected a number that float32 can hold"
+        )
+
+
+class _Twice(ValueError):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Twice(key)
+        found[key] = value
+    return found
+
+
+def as_spec(steer: Any) -> Spec | None:
+    """A spec from whatever Python users have at hand: a spec, its JSON, one edit or a list of edits; None stays None.
+
+    Raises:
+        SpecError: it is wrong.
+    """
+    if steer is None or isinstance(steer, Spec):
+        return steer
+    if isinstance(steer, Edit) or (isinstance(steer, Mapping) and "op" in steer):
+        return from_json({"edits": [steer]})
+    return from_json({"edits": steer} if isinstance(steer, list | tuple) else steer)
+
+
+When = Gate | Mapping[str, Any] | Sequence[Gate | Mapping[str, Any]] | None
+Within = Scope | Mapping[str, Any] | None
+Sites = str | Sequence[str]
+AnyVector = str | Sequence[float] | InlineVector | Mapping[str, Any]
+
+
+def clamp(
+    dictionary: str,
+    feature: int,
+    value: float,
+    mode: Mode = "set",
+    unit: Unit = "raw",
+    only_if_active: bool = False,
+    when: When = None,
+    scope: Within = None,
+) -> Clamp:
+    """Clamp one feature of a dictionary: set it, add to it, scale it, or bound it by min or max.
+
+    Args:
+        dictionary: its name on the server.
+        feature: its index.
+        value: in the dictionary's unit; with ``unit="max_act"`` in multiples of the feature's largest known activation.
+        mode: ``set`` f' = v, ``add`` f' = f + v, ``scale`` f' = f · v, ``min`` f' = max(f, v), ``max`` f' = min(f, v).
+        unit: of the value.
+        only_if_active: leave tokens alone where the feature is 0.
+        when: condition or conditions, as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
+        scope: the tokens, as ``{"generated": True}``; default all except the first.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Clamp(dictionary, feature, value, mode, unit, only_if_active, *_shared(when, scope))
+
+
+def add(
+    vector: AnyVector,
+    site: Sites,
+    scale: float = 1.0,
+    norm: Literal["none", "match"] = "none",
+    when: When = None,
+    scope: Within = None,
+) -> Add:
+    """Add a vector at a site or several; ``norm="match"`` scales it to the stream's length first.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Add(_any(vector), _any(site), scale, norm, *_shared(when, scope))
+
+
+def cap(
+    vector: AnyVector,
+    site: Sites,
+    max: float | None = None,
+    min: float | None = None,
+    strength: float = 1.0,
+    when: When = None,
+    scope: Within = None,
+) -> Cap:
+    """Keep the projection on a vector at most ``max`` and at least ``min``.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Cap(_any(vector), _any(site), min, max, strength, *_shared(when, scope))
+
+
+def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = None, scope: Within = None) -> Ablate:
+    """Remove the projection on a vector.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Ablate(_any(vector), _any(site), strength, *_shared(when, scope))
+
+
+def reconstruct(
+    dictionary: str, error: Literal["keep", "drop"] = "drop", when: When = None, scope: Within = None
+) -> Reconstruct:
+    """Put the dictionary's reconstruction in place of the stream, with the clamps that stand directly before.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Reconstruct(dictionary, error, *_shared(when, scope))
+
+
+def use(module: str, scale: float = 1.0) -> Use:
+    """Use a registered module, every delta of it multiplied by ``scale``.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Use(module, scale)
+
+
+def _any(value: Any) -> Any:
+    """The record's own check decides, and brings the value into form."""
+    return value
+
+
+def _shared(when: When, scope: Within) -> tuple[Any, Any]:
+    return _any(when), _any(scope)

@@ -1,0 +1,62 @@
+"""What an answer says of the edits behind it: each with its place, its version and how many tokens it changed.
+
+Knows plans and fingerprints; the counts come from the device (``counts`` in kernels/layout.py) and are put in later.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from saesteer.dictionaries.vectors import fingerprint_of
+from saesteer.planning.plan import END, Catalog, Change, Direction, Feature, Plan
+
+_LETTERS = 16  # of a fingerprint, in an answer
+
+
+def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
+    """One JSON object for each change at each site, in the order of the request; without counts so far.
+
+    Args:
+        plan: of the request.
+        catalog: that it was planned with.
+    """
+    found = []
+    for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
+        entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
+        entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
+        found.append(entry)
+    return found
+
+
+def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int) -> None:
+    """Put in what was counted.
+
+    Args:
+        applied: of one answer.
+        counts: tokens that each change has changed in forward passes of this request, in the same order.
+        cached: tokens at the beginning that the prefix cache had. They were edited in the same way by the request that
+            computed them; of those in an edit's windows none is counted again.
+    """
+    for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch are as long as its longest
+        entry["tokens_edited"] = changed
+        entry["tokens_cached"] = sum(
+            max(0, min(cached, cached if end is None else end) - start) for start, end in entry["positions"]
+        )
+
+
+def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
+    target = change.target
+    if isinstance(target, Direction):
+        if isinstance(target.vector, str):
+            about: dict[str, Any] = {"vector": target.vector, "version": _short(catalog.vectors[target.vector])}
+        else:
+            about = {"version": fingerprint_of(target.vector)[:_LETTERS]}
+        return about if target.layer is None else about | {"layer": target.layer}
+    about = {"dictionary": target.dictionary}
+    if isinstance(target, Feature):
+        about["feature"] = target.feature
+    return about | {"version": _short(catalog.dictionaries[target.dictionary])}
+
+
+def _short(of: object) -> str:
+    """The beginning of a content's fingerprint."""
+    return str(getattr(of, "fingerprint", ""))[:_LETTERS]

@@ -1,0 +1,117 @@
+"""What edits do, by content and not by names: the ground of version hashes and use counts.
+
+Knows catalogs and fingerprints, no server and no token. Two specs with equal content change every prompt alike.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Literal
+
+from saesteer.dictionaries.vectors import fingerprint_of
+from saesteer.language.edits import Edit, Use
+from saesteer.language.spec import Spec
+from saesteer.planning.plan import Catalog
+
+Kind = Literal["vector", "module"]
+Name = tuple[Kind, str]
+
+
+def digest(content: object) -> str:
+    """Hex digest of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str] | None = None) -> list[Any]:
+    """The edits with fingerprints in the place of vectors and modules, as JSON.
+
+    Dictionaries stay names, as nobody can change what they stand for while a server runs. Bytes of vectors are hashed
+    once, and neither written out nor encoded.
+
+    Args:
+        edits: that have passed the plan, so every name is known.
+        catalog: that they were planned with.
+        modules: digests of its modules; default those in the catalog.
+    """
+    return [_content(edit, catalog, catalog.digests if modules is None else modules) for edit in edits]
+
+
+def module_digests(catalog: Catalog) -> dict[str, str]:
+    """The version hash of every module: what it does, with the vectors and modules behind its names."""
+    uses = {name: {used for _, used in _direct(spec.edits, "module")} for name, spec in catalog.modules.items()}
+    found: dict[str, str] = {}
+    order = TopologicalSorter(uses)
+    with suppress(CycleError):  # the plan refuses a circle, and nobody asks for the digests of its modules
+        order.prepare()
+    while order.is_active():
+        for name in order.get_ready():
+            if name in uses and uses[name] <= found.keys():
+                found[name] = digest(content_of(catalog.modules[name].edits, catalog, found))
+            order.done(name)
+    return found
+
+
+def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
+    """The vectors and modules that edits name, in their own words or through modules."""
+    found: set[Name] = set()
+    ahead = set(_direct(edits))
+    while ahead:
+        one = ahead.pop()
+        found.add(one)
+        kind, name = one
+        if kind == "module" and name in modules:
+            ahead |= set(_direct(modules[name].edits)) - found
+    return found
+
+
+def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool = False) -> list[str]:
+    """The modules that name one of these; with ``direct`` only in their own words."""
+    users: defaultdict[Name, list[str]] = defaultdict(list)
+    for name, spec in modules.items():
+        for used in _direct(spec.edits):
+            users[used].append(name)
+    found: set[str] = set()
+    ahead = list(names)
+    while ahead:
+        new = set(users[ahead.pop()]) - found
+        found |= new
+        ahead += [] if direct else [("module", name) for name in new]
+    return [name for name in modules if name in found]
+
+
+def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
+    found: list[Name] = []
+    for edit in edits:
+        if isinstance(edit, Use):
+            found.append(("module", edit.module))
+        vector = getattr(edit, "vector", None)
+        probes = [gate.probe for gate in getattr(edit, "when", ())]
+        found += [("vector", name) for name in (vector, *probes) if isinstance(name, str)]
+    return [one for one in found if kind in (None, one[0])]
+
+
+def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
+    if isinstance(edit, Use):
+        return {**edit.to_json(), "module": modules[edit.module]}
+    told = edit
+    vector = getattr(edit, "vector", None)
+    if vector is not None:
+        told = replace(edit, vector="its fingerprint stands beside it")  # type: ignore[call-arg]
+    found = told.to_json()
+    if vector is not None:
+        found["vector"] = _fingerprint(vector, catalog)
+    probes = [gate.probe for gate in getattr(edit, "when", ()) if gate.probe is not None]
+    if probes:
+        found["probes"] = [_fingerprint(name, catalog) for name in probes]
+    return found
+
+
+def _fingerprint(vector: Any, catalog: Catalog) -> str:
+    if not isinstance(vector, str):
+        return fingerprint_of(vector)
+    found: Any = catalog.vectors[vector]
+    return str(found.fingerprint)

@@ -1,0 +1,133 @@
+"""Names in a request → what the server has: dictionaries, features, vectors, and the sites where they stand.
+
+Every refusal names the field, the value, and what there is. Knows no prompt and no order of edits.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from saesteer.language.fields import closest, fail, listing, show
+from saesteer.language.inline import InlineVector, Vector
+from saesteer.language.sites import canonical, parse
+from saesteer.planning.plan import Catalog, Dictionary, Direction
+
+
+def dictionary_of(catalog: Catalog, name: str, at: str) -> Dictionary:
+    """A dictionary by its name; ``at`` is the path of the object that names it.
+
+    Raises:
+        SpecError: there is none.
+    """
+    info = catalog.dictionaries.get(name)
+    if info is None:
+        known = catalog.dictionaries
+        found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
+        fail(f"{at}.dictionary", "unknown_name", found)
+    return info
+
+
+def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary:
+    """The dictionary of a feature, which it has.
+
+    Raises:
+        SpecError: there is no such dictionary, or it has no such feature.
+    """
+    info = dictionary_of(catalog, name, at)
+    held = getattr(info, "feature_ids", None)  # a file that holds only some features, by their original index
+    if held is not None and feature not in held:
+        expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
+        fail(f"{at}.feature", "out_of_range", f"got {feature} for dictionary {name!r}, expected {expected}")
+    if held is None and feature >= info.features:
+        expected = f"a feature of dictionary {name!r}, 0 to {info.features - 1}"
+        fail(f"{at}.feature", "out_of_range", f"got {feature}, expected {expected}")
+    return info
+
+
+def site_of(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
+    """The canonical site of a dictionary, where it reads and writes.
+
+    Raises:
+        SpecError: it has none that is instrumented.
+    """
+    site = None if info.site_out is None else canonical(info.site_out)
+    reads = site if info.site_in is None else canonical(info.site_in)
+    if site is None or site != reads or not _instrumented(catalog, site):
+        place = f"dictionary {name!r} reads {reads} and writes {site}, which is not served by this version"
+        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}, read and written")
+    return site
+
+
+def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str) -> Iterator[tuple[str, Direction]]:
+    """The canonical sites of an edit with a vector, and the vector's row at each.
+
+    Raises:
+        SpecError: an unknown vector, another width than the stream's, a layer without a row, a site without an op.
+    """
+    layers = _layers(catalog, vector, at)
+    if len(written) == 1 and "." not in written[0]:
+        if layers is None:
+            message = f"got {written[0]} alone, which stands for every layer that the vector has"
+            fail(f"{at}.site", "conflict", f"{message}, but it has one row, for any site; expected sites by name")
+        written = [f"{written[0]}.{layer}" for layer in layers]
+        paths = [f"{at}.site"] * len(written)
+    else:
+        paths = [f"{at}.site"] if len(written) == 1 else [f"{at}.site[{i}]" for i in range(len(written))]
+    for name, path in zip(written, paths, strict=True):
+        site, layer = canonical(name), parse(name)[1]
+        if layers is not None and layer not in layers:
+            message = f"got {name}, but the vector has no row for layer {layer}"
+            fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
+        if not _instrumented(catalog, site):
+            message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
+            fail(path, "not_served", f"{message}; started with --sites {site}, it has one there")
+        yield site, Direction(vector, None if layers is None else layer)
+
+
+def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Direction]:
+    """Where a probe is read for an edit at a site, and its row there.
+
+    A vector with one row for any site is read where the edit stands, and one with a row for the layer of the edit as
+    well; a vector with a single layer is read at resid_post of it.
+
+    Raises:
+        SpecError: an unknown vector, another width than the stream's, or none or several layers to choose from.
+    """
+    if name not in catalog.vectors:
+        known = catalog.vectors
+        found = f"got {show(name)}{closest(name, known)}, expected the name of a vector, one of: {listing(known)}"
+        fail(f"{at}.probe", "unknown_name", found)
+    layers, here = catalog.vectors[name].layers, parse(site)[1]
+    if layers is None:
+        return site, Direction(name, None)
+    if here in layers:
+        return site, Direction(name, here)
+    if len(layers) > 1:
+        message = f"probe {name!r} has no row for layer {here}, where the edit stands, and several others"
+        fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer or for one alone: {listing(layers)}")
+    place = canonical(f"resid_post.{layers[0]}")
+    if not _instrumented(catalog, place):
+        fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
+    return place, Direction(name, layers[0])
+
+
+def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:
+    """The layers of a vector, ascending as its own list is; None where it has one row for any site."""
+    if isinstance(vector, str):
+        known = catalog.vectors
+        if vector not in known:
+            found = f"got {show(vector)}{closest(vector, known)}, expected one of: {listing(known)}"
+            fail(f"{at}.vector", "unknown_name", found)
+        return known[vector].layers
+    inline = isinstance(vector, InlineVector)
+    width = vector.shape[-1] if isinstance(vector, InlineVector) else len(vector)
+    if catalog.width not in (None, width):
+        path = f"{at}.vector.shape" if inline else f"{at}.vector"
+        fail(path, "conflict", f"is {width} wide, expected {catalog.width}, the width of this model")
+    return vector.layers if isinstance(vector, InlineVector) else None
+
+
+def _instrumented(catalog: Catalog, site: str) -> bool:
+    return catalog.sites is None or site in catalog.sites
+
+
+def _sites(catalog: Catalog) -> str:
+    return "any site" if catalog.sites is None else f"one of {listing(catalog.sites)}"

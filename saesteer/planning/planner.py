@@ -1,0 +1,332 @@
+"""What a spec means for one prompt on one server: which changes apply, where, in which order, at which positions.
+
+Knows no weights, no tensors and no engine. What is not served is refused here by name, never ignored.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope
+from saesteer.language.fields import FLOAT32_MAX, fail
+from saesteer.language.spec import Spec
+from saesteer.planning.expand import Step, steps
+from saesteer.planning.gates import Conditions, Key
+from saesteer.planning.lookup import dictionary_of, feature_of, places_of, site_of
+from saesteer.planning.plan import (
+    END,
+    Catalog,
+    Change,
+    Condition,
+    Dictionary,
+    Direction,
+    Feature,
+    Group,
+    Plan,
+    Whole,
+    Window,
+)
+from saesteer.planning.windows import is_relative, windows
+
+__all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A change before the bits of its conditions are known."""
+
+    change: Change
+    keys: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class _Growing:
+    site: str
+    of: object  # who may join: a dictionary's clamps, plain adds, or nobody (None)
+    run: int
+    members: list[_Member] = field(default_factory=list)
+    halves: dict[object, int] = field(default_factory=dict)  # a min or max without its other half → its place
+
+
+def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
+    """The groups and conditions of a spec.
+
+    Entries are counted as they are made, and the first one too many ends the planning: a request that the server
+    refuses costs no more than one that it serves.
+
+    Raises:
+        SpecError: an unknown name, a feature out of range, an empty scope, a feature clamped twice at a position, too
+            many entries, or something that this version does not serve.
+    """
+    assert prompt_len >= 0
+    planner = _Planner(catalog, prompt_len)
+    for step in steps(spec.edits, catalog.modules):
+        _ADD[type(step.edit)](planner, step)
+    for name in ("features", "probes", "activations"):
+        if getattr(spec.returns, name):
+            message = "reading values out is not served by this version, expected nothing but dose"
+            fail(f"saesteer.return.{name}", "not_served", message)
+    return planner.finish()
+
+
+class _Planner:
+    """Groups as they grow, edit by edit."""
+
+    def __init__(self, catalog: Catalog, prompt_len: int) -> None:
+        self.catalog = catalog
+        self.prompt_len = prompt_len
+        self.conditions = Conditions(catalog)
+        self.groups: list[_Growing] = []
+        self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
+        self.entries = 0  # changes times windows, conditions left out
+        self.relative = False
+        self._known: dict[tuple[int, int], tuple[Window, ...]] = {}  # windows by the scope's id and skip_first
+
+    def clamp(self, step: Step) -> None:
+        edit, at = step.edit, step.at
+        assert isinstance(edit, Clamp)
+        info = feature_of(self.catalog, edit.dictionary, edit.feature, at)
+        if edit.unit == "max_act" and not info.has_max_act:
+            expected = f"raw: the max activations of {edit.dictionary!r} are not known, `saesteer calibrate` finds them"
+            fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
+        site = site_of(self.catalog, edit.dictionary, info, at)
+        value = edit.value
+        change = Change(
+            Feature(edit.dictionary, edit.feature),
+            self._windows(edit.scope, at, info.skip_first),
+            at,
+            scale={"set": 0.0, "scale": value}.get(edit.mode, 1.0),
+            shift=value if edit.mode in ("set", "add") else 0.0,
+            low=value if edit.mode == "min" else float("-inf"),
+            high=value if edit.mode == "max" else float("inf"),
+            unit=edit.unit,
+            only_if_active=edit.only_if_active,
+            gain=step.scale,
+            op=edit.op,
+        )
+        self._join(site, edit.dictionary, step, change)
+
+    def add(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Add)
+        plain = edit.norm == "none"
+        spans = self._windows(edit.scope, step.at)
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            change = Change(
+                target,
+                spans,
+                step.at,
+                shift=edit.scale,
+                unit="vector" if plain else "stream",
+                gain=step.scale,
+                op=edit.op,
+            )
+            self._join(site, Add if plain else None, step, change)
+
+    def cap(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Cap)
+        low = float("-inf") if edit.min is None else edit.min
+        high = float("inf") if edit.max is None else edit.max
+        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            self._join(site, None, step, Change(target, spans, step.at, low=low, high=high, gain=gain, op=edit.op))
+
+    def ablate(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Ablate)
+        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+            self._join(site, None, step, Change(target, spans, step.at, scale=0.0, gain=gain, op=edit.op))
+
+    def reconstruct(self, step: Step) -> None:
+        edit, at = step.edit, step.at
+        assert isinstance(edit, Reconstruct)
+        info = dictionary_of(self.catalog, edit.dictionary, at)
+        site = site_of(self.catalog, edit.dictionary, info, at)
+        spans = self._windows(edit.scope, at, info.skip_first)
+        keys = self.conditions.keys(edit.when, site, at)
+        clamps = self.last.get(site)
+        if clamps is None or clamps.of != edit.dictionary or clamps.run != step.run:
+            clamps = None
+        if edit.error == "keep" and clamps is None:
+            message = f"is keep, but no clamp of {edit.dictionary!r} stands directly before it, so it does nothing"
+            fail(f"{at}.error", "conflict", f"{message}; expected drop, or a clamp before it")
+        for one in clamps.members if clamps else ():
+            if one.change.windows != spans:
+                fail(f"{at}.scope", "conflict", f"is another than that of {one.change.field}, expected the same tokens")
+            if set(one.keys) != set(keys):
+                fail(f"{at}.when", "conflict", f"is another than that of {one.change.field}, expected the same")
+        if edit.error == "drop":
+            _refuse_partial(edit.dictionary, info, at)
+            change = Change(Whole(edit.dictionary), spans, at, gain=step.scale, op=edit.op)
+            self._join(site, edit.dictionary, step, change)
+            clamps = self.last[site]
+        assert clamps is not None
+        clamps.of = None  # what follows reads the reconstruction
+
+    def finish(self) -> Plan:
+        """The plan, when all edits are there."""
+        for group in self.groups:
+            _refuse_twice([member.change for member in group.members])
+        conditions, bits = self.conditions.settle()
+        groups = tuple(
+            Group(group.site, tuple(_gated(member, bits) for member in group.members)) for group in self.groups
+        )
+        found = Plan(groups, conditions, self.relative)
+        _refuse_dense(found, self.catalog)
+        _refuse_brought(found, self.catalog)
+        return found
+
+    def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
+        key = id(scope), skip_first  # a module's scope comes again with each use of the module
+        if key not in self._known:
+            self._known[key] = self._new_windows(scope, at, skip_first)
+        return self._known[key]
+
+    def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
+        if scope.messages is not None:
+            message = "names chat messages, which only the prompt of a chat request has, if it is text alone"
+            if ".module." in at:
+                message = "names chat messages, which this version does not serve in modules"
+            fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
+        self.relative = self.relative or is_relative(scope)
+        found = windows(scope, self.prompt_len, skip_first)
+        if not found:
+            left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""
+            message = f"holds no position with a prompt of {self.prompt_len} tokens, expected at least one{left}"
+            fail(f"{at}.scope", "empty_scope", message)
+        return found
+
+    def _join(self, site: str, of: object, step: Step, change: Change) -> None:
+        """Put a change into the last group of its site, or begin another."""
+        keys = self.conditions.keys(getattr(step.edit, "when", ()), site, step.at)
+        group = self.last.get(site)
+        if group is None or of is None or group.of != of or group.run != step.run:
+            group = self.last[site] = _Growing(site, of, step.run)
+            self.groups.append(group)
+        if not _made_band(group, step.edit, change, keys):
+            group.members.append(_Member(change, keys))
+            self.entries += len(change.windows)
+        most = self.catalog.max_entries
+        if self.entries + len(self.conditions) > most:
+            at = step.at.removeprefix("saesteer.")  # a module's field begins with another word
+            message = f"makes more than {most} entries with {at}, expected at most {most}"
+            what = "an entry is a condition, or one feature or vector in one window of positions"
+            hint = "the server takes more when started with a higher --max-edits"
+            fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
+
+
+_ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
+    Clamp: _Planner.clamp,
+    Add: _Planner.add,
+    Cap: _Planner.cap,
+    Ablate: _Planner.ablate,
+    Reconstruct: _Planner.reconstruct,
+}
+
+
+def _gated(member: _Member, bits: Mapping[Key, int]) -> Change:
+    return replace(member.change, gates=sum({bits[key] for key in member.keys})) if member.keys else member.change
+
+
+def _gain(step: Step, strength: float) -> float:
+    gain = step.scale * strength
+    if abs(gain) > FLOAT32_MAX:
+        fail(f"{step.at}.strength", "out_of_range", f"makes {gain:g} with the modules' scales, too much for float32")
+    return gain
+
+
+def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
+    if not info.can_reconstruct:
+        message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
+        fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")
+    if info.activation == "groupmax":
+        message = f"reconstructions with groupmax, as {name!r} has it, are not served by this version"
+        fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
+
+
+def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key]) -> bool:
+    """Whether a min or max has joined its other half, one of the same windows and gate, as a band."""
+    if not isinstance(edit, Clamp) or edit.mode not in _OTHER:
+        return False
+    alike = change.target, change.windows, change.only_if_active, change.unit, frozenset(keys)
+    place = group.halves.pop((*alike, _OTHER[edit.mode]), None)
+    if place is None:
+        group.halves.setdefault((*alike, edit.mode), len(group.members))
+        return False
+    half = group.members[place]
+    group.members[place] = replace(half, change=_band(half.change, change))
+    return True
+
+
+_OTHER = {"min": "max", "max": "min"}
+
+
+def _band(first: Change, second: Change) -> Change:
+    low, high = max(first.low, second.low), min(first.high, second.high)
+    if low > high:
+        message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
+        fail(f"{second.field}.value", "conflict", message)
+    return replace(first, low=low, high=high)
+
+
+def _refuse_twice(changes: Sequence[Change]) -> None:
+    """No feature is clamped twice at a position."""
+    spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, change in enumerate(changes):
+        if isinstance(change.target, Feature):
+            spans[change.target] += [(lo, hi, place) for lo, hi in change.windows]
+    for target, found in spans.items():
+        found.sort()
+        for (_, end, one), (start, _, two) in pairwise(found):
+            if start < end:
+                first, second = changes[min(one, two)], changes[max(one, two)]
+                what = f"feature {target.feature} of {target.dictionary!r}"
+                message = f"clamps {what} at position {start} as {first.field} does"
+                alike = "a min and a max with the same windows, when, unit and only_if_active"
+                expected = f"windows that do not meet, or {alike}"
+                fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
+
+
+def _refuse_dense(found: Plan, catalog: Catalog) -> None:
+    """A dictionary that must be encoded whole is encoded once for each site, from the stream as it arrives."""
+    dense: dict[str, str] = {}
+    why = "which is encoded whole, once and before any edit of its site; this is not served by this version"
+
+    def settle(site: str, name: str, at: str) -> None:
+        first = dense.setdefault(site, name)
+        if first != name:
+            fail(f"{at}.dictionary", "not_served", f"needs {name!r} beside {first!r} at {site}, {why}")
+
+    for one in found.conditions:
+        if isinstance(one.target, Feature) and catalog.dictionaries[one.target.dictionary].k is not None:
+            settle(one.site, one.target.dictionary, one.field)
+    begun: set[str] = set()
+    for group in found.groups:
+        for change in group.changes:
+            if isinstance(change.target, Direction):
+                continue
+            name = change.target.dictionary
+            if isinstance(change.target, Whole) or catalog.dictionaries[name].k is not None:
+                settle(group.site, name, change.field)
+                if group.site in begun:
+                    fail(f"{change.field}.dictionary", "not_served", f"needs {name!r} behind other edits, {why}")
+        begun.add(group.site)
+
+
+def _refuse_brought(found: Plan, catalog: Catalog) -> None:
+    """A site has room for so many vectors that one request brings."""
+    if catalog.inline_rows is None:
+        return
+    brought: defaultdict[str, set[Direction]] = defaultdict(set)
+    for site, change in ((group.site, change) for group in found.groups for change in group.changes):
+        if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
+            if catalog.pinned and (site, change.target) in catalog.pinned:
+                continue
+            brought[site].add(change.target)
+            if len(brought[site]) > catalog.inline_rows:
+                message = f"is vector {len(brought[site])} that the request brings for {site}"
+                hint = "the server takes more when started with more --inline-rows, or with the vectors themselves"
+                fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")

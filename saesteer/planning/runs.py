@@ -1,0 +1,156 @@
+"""What a plan edits at each position, as runs of positions with equal edits; knows content, no server and no cache.
+
+A request's key/value cache depends on the edits at each position and on nothing else in its spec. So blocks of the
+prefix cache are keyed by these runs (``saesteer.plugin.prefix_cache``): requests share a block where their edits agree.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress, pairwise
+from operator import itemgetter
+from typing import Any
+
+from saesteer.dictionaries.vectors import row_digests
+from saesteer.language.sites import order
+from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Whole, Window
+
+Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the hex digest of these edits
+
+
+def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
+    """The digest of each change by its site and content, group by group, without its windows.
+
+    A vector counts by its numbers and not by its name; a dictionary by its name, which means one thing while a server
+    runs; a gate by what it reads and its bounds. The path of the edit in the request does not count.
+
+    Args:
+        plan: of one request.
+        catalog: that it was planned with.
+    """
+    waiting = _Waiting(plan.conditions, catalog)
+    return [[_digest(_content(one, group.site, waiting, catalog)) for one in group.changes] for group in plan.groups]
+
+
+def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
+    """The runs of positions with the same edits, ascending; positions without an edit are in none.
+
+    A group that has no change at a position is left out there, and what stands before and behind it are still two
+    groups: the second reads what the first left. The order of sites is that of the forward pass, so edits of different
+    sites may stand in the request in any order.
+
+    Args:
+        plan: of one request.
+        changes: its ``change_digests``.
+    """
+    groups: list[_Group] = []
+    holding: defaultdict[tuple[Window, ...], list[tuple[_Group, int]]] = defaultdict(list)  # most edits share windows
+    for group, digests in sorted(zip(plan.groups, changes, strict=True), key=lambda pair: order(pair[0].site)):
+        made = _Group(digests)
+        groups.append(made)
+        for place, change in enumerate(group.changes):
+            holding[change.windows].append((made, place))
+    toggles: defaultdict[int, list[tuple[_Group, int]]] = defaultdict(list)
+    for windows, places in holding.items():
+        for bound in chain.from_iterable(windows):
+            toggles[bound] += places
+    found: list[Run] = []
+    for lo, hi in pairwise(sorted(toggles)):
+        for made, place in toggles[lo]:
+            made.toggle(place)
+        active = b"".join([one.digest() for one in groups])
+        if not active:
+            continue
+        digest = hashlib.sha256(active).hexdigest()
+        if found and found[-1][1:] == (lo, digest):
+            found[-1] = (found[-1][0], hi, digest)
+        else:
+            found.append((lo, hi, digest))
+    return tuple(found)
+
+
+def meeting(found: Sequence[Run], start: int, end: int) -> list[Run]:
+    """The runs that hold a position of [start, end), cut to it.
+
+    Args:
+        found: ascending and disjoint.
+        start: first position.
+        end: the one behind the last.
+    """
+    inside = []
+    for place in range(bisect_right(found, start, key=itemgetter(1)), len(found)):
+        lo, hi, digest = found[place]
+        if lo >= end:
+            break
+        inside.append((max(lo, start), min(hi, end), digest))
+    return inside
+
+
+class _Group:
+    """The changes of a group, and which of them hold at the present position.
+
+    Args:
+        changes: their digests.
+    """
+
+    __slots__ = ("_active", "_changes", "_digest")
+
+    def __init__(self, changes: Sequence[bytes]) -> None:
+        self._changes = changes
+        self._active = bytearray(len(changes))
+        self._digest: bytes | None = b""
+
+    def toggle(self, place: int) -> None:
+        """A change begins to hold, or ends."""
+        self._active[place] ^= 1
+        self._digest = None
+
+    def digest(self) -> bytes:
+        """Of the changes that hold; empty where there are none."""
+        if self._digest is None:
+            active = [*compress(self._changes, self._active)]
+            self._digest = hashlib.sha256(b"".join(active)).digest() if len(active) > 1 else b"".join(active)
+        return self._digest
+
+
+class _Waiting:
+    """What the bits mean that a change waits for; a bit is used again at a site behind its last use."""
+
+    def __init__(self, conditions: Iterable[Condition], catalog: Catalog) -> None:
+        self._conditions: defaultdict[int, list[tuple[Any, Any]]] = defaultdict(list)
+        for one in conditions:
+            target = _target(one.target, catalog)
+            if isinstance(one.target, Direction) and isinstance(one.target.vector, str):
+                target = (*target, catalog.vectors[one.target.vector].bias)
+            self._conditions[one.bit].append((order(one.site), (one.site, target, one.above, one.below)))
+
+    def of(self, bits: int, site: str) -> list[Any]:
+        """The conditions behind these bits at a site, in an order that does not depend on the bits."""
+        found: list[Any] = []
+        here = order(site)
+        while bits:
+            bit = bits & -bits
+            bits ^= bit
+            found.append(max((one for one in self._conditions[bit] if one[0] <= here), key=lambda one: one[0])[1])
+        return sorted(found, key=repr)
+
+
+def _content(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> tuple[Any, ...]:
+    law = change.scale, change.shift, change.low, change.high, change.unit, change.only_if_active, change.gain
+    return site, _target(change.target, catalog), law, waiting.of(change.gates, site) if change.gates else ()
+
+
+def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[Any, ...]:
+    if isinstance(target, Feature):
+        return "feature", target.dictionary, target.feature
+    if isinstance(target, Whole):
+        return "whole", target.dictionary
+    vector = target.vector
+    rows = catalog.vectors[vector].digests if isinstance(vector, str) else row_digests(vector)
+    return "direction", rows[target.layer]
+
+
+def _digest(content: object) -> bytes:
+    """Of tuples of texts and numbers, whose repr says all of them."""
+    return hashlib.sha256(repr(content).encode()).digest()

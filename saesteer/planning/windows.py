@@ -1,0 +1,65 @@
+"""Which positions a scope holds, for a prompt of a known length. Knows no edit, no site and no tokens.
+
+Decided once at admission, so chunked prefill, preemption and recomputation edit the same tokens. The length of the
+answer and of the context are unknown: positions never reached do nothing.
+"""
+
+from collections.abc import Iterable
+
+from saesteer.language.edits import Scope
+from saesteer.planning.plan import END, Window
+
+
+def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window, ...]:
+    """The positions of a scope, as disjoint ascending windows; empty when it holds none.
+
+    ``prompt`` is the positions below ``prompt_len``, ``generated`` those from there on; a flag that is missing is the
+    negation of the one given, and without both, all count. The token at position p is edited while it is computed, and
+    what is sampled from it stands at p + 1. So ``generated`` does not change the first generated token, which is
+    sampled from the last prompt token, at ``prompt_len − 1``; the first that it changes is the second generated one. To
+    steer the first as well, clamp a second time with ``positions: [[-1, null]]``: the windows do not meet.
+
+    ``positions`` meet with the flags. Negative ones count from the end of the prompt as in a slice of it: one before
+    its start is its start. A null end is open after a start that is not negative, and the end of the prompt after a
+    negative one: ``[-1, null]`` is the last prompt token, whatever follows.
+
+    Without ``positions`` the first ``skip_first`` positions of the dictionary's format are left alone, position 0
+    always; ``positions`` may name them. The scope's own ``skip_first`` holds with ``positions`` as well.
+
+    Args:
+        scope: of the edit.
+        prompt_len: in tokens.
+        skip_first: of the dictionary's format.
+    """
+    if scope.positions is None:
+        spans: Iterable[Window] = [(max(1, skip_first), END)]
+    else:
+        spans = [_resolve(start, end, prompt_len) for start, end in scope.positions]
+    prompt = scope.prompt if scope.prompt is not None else not scope.generated
+    generated = scope.generated if scope.generated is not None else not scope.prompt
+    low = max(scope.skip_first or 0, 0 if prompt else prompt_len)
+    high = END if generated else prompt_len
+    merged: list[Window] = []
+    for start, end in sorted((max(start, low), min(end, high)) for start, end in spans):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def is_relative(scope: Scope) -> bool:
+    """Whether its windows are others for a prompt of another length."""
+    flags = scope.prompt is not None or scope.generated is not None
+    return flags or any(start < 0 or (end is not None and end < 0) for start, end in scope.positions or ())
+
+
+def _resolve(start: int, end: int | None, prompt_len: int) -> Window:
+    """Absolute positions; below 0 where they count from before the prompt, which is cut off with the flags."""
+    if end is None:
+        end = prompt_len if start < 0 else END
+    elif end < 0:
+        end += prompt_len
+    return start + prompt_len if start < 0 else start, end

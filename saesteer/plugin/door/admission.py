@@ -1,0 +1,167 @@
+"""What a request becomes before the engine takes it: a spec that was checked against the server, and its runs.
+
+Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; from the runs, which say
+what is edited at each position, prefix_cache.py makes the keys of the cache's blocks.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+from uuid import uuid4
+
+from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.engine.doses import sites_of
+from saesteer.errors import SpecError
+from saesteer.language.spec import Spec
+from saesteer.planning.applied import applied
+from saesteer.planning.digests import digest
+from saesteer.planning.messages import named, resolve
+from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.planning.runs import Run, change_digests, runs
+from saesteer.plugin.door.conversation import Conversation
+from saesteer.plugin.prefix_cache import RUNS
+from saesteer.plugin.results import counts
+
+# Beside the spec in extra_args, for the worker: where it is equal, table rows are, with the same version of the names.
+SAME = f"{KEY}_same"
+_KNOWN = 64  # specs; with a vector for every layer of a 27B model one holds 0.7 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
+
+    edits: bool  # anything at all
+    applied: Sequence[Mapping[str, Any]]  # what an answer says, without counts
+    sites: tuple[str, ...]  # whose doses are measured
+    runs: tuple[Run, ...]  # which edits each position has
+    same: str  # what SAME will be
+
+
+class Known:
+    """The meanings of specs that came lately: a module or a set of vectors is mostly asked for more than once.
+
+    Safe to use in threads: nobody waits while another one's spec is planned, and two that ask for the same spec at the
+    same time may both plan it. A new catalog begins anew, since names stand for something else there.
+    """
+
+    def __init__(self) -> None:
+        self._catalog: Catalog | None = None
+        self._kept: dict[Any, Meaning] = {}
+        self._lock = Lock()
+
+    def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
+        """The meaning of a spec.
+
+        Raises:
+            SpecError: it asks for what this server does not have.
+        """
+        with self._lock:
+            found = self._find(spec, catalog, prompt_len)
+        if found is None:
+            planned = plan(spec, catalog, prompt_len)
+            found = _meaning(spec, catalog, planned)
+            with self._lock:
+                self._keep(catalog, (spec, prompt_len) if planned.relative else spec, found)
+        return found
+
+    def _find(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning | None:
+        for key in (spec, (spec, prompt_len)) if self._catalog is catalog else ():
+            found = self._kept.pop(key, None)
+            if found is not None:
+                self._kept[key] = found  # the last used stands last
+                return found
+        return None
+
+    def _keep(self, catalog: Catalog, key: Any, found: Meaning) -> None:
+        if self._catalog is not catalog:
+            self._catalog = catalog
+            self._kept.clear()
+        self._kept[key] = found
+        if len(self._kept) > _KNOWN:
+            del self._kept[next(iter(self._kept))]
+
+
+def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
+    changes = change_digests(found, catalog)
+    row = hashlib.sha256(repr(spec.returns).encode())
+    for digests, group in zip(changes, found.groups, strict=True):
+        row.update(b"group")
+        for one, change in zip(digests, group.changes, strict=True):
+            row.update(one + repr((change.windows, change.field)).encode())
+    return Meaning(bool(found), applied(found, catalog), sites_of(found), runs(found, changes), row.hexdigest())
+
+
+def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
+    """The spec with positions in the place of the chat messages that it names.
+
+    Raises:
+        SpecError: there is no such message.
+    """
+    return resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
+
+
+def admit(
+    spec: Spec,
+    catalog: Catalog | None,
+    server: str,
+    request: Any,
+    conversation: Conversation | None = None,
+    config: SaesteerConfig | None = None,
+    known: Known | None = None,
+) -> Spec:
+    """Check a spec against the server and its request, and keep the request's KV cache apart.
+
+    Returns:
+        What the engine gets: the spec with positions in the place of the chat messages that it names.
+
+    Raises:
+        SpecError: the spec asks for what this server does not have.
+    """
+    if catalog is None:
+        message = (
+            "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
+        )
+        raise SpecError(message, field="saesteer", code="not_served")
+    ids = request.prompt_token_ids
+    if ids is None or getattr(request, "resumable", False):
+        message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
+        raise SpecError(message, field="saesteer", code="not_served")
+    if conversation is not None and named(spec):
+        spec = resolved(spec, catalog, ids, conversation)
+    found = (known or Known()).meaning(spec, catalog, len(ids))
+    params = request.sampling_params
+    limit = None if config is None else config.max_dose
+    measured = spec.returns.dose or limit is not None
+    counts.expect(params, found.applied, found.sites if measured else None, limit)
+    # The canonical JSON: what Python brings may hold records and numpy's numbers, which vLLM's messages do not carry.
+    extra = {**params.extra_args, KEY: spec.to_json(), SAME: found.same}
+    if found.edits:
+        refusing = config is not None and config.max_dose_action == "refuse"
+        # A cached token is not measured again, and who computed it may be refused for it a moment later.
+        extra[RUNS] = keyed(found.runs, server, uuid4().hex if refusing else None)
+    params.extra_args = extra
+    return spec
+
+
+def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a client may put beside its spec: all but our own words to the engine, which would key blocks of others."""
+    if not extra_args or not any(name.startswith(f"{KEY}_") for name in extra_args):
+        return extra_args  # type: ignore[return-value]  # it is the dict that vLLM made
+    return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}
+
+
+def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]:
+    """The runs as the engine gets them, with digests that hold on this server alone.
+
+    It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
+
+    Args:
+        found: of the request's plan.
+        server: fingerprint of the dictionaries and limits.
+        own: makes the keys those of one request alone; None: who edits alike shares.
+    """
+    return [[lo, hi, digest([server, own, edits])] for lo, hi, edits in found]

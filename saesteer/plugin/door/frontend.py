@@ -1,0 +1,317 @@
+"""The front door: specs are checked, refused with 400, and sent on with what they edit where. Knows no tensor.
+
+Wraps, each in the process that talks to clients:
+    InputProcessor.__init__          reads the catalog of this server
+    InputProcessor.process_inputs    checks the spec against it (admission.py)
+    AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
+    *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
+    *Request.to_beam_search_params   beam search drops extra_args: refused
+    *.get_supported_tasks            handshake with the workers, before the first request
+    load_endpoint_plugins            the admin routes (admin.py)
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any
+
+from saesteer import __version__
+from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.modules import check_modules
+from saesteer.errors import ConfigError, SpecError, UnsupportedError
+from saesteer.language import spec as language
+from saesteer.planning.messages import named
+from saesteer.plugin import contract, prefix_cache
+from saesteer.plugin.door import conversation as conversations
+from saesteer.plugin.door.admission import Known, admit, resolved, without_ours
+from saesteer.plugin.door.conversation import conversation_of
+from saesteer.plugin.http import anthropic, bodies, streams
+from saesteer.plugin.names import versions
+from saesteer.plugin.names.board import Board
+from saesteer.plugin.names.rpc import ask_workers
+from saesteer.plugin.results import counts, failures, metrics
+from saesteer.plugin.results.failures import SpecRefused
+
+
+def install() -> None:
+    """Put the wraps in place."""
+    contract.wrap("InputProcessor.__init__", _reading_catalog)
+    contract.wrap("InputProcessor.process_inputs", _checking)
+    contract.wrap("AsyncLLM.add_request", _asking_ahead)
+    conversations.install()
+    counts.install()
+    prefix_cache.install()
+    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
+        contract.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
+    for request in ("ChatCompletionRequest", "CompletionRequest"):
+        contract.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
+    contract.wrap("VllmConfig.compute_hash", _salting_compile_cache)
+    contract.wrap("load_endpoint_plugins", _adding_admin_routes)
+    versions.install()
+    contract.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
+    contract.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
+
+
+def config_of(vllm_config: Any) -> SaesteerConfig | None:
+    """What the operator configured; None on a server without saesteer, or with SAESTEER_DISABLE=1."""
+    additional = vllm_config.additional_config
+    raw = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
+        return None
+    return SaesteerConfig.from_json(raw)
+
+
+@cache
+def _fingerprint(wire: str) -> str:
+    return SaesteerConfig.from_json(json.loads(wire)).fingerprint()
+
+
+def fingerprint(config: SaesteerConfig) -> str:
+    """Digest of saesteer's version and all that its graphs and caches depend on; files are looked at once."""
+    return hashlib.sha256((__version__ + _fingerprint(json.dumps(config.to_json()))).encode()).hexdigest()
+
+
+def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
+    @wraps(original)
+    def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
+        stock = original(self, *args, **kwargs)
+        config = config_of(self)
+        if config is None:
+            return stock
+        return hashlib.sha256((stock + fingerprint(config)).encode()).hexdigest()[: len(stock)]
+
+    return compute_hash
+
+
+def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = config_of(vllm_config)
+        if config is not None:
+            refuse_unservable(vllm_config)
+        self.saesteer_config = config
+        self.saesteer_names = None if config is None else _names(config, vllm_config)
+        self.saesteer_known = Known()
+        self.saesteer_fingerprint = "" if config is None else fingerprint(config)
+        original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
+def _names(config: SaesteerConfig, vllm_config: Any) -> versions.Names:
+    model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
+    layers = model.hf_text_config.num_hidden_layers
+    config = config.with_depth(layers)
+    catalog = config.catalog(config.describe(), width=model.get_hidden_size())
+    check_modules(catalog)
+    return versions.Names(catalog, pool_rows=config.pool_rows, layers=layers, board=board)
+
+
+def refuse_unservable(vllm_config: Any) -> None:
+    """Refuse engine options under which an edit would be lost or land on the wrong token.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    parallel, passes = vllm_config.parallel_config, vllm_config.compilation_config.pass_config
+    model, connector = vllm_config.model_config, getattr(vllm_config, "kv_transfer_config", None)
+    refused = {
+        # They store blocks under keys of their own, most of them of token ids alone: another request would get them.
+        f"a KV connector ({getattr(connector, 'kv_connector', None)})": connector is not None,
+        f"the {model.runner_type} runner": model.runner_type != "generate",
+        "an encoder-decoder model": getattr(model, "is_encoder_decoder", False),
+        # It reaches the worker past the method that brings the counts home.
+        "vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)": _is_first_ray(parallel),
+        "micro-batch overlap (use_ubatching)": getattr(parallel, "use_ubatching", False),
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+        "sequence parallelism (pass_config.enable_sp)": getattr(passes, "enable_sp", False),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "the Rust front end (VLLM_USE_RUST_FRONTEND)": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "1",
+    }
+    for option, on in refused.items():
+        if on:
+            raise UnsupportedError(f"saesteer cannot serve with {option} in this version; switch it off")
+
+
+def _is_first_ray(parallel: Any) -> bool:
+    import vllm.envs
+
+    # 0.33 has the second one alone, and no such variable.
+    second: bool = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return parallel.distributed_executor_backend == "ray" and not second
+
+
+def spec_of(params: Any) -> language.Spec | None:
+    """The spec in a request's ``extra_args``, parsed.
+
+    Raises:
+        SpecError: it is wrong.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    return language.from_json(extra[KEY]) if KEY in extra else None
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            spec = spec_of(params)
+            request = original(self, request_id, prompt, params, *args, **kwargs)
+            taken = request.sampling_params
+            if taken is not None:
+                taken.extra_args = without_ours(taken.extra_args)
+            if spec is not None:
+                conversation = conversation_of(prompt)
+                held = None if self.saesteer_names is None else self.saesteer_names.hold()
+                catalog = None if held is None else held.catalog
+                found = admit(
+                    spec,
+                    catalog,
+                    self.saesteer_fingerprint,
+                    request,
+                    conversation,
+                    config=self.saesteer_config,
+                    known=self.saesteer_known,
+                )
+                if held is not None:
+                    self.saesteer_names.bind(held, found, request)
+        except SpecError as error:
+            raise SpecRefused(error) from None
+        return request
+
+    return process_inputs
+
+
+def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Messages are found in a thread: a long conversation is rendered many times, and others wait for tokens."""
+
+    @wraps(original)
+    async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        known = self.input_processor.saesteer_names
+        conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
+        if conversation is not None and catalog is not None and _mentions_messages(params):
+            try:
+                spec = spec_of(params)
+                if spec is not None and named(spec):
+                    await asyncio.to_thread(resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
+            except SpecError as error:
+                raise SpecRefused(error) from None
+        queue = await original(self, request_id, prompt, params, *args, **kwargs)
+        streams.admitted()
+        return queue
+
+    return add_request
+
+
+def _mentions_messages(params: Any) -> bool:
+    """Whether it is worth to parse a spec before vLLM is ready for it: those with large vectors rarely are."""
+    wire = (getattr(params, "extra_args", None) or {}).get(KEY)
+    edits = wire.get("edits") if isinstance(wire, Mapping) else None
+    scopes = [one.get("scope") for one in edits if isinstance(one, Mapping)] if isinstance(edits, list) else []
+    return any(isinstance(one, Mapping) and "messages" in one for one in scopes) or (
+        isinstance(wire, str) and '"messages"' in wire
+    )
+
+
+def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> Any:
+        from saesteer.plugin.http.admin import EndpointPlugin  # FastAPI is imported where HTTP is answered alone
+
+        return [*original(*args, **kwargs), EndpointPlugin()]
+
+    return load_endpoint_plugins
+
+
+def _board(parallel: Any) -> Board | None:
+    """What several API servers share, where names may change; those that share no engine would not hear of a change."""
+    if not os.environ.get("SAESTEER_ADMIN_KEY"):
+        return None
+    if parallel.local_engines_only:
+        found = "--saesteer-admin-key cannot be served with external or hybrid load balancing of data parallel engines"
+        raise UnsupportedError(f"{found}; expected each API server to reach all of them, or no admin key")
+    servers = getattr(parallel, "_api_process_count", 1)
+    return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
+
+
+def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        body = self.model_extra or {}
+        if KEY in body:
+            if KEY in (params.extra_args or {}):
+                message = "stands both in the body and in vllm_xargs; expected one of them"
+                raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
+            params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
+        return params
+
+    return to_sampling_params
+
+
+def _refusing_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}):
+            message = "beam search cannot be steered; expected sampling (use_beam_search false)"
+            raise SpecRefused(SpecError(message, field=KEY, code="not_served"))
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
+
+
+def _agree(config: SaesteerConfig, statuses: list[Any]) -> None:
+    expected = {"version": __version__, "fingerprint": fingerprint(config)}
+    for status in statuses:
+        if status != expected:
+            raise ConfigError(f"a worker runs another saesteer or other dictionaries: {status}, expected {expected}")
+
+
+def _lost(exc: Exception) -> ConfigError:
+    return ConfigError(f"a worker does not answer saesteer's handshake, so it would not steer: {exc}")
+
+
+def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_supported_tasks(self: Any) -> Any:
+        tasks = original(self)
+        # LLM asks this for every request: what is settled is not read again.
+        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
+        if config is not None:
+            failures.install_offline()  # here LLM has been imported, if it is used at all
+            try:
+                statuses = self.collective_rpc("saesteer_status")
+            except Exception as exc:
+                raise _lost(exc) from exc
+            _agree(config, statuses)
+            self.saesteer_agreed = True
+        return tasks
+
+    return get_supported_tasks
+
+
+def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def get_supported_tasks(self: Any) -> Any:
+        tasks = await original(self)
+        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
+        if config is not None:
+            bodies.install()  # whoever asks this awaits answers over HTTP
+            streams.install()
+            anthropic.install()
+            metrics.pools(self.input_processor.saesteer_names.usage())
+            self.input_processor.saesteer_names.begin()
+            try:
+                statuses = await ask_workers(self, "saesteer_status")
+            except Exception as exc:
+                raise _lost(exc) from exc
+            _agree(config, statuses)
+            self.saesteer_agreed = True
+        return tasks
+
+    return get_supported_tasks

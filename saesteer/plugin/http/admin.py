@@ -1,0 +1,395 @@
+"""The admin routes: vectors and modules over HTTP, for whoever has the operator's key. Knows no vector from the inside.
+
+They come into vLLM's app as an endpoint plugin does, by vllm.plugins.load_endpoint_plugins, without VLLM_PLUGINS having
+to name it: the key is the operator's consent, and without one every route says so and does nothing.
+"""
+
+import hmac
+import os
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from saesteer.config.config import KEY
+from saesteer.errors import ConfigError, RegistryError, SpecError
+from saesteer.language.spec import MAX_CHARACTERS, from_json
+from saesteer.planning.plan import Catalog
+from saesteer.plugin.http.openapi import document
+from saesteer.plugin.http.routes import SERVED, Guard
+from saesteer.plugin.names.changes import Given
+from saesteer.plugin.names.versions import Names
+
+ENV = "SAESTEER_ADMIN_KEY"
+MAX_BODY = MAX_CHARACTERS  # bytes
+_SHORT = 16  # characters of a version hash, as in answers
+
+
+class Refusal(BaseModel):
+    """Why nothing was done."""
+
+    message: str = Field(description="One sentence: the field, the value, what was expected.")
+    type: str
+    param: str | None = Field(description="The field of the body that is wrong.")
+    code: str = Field(description="Stable and machine-readable.", examples=["no_room"])
+
+
+class Refused(BaseModel):
+    """The body of every refusal."""
+
+    error: Refusal
+
+
+_INLINE = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 4096},
+        {
+            "type": "object",
+            "required": ["dtype", "shape", "data"],
+            "additionalProperties": False,
+            "properties": {
+                "dtype": {"enum": ["float32", "float16", "bfloat16"]},
+                "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1, "maxItems": 2},
+                "layers": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                "data": {"type": "string", "format": "byte", "description": "Little-endian rows in base64."},
+            },
+        },
+    ]
+}
+_NAME = {"type": "string", "minLength": 1, "maxLength": 128}
+_VECTOR_EXAMPLES: list[Any] = [
+    {"name": "happy", "vector": [0.12, -0.5, 0.33]},
+    {
+        "name": "sentiment",
+        "vector": {"dtype": "float32", "shape": [1, 2], "layers": [15], "data": "AACAPwAAAD8="},
+        "bias": -0.5,
+    },
+]
+_MODULE_EXAMPLES: list[Any] = [
+    {
+        "name": "calm",
+        "spec": {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.12", "scale": 4.0}]},
+    }
+]
+
+
+class VectorBody(BaseModel):
+    """A vector to register or to replace; never a path."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _VECTOR_EXAMPLES})
+
+    # Checked by the request language, whose errors name the field, so pydantic takes anything.
+    name: Annotated[Any, Field(json_schema_extra=_NAME)]
+    vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_INLINE)]
+    bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="Of a probe: x · v + bias.")] = 0.0
+
+
+class ModuleBody(BaseModel):
+    """A module to register or to replace."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _MODULE_EXAMPLES})
+
+    name: Annotated[Any, Field(json_schema_extra=_NAME)]
+    spec: Annotated[Any, Field(description="As a request's `saesteer` field.", json_schema_extra={"type": "object"})]
+
+
+class VectorEntry(BaseModel):
+    """A registered vector."""
+
+    name: str
+    shape: list[int] = Field(description="[d], or [layers, d].", examples=[[34, 2560]])
+    layers: list[int] | None = Field(description="Of its rows; null where one row stands for any site.")
+    bias: float
+    version: str = Field(description="Of its content; answers say the same in `applied`.")
+    uses: int = Field(description="Requests admitted with this content, also through modules.")
+
+
+class ModuleEntry(BaseModel):
+    """A registered module."""
+
+    name: str
+    edits: int = Field(description="In its own list.")
+    version: str = Field(description="Of what it does, with the vectors and modules that it names.")
+    uses: int = Field(description="Requests admitted with it, also through other modules, since it was registered.")
+
+
+class VectorList(BaseModel):
+    """All registered vectors, and the room for more."""
+
+    vectors: list[VectorEntry]
+    pool_rows: int = Field(description="Slots for named vectors at each site; at the fullest one.")
+    pool_rows_in_use: int = Field(description="Of these; versions that running requests hold count as well.")
+
+
+class ModuleList(BaseModel):
+    """All registered modules."""
+
+    modules: list[ModuleEntry]
+
+
+class VectorDone(VectorEntry):
+    """What was registered."""
+
+    replaced: bool
+
+
+class ModuleDone(ModuleEntry):
+    """What was registered."""
+
+    replaced: bool
+
+
+class Deleted(BaseModel):
+    """What is gone for requests to come."""
+
+    name: str
+    deleted: bool = True
+
+
+class Admin:
+    """What the routes work on, in ``app.state``."""
+
+    def __init__(self, engine: Any, names: Names, key: str) -> None:
+        self.engine = engine
+        self.names = names
+        self.key = key.encode()
+
+
+class EndpointPlugin:
+    """vLLM's protocol of this name: routes first, then what they need."""
+
+    name = KEY
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Guard all routes, and where this server runs saesteer, document the field and add ours.
+
+        Where --api-key guards /v1, vLLM would answer 401 before the routes are asked, so the admin's key opens that
+        gate as well; the routes themselves take no other.
+
+        Raises:
+            ConfigError: the admin's key is a key of everybody.
+        """
+        args = app.state.args
+        configured = KEY in (args.additional_config or {})
+        steers = configured and os.environ.get("SAESTEER_DISABLE") != "1"
+        app.add_middleware(Guard, served=SERVED if steers else ())
+        if not configured:
+            return
+        key = admin_key()
+        keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
+        if key and key in keys:
+            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
+        if key and keys:
+            args.api_key = [*keys, key]
+        app.include_router(router)
+        document(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Remember the engine and the names of this process."""
+        names = getattr(getattr(engine_client, "input_processor", None), "saesteer_names", None)
+        if names is not None:
+            state.saesteer_admin = Admin(engine_client, names, admin_key())
+
+
+def admin_key() -> str:
+    """The operator's key; empty where there is none.
+
+    Raises:
+        ConfigError: it could not stand in a header.
+    """
+    key = os.environ.get(ENV, "")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{ENV} holds a blank or another character that no header can carry, expected printable ASCII"
+        )
+    return key
+
+
+def _refuse(status: int, message: str, code: str, param: str | None = None) -> JSONResponse:
+    kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
+    told = {"message": message, "type": kind.get(status, "BadRequestError"), "param": param, "code": code}
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"error": told}, status, headers)
+
+
+class _TooLarge(HTTPException):
+    """FastAPI lets this kind of error through, where it reads the body."""
+
+    def __init__(self) -> None:
+        super().__init__(413)
+
+
+def _refused_by_key(request: Request) -> JSONResponse | None:
+    admin: Admin | None = getattr(request.app.state, "saesteer_admin", None)
+    if admin is None or not admin.key:
+        hint = f"start the server with --saesteer-admin-key or {ENV}"
+        return _refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key):
+        message = "the Authorization header does not hold the admin key, expected Bearer and the key"
+        return _refuse(401, message, "wrong_key")
+    return None
+
+
+class _Route(APIRoute):
+    """The key is asked for before the body is read, the body is cut off at its limit, and all refusals look alike."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Any:
+            refused = _refused_by_key(request)
+            if refused is not None:
+                return refused
+            receive, total = request.receive, 0
+
+            async def limited() -> Any:
+                nonlocal total
+                message = await receive()
+                total += len(message.get("body", b""))
+                if total > MAX_BODY:
+                    raise _TooLarge
+                return message
+
+            announced = request.headers.get("Content-Length", "0")
+            try:
+                if announced.isdecimal() and int(announced) > MAX_BODY:
+                    raise _TooLarge
+                return await handle(Request(request.scope, limited))
+            except _TooLarge:
+                return _refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
+            except SpecError as error:
+                status = 404 if request.method == "DELETE" and error.code == "unknown_name" else 400
+                return _refuse(status, str(error), error.code, error.field)
+            except RegistryError as error:
+                return _refuse(409, str(error), error.code)
+            except RequestValidationError as error:
+                return _refuse(400, *_told(error))
+            except HTTPException as error:  # a body that is nested too deep, or in no known encoding
+                return _refuse(error.status_code, f"the body is no JSON object ({error.detail})", "bad_json")
+
+        return guarded
+
+
+def _told(error: RequestValidationError) -> tuple[str, str, str | None]:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"] if part != "body")
+    codes = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "bad_json"}
+    code = codes.get(first["type"], "wrong_type")
+    if code == "bad_json" or not path:
+        return f"the body is no JSON object ({first['msg']}), expected one as in the examples", code, None
+    return f"{path}: {first['msg']}, expected an object as in the examples", code, path
+
+
+def _admin(request: Request) -> Admin:
+    found: Admin = request.app.state.saesteer_admin
+    return found
+
+
+def _vector_entry(catalog: Catalog, name: str, uses: int) -> dict[str, Any]:
+    found: Any = catalog.vectors[name]
+    shape = [found.width] if found.layers is None else [len(found.layers), found.width]
+    layers = None if found.layers is None else list(found.layers)
+    return {
+        "name": name,
+        "shape": shape,
+        "layers": layers,
+        "bias": found.bias,
+        "version": found.fingerprint[:_SHORT],
+        "uses": uses,
+    }
+
+
+def _module_entry(catalog: Catalog, name: str, uses: int) -> dict[str, Any]:
+    version, edits = catalog.digests[name][:_SHORT], len(catalog.modules[name].edits)
+    return {"name": name, "edits": edits, "version": version, "uses": uses}
+
+
+def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    why = {
+        400: "The body is wrong; `param` names the field.",
+        401: "The Authorization header does not hold the admin key.",
+        403: "The server was started without an admin key, so these routes are off.",
+        404: "No such name.",
+        409: "No room, no op where it belongs, or a module uses it; the message says what helps.",
+        413: f"The body is larger than {MAX_BODY} bytes.",
+    }
+    return {status: {"model": Refused, "description": why[status]} for status in (401, 403, *statuses)}
+
+
+# For the OpenAPI document alone; the routes ask for the key before they read a body.
+_BEARER = HTTPBearer(auto_error=False, scheme_name="saesteer_admin_key", description="What --saesteer-admin-key says.")
+router = APIRouter(prefix="/v1/saesteer", route_class=_Route, tags=["saesteer"], dependencies=[Depends(_BEARER)])
+
+
+@router.get("/vectors", responses=_says(), response_model=VectorList, summary="List the named vectors")
+async def list_vectors(request: Request) -> Any:
+    """Shapes, layers, version hashes and use counts, and how full the pool is."""
+    names = _admin(request).names
+    used, size = max(names.usage().values(), default=(0, 0))
+    catalog, uses = names.catalog, await names.uses()
+    vectors = [_vector_entry(catalog, name, uses["vector", name]) for name in catalog.vectors]
+    return {"vectors": vectors, "pool_rows": size, "pool_rows_in_use": used}
+
+
+@router.post(
+    "/vectors", responses=_says(400, 409, 413), response_model=VectorDone, summary="Register or replace a vector"
+)
+async def put_vector(request: Request, body: VectorBody) -> Any:
+    """The vector lies on the device when this answers. Requests that run keep what they started with."""
+    admin = _admin(request)
+    replaced, catalog = await admin.names.put_vector(admin.engine, body.name, Given.read(body.vector, body.bias))
+    return {**_vector_entry(catalog, body.name, 0), "replaced": replaced}
+
+
+@router.delete("/vectors/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a vector")
+async def delete_vector(request: Request, name: str) -> Any:
+    """Requests to come cannot name it; requests that run keep it. One that a module uses is not deleted."""
+    admin = _admin(request)
+    await admin.names.delete(admin.engine, "vector", name)
+    return {"name": name}
+
+
+@router.get("/modules", responses=_says(), response_model=ModuleList, summary="List the modules")
+async def list_modules(request: Request) -> Any:
+    """Version hashes and use counts."""
+    names = _admin(request).names
+    catalog, uses = names.catalog, await names.uses()
+    return {"modules": [_module_entry(catalog, name, uses["module", name]) for name in catalog.modules]}
+
+
+@router.post(
+    "/modules", responses=_says(400, 409, 413), response_model=ModuleDone, summary="Register or replace a module"
+)
+async def put_module(request: Request, body: ModuleBody) -> Any:
+    """Vectors that stand in it lie on the device when this answers. Requests that run keep what they started with."""
+    admin = _admin(request)
+    replaced, catalog = await admin.names.put_module(admin.engine, body.name, _spec(body.spec))
+    return {**_module_entry(catalog, body.name, 0), "replaced": replaced}
+
+
+@router.delete("/modules/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a module")
+async def delete_module(request: Request, name: str) -> Any:
+    """Requests to come cannot name it; requests that run keep it. One that another module uses is not deleted."""
+    admin = _admin(request)
+    await admin.names.delete(admin.engine, "module", name)
+    return {"name": name}
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, str):
+        raise SpecError(
+            "got a text, expected a spec as a JSON object; files are named at start", field="spec", code="wrong_type"
+        )
+    try:
+        return from_json(value)
+    except SpecError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise SpecError(message, field=error.field.replace(KEY, "spec", 1), code=error.code) from None

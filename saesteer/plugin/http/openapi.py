@@ -1,0 +1,155 @@
+"""The field ``saesteer`` in vLLM's OpenAPI document, for generated clients. Knows the language, and no request.
+
+vLLM's own models take the field as one that they do not know, so it is added to the document they make. The schema of a
+spec is read off the records of saesteer/spec.py and saesteer/edits.py; what a schema cannot say, the server checks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from saesteer.config.config import KEY
+from saesteer.language.edits import OPS, Edit, Gate, Scope
+from saesteer.language.fields import Record
+from saesteer.language.inline import InlineVector
+from saesteer.language.spec import ActivationRead, FeatureRead, Return, Spec
+from saesteer.plugin.http.routes import SERVED
+
+_PLAIN: dict[Any, dict[str, str]] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    bytes: {"type": "string", "format": "byte"},
+    NoneType: {"type": "null"},
+}
+_RECORDS = (Spec, Return, FeatureRead, ActivationRead, Scope, Gate, InlineVector, *OPS.values())
+_ANSWER = {
+    "title": "SaesteerAnswer",
+    "description": "What was done for a steered request; of several choices the first, and each has its own.",
+    "type": "object",
+    "required": ["applied"],
+    "properties": {
+        "applied": {
+            "description": "One object for each edit at each site.",
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "edit": {"type": "string", "description": "Its path in the request."},
+                    "op": {"type": "string"},
+                    "site": {"type": "string"},
+                    "version": {"type": "string", "description": "Of the dictionary or vector behind it."},
+                    "positions": {"type": "array", "items": {"type": "array"}},
+                    "tokens_edited": {"type": "integer"},
+                    "tokens_cached": {"type": "integer"},
+                },
+            },
+        },
+        "dose": {
+            "description": "How strong the edits were, one object for each site, where the request asks for it.",
+            "type": "array",
+            "items": {"type": "object", "properties": {"site": {"type": "string"}}},
+        },
+    },
+}
+
+
+def document(app: Any) -> None:
+    """Let the app's OpenAPI document have the field in the bodies and answers of all served routes.
+
+    Args:
+        app: vLLM's FastAPI app; what it has got so far and what it gets later is documented.
+    """
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found: dict[str, Any] = original()
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= components()
+        for path in SERVED:
+            served = found["paths"].get(path, {}).get("post", {})
+            _add(served.get("requestBody", {}), _ref("SaesteerSpec"), schemas)
+            _add(served.get("responses", {}).get("200", {}), _ref("SaesteerAnswer"), schemas)
+        return found
+
+    app.openapi = openapi
+
+
+def components() -> dict[str, Any]:
+    """The schemas of a spec and of what answers say, by name."""
+    return {_name(record): _schema_of(record) for record in _RECORDS} | {"SaesteerAnswer": _ANSWER}
+
+
+def _add(body: Mapping[str, Any], field: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """Add the field to the schemas of a body or an answer, behind their references."""
+    found = [content["schema"] for content in body.get("content", {}).values() if "schema" in content]
+    while found:
+        schema = found.pop()
+        if "$ref" in schema:
+            found.append(schemas[schema["$ref"].rpartition("/")[2]])
+        elif "anyOf" in schema:
+            found += schema["anyOf"]
+        else:
+            schema.setdefault("properties", {})[KEY] = field
+
+
+def _name(record: type[Record]) -> str:
+    return f"Saesteer{record.__name__}"
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _schema_of(record: type[Record]) -> dict[str, Any]:
+    hints = get_type_hints(record)
+    properties: dict[str, Any] = {}
+    if issubclass(record, Edit):
+        properties["op"] = {"type": "string", "const": record.op}
+    required = list(properties)
+    for one in fields(record):
+        key, schema = one.metadata["key"] or one.name, _schema(hints[one.name])
+        if one.metadata["single"] or one.name == "messages":  # one alone stands for a list of one
+            schema = _any_of(_item(hints[one.name]), hints[one.name])
+        if one.default is MISSING:
+            required.append(key)
+        elif isinstance(one.default, str | int | float):
+            schema |= {"default": one.default}
+        properties[key] = schema
+    about = {"title": _name(record), "description": (record.__doc__ or "").partition("\n")[0]}
+    needs = {"required": required} if required else {}
+    return about | {"type": "object", "properties": properties, "additionalProperties": False} | needs
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    if hint in _PLAIN:
+        return dict(_PLAIN[hint])
+    if hint is Edit:
+        return {"oneOf": [_ref(_name(one)) for one in OPS.values()], "discriminator": {"propertyName": "op"}}
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return _ref(_name(hint))
+    held = get_args(hint)
+    if get_origin(hint) is Literal:
+        return {"enum": list(held)}
+    if get_origin(hint) is not tuple:
+        return _any_of(*held)
+    if held[-1] is ...:
+        return {"type": "array", "items": _schema(held[0])}
+    return {"type": "array", "items": _any_of(*held), "minItems": len(held), "maxItems": len(held)}
+
+
+def _item(hint: Any) -> Any:
+    """What a list holds, or one of several types that is a list."""
+    first = get_args(hint)[0]
+    return first if get_origin(hint) is tuple else _item(first)
+
+
+def _any_of(*hints: Any) -> dict[str, Any]:
+    """One of several types; None stands last, and a union in it is flat."""
+    flat: list[Any] = []
+    for hint in hints:
+        inner = get_args(hint) if get_origin(hint) not in (tuple, Literal, None) else (hint,)
+        flat += [one for one in inner if one not in flat]
+    return {"anyOf": [_schema(one) for one in flat]}

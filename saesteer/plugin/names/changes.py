@@ -1,0 +1,149 @@
+"""A change of names: what may be changed, and what of it goes as JSON to the workers and to other API servers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from saesteer.config.modules import check_module
+from saesteer.dictionaries.vectors import VectorSet, from_inline
+from saesteer.errors import RegistryError, SpecError
+from saesteer.language.fields import closest, listing, number, show
+from saesteer.language.inline import InlineVector, vector
+from saesteer.language.sites import canonical
+from saesteer.language.spec import Spec, from_json
+from saesteer.planning.digests import Kind, Name, users_of
+from saesteer.planning.plan import Catalog
+
+MOST = 4096  # vectors, and modules
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A vector as it was registered."""
+
+    vector: tuple[float, ...] | InlineVector
+    bias: float = 0.0
+
+    @classmethod
+    def read(cls, value: Any, bias: Any) -> "Given":
+        """From JSON.
+
+        Raises:
+            SpecError: it is no vector, or its bias is no number.
+        """
+        if isinstance(value, str):
+            expected = "a list of numbers or an object with dtype, shape and data; files are named at start"
+            raise SpecError(f"got {show(value)}, expected {expected}", field="vector", code="wrong_type")
+        found = vector(value, "vector")
+        assert not isinstance(found, str)
+        return cls(found, 0.0 if bias is None else number(bias, "bias"))
+
+    def decode(self) -> VectorSet:
+        """The directions."""
+        return from_inline(self.vector, bias=self.bias)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``read`` takes."""
+        inline = self.vector
+        return {"vector": inline.to_json() if isinstance(inline, InlineVector) else list(inline), "bias": self.bias}
+
+
+def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
+    """What a change, as `make_version` takes it, puts in the place of names: vectors and modules."""
+    vectors = {
+        name: None if one is None else Given.read(one["vector"], one["bias"]).decode()
+        for name, one in told.get("vectors", {}).items()
+    }
+    return vectors, {name: None if one is None else from_json(one) for name, one in told.get("modules", {}).items()}
+
+
+def make_version(self: Any, wire: str) -> str:
+    """Make a version of the names on this worker, and drop old ones; called by name over collective_rpc.
+
+    Returns:
+        What went wrong, or nothing; an error that is raised would leave the other workers' answers unread.
+    """
+    try:
+        told, registry = json.loads(wire), self.saesteer.engine.registry
+        for old in registry.versions.keys() - set(told["keep"]):  # also one whose making failed on another worker
+            registry.drop(old)
+        self.saesteer.engine.add_version(told["number"], told["base"], *read(told))
+    except Exception as exc:  # noqa: BLE001  # it is told, see above
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:
+    """What the names of a kind stand for."""
+    return catalog.vectors if kind == "vector" else catalog.modules
+
+
+def check_gone(name: Name, catalog: Catalog) -> None:
+    """Refuse to take a name away.
+
+    Raises:
+        SpecError: there is none such.
+        RegistryError: a module uses it.
+    """
+    kind, own = name
+    known = of(kind, catalog)
+    if own not in known:
+        found = f"got {show(own)}{closest(own, known)}, expected one of: {listing(known)}"
+        raise SpecError(found, field="name", code="unknown_name")
+    users = users_of([name], catalog.modules, direct=True)
+    if users:
+        raise RegistryError(f"{kind} {own!r} is used by module {listing(users)}; delete that first", code="in_use")
+
+
+def check_put(name: Name, catalog: Catalog, layers: int) -> None:
+    """Refuse what a name shall stand for.
+
+    Args:
+        name: that is put.
+        catalog: with it.
+        layers: of the model.
+
+    Raises:
+        SpecError: it cannot be used on this server.
+        RegistryError: there are too many, no op where it belongs, or a module could not use it.
+    """
+    kind, own = name
+    if len(of(kind, catalog)) > MOST:
+        raise RegistryError(f"the server has {MOST} {kind}s already; delete one first", code="no_room")
+    if kind == "vector":
+        _check_vector(own, catalog, layers)
+    else:
+        check_module(catalog.modules[own], catalog, "spec")
+    for user in users_of([name], catalog.modules):
+        if (kind, own) != ("module", user):
+            try:
+                check_module(catalog.modules[user], catalog, user)
+            except SpecError as error:
+                message = f"module {user!r} uses {kind} {own!r}, and could not use this one ({error})"
+                raise RegistryError(f"{message}; replace or delete the module first", code="in_use") from None
+
+
+def _check_vector(name: str, catalog: Catalog, layers: int) -> None:
+    found = catalog.vectors[name]
+    if found.width != catalog.width:
+        message = f"is {found.width} wide, expected {catalog.width}, the width of this model"
+        raise SpecError(message, field="vector.shape", code="conflict")
+    if found.layers and found.layers[-1] >= layers:
+        message = f"got layer {found.layers[-1]}, expected layers of this model, 0 to {layers - 1}"
+        raise SpecError(message, field="vector.layers", code="out_of_range")
+    sites = catalog.sites or frozenset()
+    if not sites:
+        hint = "start it with --sites, such as --sites resid_post.all"
+        raise RegistryError(
+            f"no site of this server has an op, so vector {name!r} fits nowhere; {hint}", code="no_site"
+        )
+    bare = [layer for layer in found.layers or () if not _instrumented(layer, sites)]
+    if bare:
+        hint = "start it with --sites " + ",".join(f"resid_post.{layer}" for layer in bare[:8])
+        message = f"vector {name!r} has rows for layers without an op on this server: {listing(bare)}"
+        raise RegistryError(f"{message}; {hint}", code="no_site")
+
+
+def _instrumented(layer: int, sites: frozenset[str]) -> bool:
+    return any(canonical(f"{kind}.{layer}") in sites for kind in ("resid_pre", "resid_mid", "resid_post"))

@@ -1,0 +1,1 @@
+"""What comes back: counts, doses and failures, from the device to the answer of one request."""

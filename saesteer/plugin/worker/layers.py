@@ -1,0 +1,171 @@
+"""Where the layers of a vLLM model offer the sites, and the op put there. Knows norms and streams, not requests.
+
+A vLLM decoder layer hands (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
+stands around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
+
+    resid_post.L   behind the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
+                   tensor that stock has rounded already, and nothing of stock's own fusions changes
+    resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
+    resid_pre.0    before layer 0's input norm: the embedding
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from saesteer.engine.engine import Engine, Site
+from saesteer.errors import UnsupportedError
+from saesteer.kernels import layout, ops
+from saesteer.language.sites import parse
+from saesteer.models.families import Family, find_trunk
+
+
+class _Edited(nn.Module):
+    """Mixin of a swapped norm; its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
+
+    saesteer_table: Tensor
+    saesteer_work: Tensor
+    saesteer_positions: Tensor
+    saesteer_kinds: Tensor
+    saesteer_site: Tensor
+    saesteer_w_enc: Tensor
+    saesteer_w_dec: Tensor
+    saesteer_b_enc: Tensor
+    saesteer_threshold: Tensor
+    saesteer_b_dec: Tensor
+    saesteer_cells: Tensor
+    saesteer_counts: Tensor
+    saesteer_scratch: Tensor
+    saesteer_steps: Tensor
+    saesteer_published: Tensor
+    saesteer_weight_offset: float
+    saesteer_dense_size: int
+    saesteer_has_norms: bool
+    saesteer_last: bool
+    weight: Tensor
+    variance_epsilon: float
+
+    def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
+        """Call the op on the stream of this norm's site; behind the last one, tell the host what was counted."""
+        torch.ops.saesteer.edit_(
+            stream,
+            second,
+            self.weight.data if form == layout.NORMED else None,
+            self.saesteer_table,
+            self.saesteer_site,
+            self.saesteer_work,
+            self.saesteer_positions,
+            self.saesteer_kinds,
+            self.saesteer_w_enc,
+            self.saesteer_w_dec,
+            self.saesteer_b_enc,
+            self.saesteer_threshold,
+            self.saesteer_b_dec,
+            self.saesteer_cells,
+            self.saesteer_counts,
+            self.saesteer_scratch,
+            form,
+            self.variance_epsilon,
+            self.saesteer_weight_offset,
+            self.saesteer_dense_size,
+            self.saesteer_has_norms,
+        )
+        if self.saesteer_last:
+            torch.ops.saesteer.publish_(
+                self.saesteer_table,
+                self.saesteer_work,
+                self.saesteer_counts,
+                self.saesteer_steps,
+                self.saesteer_published,
+            )
+
+
+class _AfterNorm(_Edited):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        normed, stream = super().forward(x, residual)
+        self.edit(stream, normed, layout.NORMED)
+        return normed, stream
+
+
+class _BeforeNorm(_Edited):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            self.edit(x, None, layout.BARE)
+        else:
+            self.edit(residual, x, layout.PAIR)
+        return super().forward(x, residual)
+
+
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Put the op at every site of the engine.
+
+    Raises:
+        UnsupportedError: the model's family or a norm is not known.
+    """
+    trunk, family = find_trunk(model, "vllm")
+    for site in engine.sites.values():
+        norm, mixin = _place(trunk, family, site)
+        _swap(norm, mixin, site, engine)
+
+
+def warm_up(model: nn.Module, engine: Engine) -> None:
+    """Have every kernel compiled that a step can launch, before one does; nothing to do on a CPU."""
+    if engine.device.type != "cuda":
+        return
+    trunk, family = find_trunk(model, "vllm")
+    with engine.warming() as sizes:
+        for site in engine.sites.values():
+            norm: Any = _place(trunk, family, site)[0]
+            for tokens in sizes:
+                stream = torch.zeros(tokens, engine.width, dtype=site.w_enc.dtype, device=engine.device)
+                forms = (layout.NORMED,) if isinstance(norm, _AfterNorm) else (layout.PAIR, layout.BARE)
+                for form in forms:
+                    norm.edit(stream, None if form == layout.BARE else stream.clone(), form)
+            # These calls are ours: what counts is that the model's own forward comes by.
+            ops.hits.pop(site.index.data_ptr(), None)
+        ops.hits.pop(engine.published.data_ptr(), None)
+
+
+def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edited]]:
+    kind, layer = parse(site.name)
+    layers = trunk.layers
+    if kind == "resid_mid":
+        return getattr(layers[layer], family.mid_norm), _BeforeNorm
+    if kind == "resid_pre":
+        assert layer == 0, "other resid_pre are resid_post of the layer before"
+        return layers[0].input_layernorm, _BeforeNorm
+    assert kind == "resid_post", site.name
+    return (trunk.norm if layer + 1 == len(layers) else layers[layer + 1].input_layernorm), _AfterNorm
+
+
+def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
+    if type(norm) not in (RMSNorm, GemmaRMSNorm):
+        raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
+    buffers = {
+        "table": engine.table,
+        "work": engine.work,
+        "positions": engine.positions,
+        "kinds": engine.kinds_at(site),
+        "site": site.index,
+        "w_enc": site.w_enc,
+        "w_dec": site.w_dec,
+        "b_enc": site.b_enc,
+        "threshold": site.threshold,
+        "b_dec": site.b_dec,
+        "cells": engine.cells,
+        "counts": engine.counts,
+        "scratch": engine.scratch,
+        "steps": engine.steps,
+        "published": engine.published,
+    }
+    for name, tensor in buffers.items():
+        norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
+    cls = type(norm)
+    norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
+    edited: Any = norm
+    edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0
+    edited.saesteer_dense_size = site.dense_size
+    edited.saesteer_has_norms = site.has_norms
+    edited.saesteer_last = site is list(engine.sites.values())[-1]

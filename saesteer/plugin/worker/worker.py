@@ -1,0 +1,371 @@
+"""The worker's side: dictionaries loaded with the model, rows filled as requests come, a work list before each forward.
+
+Wraps, on instances after the worker has built its runner:
+    runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
+    worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
+    worker.sample_tokens             where the step's counts will be leaves with its output (counts.py)
+    V2 runner: model_state.add_request, remove_request, prepare_inputs
+    V1 runner: _update_states, _prepare_inputs, _dummy_run
+"""
+
+import logging
+from collections.abc import Callable
+from functools import reduce, wraps
+from operator import or_
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer import __version__
+from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.engine.engine import Engine, Row
+from saesteer.errors import ConfigError
+from saesteer.kernels import ops
+from saesteer.plugin import contract
+from saesteer.plugin.door import admission, frontend
+from saesteer.plugin.names import changes, versions
+from saesteer.plugin.results import counts, failures
+from saesteer.plugin.worker import layers
+from saesteer.plugin.worker.slots import Rows
+
+logger = logging.getLogger("vllm.saesteer")
+_RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
+
+
+def install() -> None:
+    """Put the wraps on the worker classes in place."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    contract.wrap("WorkerWrapperBase.init_device", _attaching)
+    WorkerBase.saesteer_status = status
+    WorkerBase.saesteer_names = changes.make_version
+
+
+def status(self: Any) -> dict[str, str]:
+    """What this worker runs, for the handshake; called by name over collective_rpc."""
+    config = frontend.config_of(self.vllm_config)
+    served = config is not None and hasattr(self, "saesteer")
+    return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
+
+
+def _attaching(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def init_device(self: Any) -> None:
+        original(self)
+        config = frontend.config_of(self.vllm_config)
+        if config is not None:
+            attach(self.worker, config)
+
+    return init_device
+
+
+def attach(worker: Any, config: SaesteerConfig) -> None:
+    """Wrap this worker and its runner; the model is not loaded yet.
+
+    Raises:
+        UnsupportedError: a hook is missing or changed.
+    """
+    contract.check_contract(worker=True)
+    runner = worker.model_runner
+    load_model = runner.load_model
+    warm_up = worker.compile_or_warm_up_model
+
+    @wraps(load_model)
+    def load_with_dictionaries(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_model(*args, **kwargs)
+        worker.saesteer = steering = _build(runner, config)
+        if hasattr(runner, "model_state"):
+            _wrap_v2(runner.model_state, steering)
+        else:
+            _wrap_v1(runner, steering)
+        counts.attach(worker, steering)
+        return loaded
+
+    @wraps(warm_up)
+    def warm_up_and_check(*args: Any, **kwargs: Any) -> Any:
+        times = warm_up(*args, **kwargs)
+        _check_hits(runner, worker.saesteer.engine)
+        return times
+
+    runner.load_model = load_with_dictionaries
+    worker.compile_or_warm_up_model = warm_up_and_check
+
+
+def _build(runner: Any, config: SaesteerConfig) -> "Steering":
+    model_config, scheduler = runner.vllm_config.model_config, runner.vllm_config.scheduler_config
+    engine = Engine(
+        config,
+        width=model_config.get_hidden_size(),
+        layers=model_config.hf_text_config.num_hidden_layers,
+        dtype=model_config.dtype,
+        device=torch.device(runner.device),
+        max_rows=scheduler.max_num_seqs,
+        max_tokens=scheduler.max_num_batched_tokens,
+        positions=runner.input_buffers.positions if hasattr(runner, "model_state") else runner.positions,
+    )
+    layers.attach(runner.get_model(), engine)
+    layers.warm_up(runner.get_model(), engine)
+    logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
+    return Steering(engine)
+
+
+def _check_hits(runner: Any, engine: Engine) -> None:
+    if not engine.sites:
+        return
+    needed = {name: site.index for name, site in engine.sites.items()} | {"the end of a step": engine.published}
+    if not any(tensor.data_ptr() in ops.hits for tensor in needed.values()):
+        runner._dummy_run(1)  # an eager start warms nothing up
+    missed = [name for name, tensor in needed.items() if tensor.data_ptr() not in ops.hits]
+    if missed:
+        raise ConfigError(
+            f"saesteer's op never ran at {', '.join(missed)}: a stale compiled graph, or an unknown layer"
+        )
+
+
+class Steering:
+    """The running requests that are steered, by id, and what the last batch of them was.
+
+    Most steps of a server decode one token more for the requests of the step before. What depends on the requests alone
+    is worked out when they change, so such a step costs the comparison of two lists.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.rows: dict[str, Row] = {}  # of steered requests only
+        self._recent: dict[tuple[int, str | None], Row] = {}  # by the version of the names and SAME
+        self._places: dict[str, int] = {}  # of those that hold a table row
+        self._holders: dict[int, str] = {}  # the same by row
+        self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
+        self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
+        self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
+        self._stops: set[str] = set()  # steered requests with stop strings
+        self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
+        self._batch: list[str] | None = None  # None: something has changed since
+        self._tokens = 0  # of that batch
+        self._kinds: NDArray[np.int32] | None = None
+
+    def add(self, request: Any) -> Row | None:
+        """Remember a new request; its row's content, or None when it is not steered."""
+        self.forget(request.req_id)
+        try:
+            row = self._row_of(request)
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request.req_id, exc)
+            return None
+        if row is not None:
+            self._batch = None
+            self.rows[request.req_id] = row
+            self._cached[request.req_id] = request.num_computed_tokens
+            if request.sampling_params.stop:
+                self._stops.add(request.req_id)
+        return row
+
+    def _row_of(self, request: Any) -> Row | None:
+        """Made anew only where no recent request was steered alike: a set of every layer takes 1 to 3 ms."""
+        params = request.sampling_params
+        extra, version = params.extra_args or {}, versions.version_of(params)
+        if KEY not in extra:
+            return None
+        if version not in self.engine.registry.versions:
+            logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
+            self.failed[request.req_id] = failures.GONE
+            return None
+        key = version, extra.get(admission.SAME)
+        row = self._recent.pop(key, None)
+        if row is None:
+            spec = frontend.spec_of(params)
+            assert spec is not None
+            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
+        if row is not None and key[1] is not None:
+            self._recent[key] = row  # the last used stands last
+            if len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
+        return row
+
+    def restart(self, request: str, computed: int) -> None:
+        """A request was preempted and goes on from `computed` tokens of the cache: it holds no row, and counts anew."""
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            self._cached[request] = computed
+
+    def fail(self, request: str, exc: Exception) -> None:
+        """End a request for which something went wrong here; whatever is raised further ends the engine for all."""
+        logger.error("request %s could not be steered", request, exc_info=exc)
+        self.forget(request)
+        self.failed[request] = f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+
+    def fill(self, request: str, row: int) -> None:
+        """Give a table row to a request that is about to run: its own content, or none where it is not steered."""
+        content = self.rows.get(request)
+        try:
+            if content is not None:
+                self.place(request, row)
+            self.engine.fill(row, content)
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request, exc)
+            self.engine.fill(row, None)
+
+    def place(self, request: str, row: int) -> None:
+        """A steered request holds a table row from now on; whoever held it before keeps what was counted."""
+        if row in self._holders:
+            self._keep(self._holders[row])
+        if request in self._places:
+            self._keep(request)  # it comes back to another row than it had
+        self._places[request], self._holders[row] = row, request
+
+    def _keep(self, request: str) -> None:
+        row = self._places.pop(request)
+        del self._holders[row]
+        self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
+
+    def _drop(self, request: str) -> None:
+        self._kept.pop(request, None)
+        row = self._places.pop(request, None)
+        if row is not None:
+            del self._holders[row]
+
+    def forget(self, request: str) -> None:
+        """A request has ended, or will begin anew."""
+        self.failed.pop(request, None)
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            del self.rows[request], self._cached[request]
+            self._stops.discard(request)
+
+    def snapshot(self) -> counts.Snapshot:
+        """What was counted so far for the steered requests of the last batch."""
+        if self._listed is None:
+            names = [request for request in self._batch or () if request in self._places]
+            self._listed = counts.Listed(
+                names,
+                [self._cached[name] for name in names],
+                [self._places[name] for name in names],
+                [self.rows[name] for name in names],
+                frozenset(self._stops.intersection(names)),
+                refusing=self.engine.config.max_dose_action == "refuse",
+            )
+        # Copies, as it is read later.
+        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
+        return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed))
+
+    def look(self, batch: list[str], tokens: int) -> bool:
+        """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.
+
+        It is the same when the same requests, steered as they were, have one token each again.
+        """
+        if batch == self._batch:
+            same = tokens == self._tokens == len(batch)
+            self._tokens = tokens
+            return not same
+        self._tokens = tokens
+        self._batch, self._listed = list(batch), None
+        found = [self.rows[request].kinds for request in batch if request in self.rows]
+        self._kinds = reduce(or_, found) if found else None
+        return True
+
+    @property
+    def kinds(self) -> NDArray[np.int32] | None:
+        """Of the last batch's rows, by site; None when none of them is steered."""
+        return self._kinds
+
+
+def _wrap_v2(state: Any, steering: Steering) -> None:
+    """The V2 runner: a request's state slot, plus one, is its row; slots and positions are on the device already."""
+    engine = steering.engine
+    add, remove, prepare = state.add_request, state.remove_request, state.prepare_inputs
+    warm: list[bool] = []  # the first batch is a dummy one, before any request
+
+    @wraps(add)
+    def add_request(req_index: int, new_req_data: Any) -> None:
+        add(req_index, new_req_data)
+        steering.add(new_req_data)
+        steering.fill(new_req_data.req_id, req_index + 1)
+
+    @wraps(remove)
+    def remove_request(req_id: str) -> None:
+        remove(req_id)
+        steering.forget(req_id)
+
+    @wraps(prepare)
+    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+        # A dummy batch has made-up ids but slots of living requests, so the ids decide.
+        batch = input_batch
+        if not warm:
+            engine.warm_map(batch.idx_mapping, batch.query_start_loc)
+            warm.append(True)
+        changed = steering.look(batch.req_ids, batch.num_tokens)
+        if steering.kinds is None:
+            engine.rest()
+        else:
+            requests, tokens = batch.num_reqs, batch.num_tokens
+            engine.schedule(
+                batch.idx_mapping, 1, batch.query_start_loc, requests, tokens, steering.kinds, changed=changed
+            )
+        return prepare(input_batch, req_states)
+
+    state.add_request, state.remove_request, state.prepare_inputs = add_request, remove_request, prepare_inputs
+
+
+def _wrap_v1(runner: Any, steering: Steering) -> None:
+    """The V1 runner: batch slots move, so rows are our own, and their numbers come with what is new."""
+    engine = steering.engine
+    rows = Rows(engine.table.shape[0] - 1)
+    numbers: list[int] = []  # of the last batch
+    update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
+    warm: list[bool] = []
+
+    @wraps(update)
+    def update_states(scheduler_output: Any) -> Any:
+        for request in scheduler_output.finished_req_ids:
+            steering.forget(request)
+            rows.release(request)
+        for request in scheduler_output.scheduled_new_reqs:
+            rows.release(request.req_id)
+            steering.add(request)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if request in cached.resumed_req_ids:
+                    rows.release(request)
+                    steering.restart(request, computed)
+        return update(scheduler_output)
+
+    def number(batch: list[str]) -> list[int]:
+        """Give rows to the steered requests of a batch."""
+        steered = [request for request in batch if request in steering.rows]
+        taken, fresh = rows.take(steered)
+        by_id = dict(zip(steered, taken, strict=True))
+        for request in fresh:
+            steering.fill(request, by_id[request])
+        return [by_id.get(request, 0) for request in batch]
+
+    @wraps(prepare)
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal numbers
+        prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
+        tokens = scheduler_output.total_num_scheduled_tokens
+        changed = steering.look(batch, tokens)
+        if steering.kinds is None:
+            engine.rest()
+            return prepared
+        if changed:
+            numbers = number(batch)
+        starts: Tensor = runner.query_start_loc.gpu
+        engine.schedule(numbers, 0, starts, len(batch), tokens, steering.kinds, changed=changed)
+        return prepared
+
+    @wraps(dummy)
+    def dummy_run(*args: Any, **kwargs: Any) -> Any:
+        if not warm:
+            engine.warm_map(torch.zeros(1, dtype=torch.int32, device=engine.device), runner.query_start_loc.gpu)
+            warm.append(True)
+        engine.rest()
+        return dummy(*args, **kwargs)
+
+    runner._update_states, runner._prepare_inputs, runner._dummy_run = update_states, prepare_inputs, dummy_run
