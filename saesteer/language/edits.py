@@ -3,7 +3,8 @@
 Each record is checked when it is made (saesteer/checks.py); what needs the server's dictionaries is checked in plan.py.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, Literal
 
@@ -23,19 +24,21 @@ from saesteer.language.fields import (
     read,
     show,
     sites,
+    table,
     text,
 )
 from saesteer.language.inline import Vector, vector
 
 MAX_POSITIONS = 4096  # intervals of one scope, and of all scopes of a spec together
 MAX_CONDITIONS = 16  # of one `when`
+NAMES = ("dictionary", "vector", "probe", "module")  # fields that hold a name
 
 Mode = Literal["set", "add", "scale", "min", "max"]
-Unit = Literal["raw", "max_act"]
+ClampUnit = Literal["raw", "max_act"]
 Interval = tuple[int, int | None]
 
 _feature = integer(0, INT32_MAX)
-_start = integer(1 - INT32_MAX, INT32_MAX - 1)
+_place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
 
 def interval(value: Any, at: str) -> Interval:
@@ -44,10 +47,10 @@ def interval(value: Any, at: str) -> Interval:
         fail(at, "wrong_type", f"got {show(value)}, expected [start, end]")
     if len(value) != 2:
         fail(at, "wrong_type", f"got {show(value)}, expected two numbers, [start, end]")
-    start = _start(value[0], f"{at}[0]")
+    start = _place(value[0], f"{at}[0]")
     if value[1] is None:
         return start, None
-    end = _start(value[1], f"{at}[1]")
+    end = _place(value[1], f"{at}[1]")
     if end == 0 or ((start < 0) == (end < 0) and end <= start):
         fail(
             at,
@@ -59,8 +62,6 @@ def interval(value: Any, at: str) -> Interval:
 
 Message = int | str  # the place of a chat message, or the role of all that have it
 
-_place = integer(1 - INT32_MAX, INT32_MAX - 1)
-
 
 def _message(value: Any, at: str) -> Message:
     if isinstance(value, str):
@@ -71,22 +72,18 @@ def _message(value: Any, at: str) -> Message:
     return place
 
 
+_messages = list_of(_message, MAX_POSITIONS, least=("empty_scope", "role or index of a message"))
+
+
 def messages(value: Any, at: str) -> tuple[Message, ...]:
     """A role, the index of a message, or a list of them; negative indices count from the last message."""
     if not isinstance(value, list | tuple):
         return (_message(value, at),)
-    found: tuple[Message, ...] = list_of(_message, MAX_POSITIONS)(value, at)
-    if not found:
-        fail(at, "empty_scope", "got an empty list, expected at least one role or index of a message")
+    found: tuple[Message, ...] = _messages(value, at)
     return found
 
 
-def intervals(value: Any, at: str) -> tuple[Interval, ...]:
-    """At least one interval."""
-    found: tuple[Interval, ...] = list_of(interval, MAX_POSITIONS)(value, at)
-    if not found:
-        fail(at, "empty_scope", "got an empty list, expected at least one [start, end]")
-    return found
+intervals = list_of(interval, MAX_POSITIONS, least=("empty_scope", "[start, end]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +158,53 @@ class Edit(Record):
 
     op: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        self._settle(self.op)
+
+    @property
+    def when(self) -> tuple[Gate, ...]:
+        """The conditions on which it depends; ``use`` has none of its own."""
+        return ()
+
+    @property
+    def scope(self) -> Scope:
+        """The tokens that it touches; ``use`` leaves them to the edits of its module."""
+        return Scope()
+
+    def mentions(self) -> Iterator[tuple[str, str, str]]:
+        """Every name in the edit and its gates: its kind, one of ``NAMES``, its path below the edit, and the name."""
+        for path, one in [("", self), *((f"when[{n}].", gate) for n, gate in enumerate(self.when))]:
+            for kind in (key for key in NAMES if key in table(type(one))):
+                if isinstance(name := getattr(one, kind), str):
+                    yield kind, f"{path}{kind}", name
+
     def to_json(self) -> dict[str, Any]:
         """The canonical JSON object: ``op`` first, fields at their default are left out."""
         return {"op": self.op, **Record.to_json(self)}
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp(Edit):
+class TokenEdit(Edit):
+    """An edit of the tokens of a scope, where the conditions hold."""
+
+    _: KW_ONLY
+    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+
+
+@dataclass(frozen=True, slots=True)
+class VectorEdit(TokenEdit):
+    """An edit along a vector, at one site or several."""
+
+    vector: Vector = field(metadata=by(vector))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp(TokenEdit):
     """f' from f for one feature; x' = x + Σ (f' − f) d over a group of neighbouring clamps."""
 
     op: ClassVar[str] = "clamp"
-    label: ClassVar[str] = "clamp"
 
     dictionary: str = field(metadata=by(text))
     feature: int = field(metadata=by(_feature))
@@ -179,10 +212,8 @@ class Clamp(Edit):
         metadata=by(number)
     )  # in the dictionary's unit, or in max_act of the feature; a factor in mode scale
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
-    unit: Unit = field(default="raw", metadata=by(one_of("raw", "max_act")))
+    unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
     only_if_active: bool = field(default=False, metadata=by(flag))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
     def _whole(self, at: str) -> None:
         if self.mode == "scale" and self.unit == "max_act":
@@ -190,34 +221,24 @@ class Clamp(Edit):
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Edit):
+class Add(VectorEdit):
     """x' = x + scale · v, with v scaled to the length of x first when norm is match."""
 
     op: ClassVar[str] = "add"
-    label: ClassVar[str] = "add"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     scale: float = field(default=1.0, metadata=by(number))
     norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
-class Cap(Edit):
+class Cap(VectorEdit):
     """p = x · v̂; x' = x + strength · (clip(p, min, max) − p) · v̂."""
 
     op: ClassVar[str] = "cap"
-    label: ClassVar[str] = "cap"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     min: float | None = field(default=None, metadata=by(optional(number)))
     max: float | None = field(default=None, metadata=by(optional(number)))
     strength: float = field(default=1.0, metadata=by(number))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
     def _whole(self, at: str) -> None:
         if self.min is None and self.max is None:
@@ -227,30 +248,22 @@ class Cap(Edit):
 
 
 @dataclass(frozen=True, slots=True)
-class Ablate(Edit):
+class Ablate(VectorEdit):
     """x' = x − strength · (x · v̂) · v̂; strength 1 removes, 2 mirrors, −1 doubles."""
 
     op: ClassVar[str] = "ablate"
-    label: ClassVar[str] = "ablate"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     strength: float = field(default=1.0, metadata=by(number))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
-class Reconstruct(Edit):
+class Reconstruct(TokenEdit):
     """The dictionary's reconstruction in place of x, with the group of clamps that stands before it."""
 
     op: ClassVar[str] = "reconstruct"
-    label: ClassVar[str] = "reconstruct"
 
     dictionary: str = field(metadata=by(text))
     error: Literal["keep", "drop"] = field(default="drop", metadata=by(one_of("keep", "drop")))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +271,6 @@ class Use(Edit):
     """The edits of a registered module, every delta multiplied by scale."""
 
     op: ClassVar[str] = "use"
-    label: ClassVar[str] = "use"
 
     module: str = field(metadata=by(text))
     scale: float = field(default=1.0, metadata=by(number))

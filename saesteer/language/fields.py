@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from heapq import nlargest
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 from saesteer.errors import ConfigError, SpecError
@@ -155,14 +156,28 @@ def optional(check: Check) -> Check:
     return lambda value, at: None if value is None else check(value, at)
 
 
-def list_of(check: Check, most: int, key: Callable[[Any], object] | None = None) -> Check:
-    """A list of at most ``most`` items; with ``key``, no two of them have the same key."""
+def list_of(
+    check: Check,
+    most: int,
+    key: Callable[[Any], object] | None = None,
+    least: tuple[Code, str] | None = None,
+) -> Check:
+    """A list of at most ``most`` items.
+
+    Args:
+        check: of each item.
+        most: items.
+        key: no two items have the same.
+        least: the code with which an empty list is refused, and what an item is.
+    """
 
     def check_all(value: Any, at: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             fail(at, "wrong_type", f"got {show(value)}, expected a list")
         if len(value) > most:
             fail(at, "too_many", f"got {len(value)} items, expected at most {most}")
+        if least and not value:
+            fail(at, least[0], f"got an empty list, expected at least one {least[1]}")
         items = tuple(check(item, f"{at}[{i}]") for i, item in enumerate(value))
         if key is not None:
             first: dict[object, int] = {}
@@ -189,10 +204,11 @@ def sites(value: Any, at: str) -> tuple[str, ...]:
         return (value,) if value in KINDS else (site(value, at),)
     if isinstance(value, tuple) and len(value) == 1 and value[0] in KINDS:
         return value  # canonical already
-    if value in ([], ()):
-        fail(at, "out_of_range", "got an empty list, expected at least one site")
-    found: tuple[str, ...] = list_of(site, 1024, key=canonical)(value, at)
+    found: tuple[str, ...] = _sites(value, at)
     return found
+
+
+_sites = list_of(site, 1024, key=canonical, least=("out_of_range", "site"))
 
 
 def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[str, Any]:
@@ -223,7 +239,7 @@ class Record:
         self._settle(self.label)
 
     def _settle(self, at: str) -> None:
-        for key, one in _table(type(self)).items():
+        for key, one in table(type(self)).items():
             value = getattr(self, one.name)
             if value is not one.default:  # which is right as it is, and most fields have it
                 object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
@@ -235,7 +251,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The canonical JSON object: fields at their default are left out."""
         found: dict[str, Any] = {}
-        for key, one in _table(type(self)).items():
+        for key, one in table(type(self)).items():
             value = getattr(self, one.name)
             if one.default is MISSING or value != one.default:
                 found[key] = plain(value[0] if one.metadata["single"] and len(value) == 1 else value)
@@ -257,12 +273,12 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     if isinstance(value, cls):
         return value
     mapping(value, at)
-    table = _table(cls)
+    known = table(cls)
     for key in value:
-        if key not in table and (key != extra or extra is None):
-            known_field(key, at, [*([extra] if extra else []), *table])
+        if key not in known and (key != extra or extra is None):
+            known_field(key, at, [*([extra] if extra else []), *known])
     record = object.__new__(cls)
-    for key, one in table.items():
+    for key, one in known.items():
         if key not in value and one.default is MISSING:
             fail(f"{at}.{key}", "missing_field", f"is missing, expected beside {listing(map(str, value))}")
         object.__setattr__(record, one.name, value.get(key, one.default))
@@ -289,7 +305,8 @@ def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
 _TABLES: dict[type, dict[str, Field[Any]]] = {}
 
 
-def _table(cls: type[Record]) -> dict[str, Field[Any]]:
+def table(cls: type[Record]) -> dict[str, Field[Any]]:
+    """The fields of a record by their names in JSON, in order; those that every edit has come last."""
     if cls not in _TABLES:
-        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in fields(cls)}
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
     return _TABLES[cls]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from saesteer.errors import SpecError
 from saesteer.language.edits import (
     MAX_POSITIONS,
     OPS,
@@ -16,13 +17,13 @@ from saesteer.language.edits import (
     Add,
     Cap,
     Clamp,
+    ClampUnit,
     Edit,
     Gate,
     Interval,
     Mode,
     Reconstruct,
     Scope,
-    Unit,
     Use,
     edit,
     intervals,
@@ -71,10 +72,8 @@ def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
     words = ("all", "prompt", "generated")
     if not isinstance(value, str | list | tuple):
         fail(at, "wrong_type", f"got {show(value)}, expected {', '.join(words)} or a list of [start, end]")
-    if isinstance(value, str):
-        word: str = one_of(*words)(value, at)
-        return word
-    return intervals(value, at)
+    found: str | tuple[Interval, ...] = (one_of(*words) if isinstance(value, str) else intervals)(value, at)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ def _edits(value: Any, at: str) -> tuple[Edit, ...]:
     def counted(one: Any, path: str) -> Edit:
         nonlocal total
         found = edit(one, path)
-        scope = getattr(found, "scope", None)
-        total += len(scope.positions) if scope and scope.positions else 0
+        total += len(found.scope.positions or ())
         if total > MAX_POSITIONS:
             fail(
                 f"{path}.scope.positions",
@@ -177,24 +175,19 @@ def _load(document: str) -> Any:
         fail("saesteer", "bad_json", "is nested too deep, expected the JSON object of a spec")
     except json.JSONDecodeError as error:
         fail("saesteer", "bad_json", f"is no JSON ({error}), expected the JSON object of a spec")
-    except ValueError as error:
-        if isinstance(error, _Twice):
-            fail("saesteer", "duplicate", f"got the key {show(error.key)} twice in one object, expected it once")
+    except SpecError:
+        raise
+    except ValueError:
         fail(
             "saesteer", "out_of_range", "got an integer of thousands of digits, expected a number that float32 can hold"
         )
-
-
-class _Twice(ValueError):
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Twice(key)
+            fail("saesteer", "duplicate", f"got the key {show(key)} twice in one object, expected it once")
         found[key] = value
     return found
 
@@ -223,7 +216,7 @@ def clamp(
     feature: int,
     value: float,
     mode: Mode = "set",
-    unit: Unit = "raw",
+    unit: ClampUnit = "raw",
     only_if_active: bool = False,
     when: When = None,
     scope: Within = None,
@@ -243,7 +236,7 @@ def clamp(
     Raises:
         SpecError: a value is wrong.
     """
-    return Clamp(dictionary, feature, value, mode, unit, only_if_active, *_shared(when, scope))
+    return Clamp(dictionary, feature, value, mode, unit, only_if_active, when=_any(when), scope=_any(scope))
 
 
 def add(
@@ -259,7 +252,7 @@ def add(
     Raises:
         SpecError: a value is wrong.
     """
-    return Add(_any(vector), _any(site), scale, norm, *_shared(when, scope))
+    return Add(_any(vector), _any(site), scale, norm, when=_any(when), scope=_any(scope))
 
 
 def cap(
@@ -276,7 +269,7 @@ def cap(
     Raises:
         SpecError: a value is wrong.
     """
-    return Cap(_any(vector), _any(site), min, max, strength, *_shared(when, scope))
+    return Cap(_any(vector), _any(site), min, max, strength, when=_any(when), scope=_any(scope))
 
 
 def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = None, scope: Within = None) -> Ablate:
@@ -285,7 +278,7 @@ def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = N
     Raises:
         SpecError: a value is wrong.
     """
-    return Ablate(_any(vector), _any(site), strength, *_shared(when, scope))
+    return Ablate(_any(vector), _any(site), strength, when=_any(when), scope=_any(scope))
 
 
 def reconstruct(
@@ -296,7 +289,7 @@ def reconstruct(
     Raises:
         SpecError: a value is wrong.
     """
-    return Reconstruct(dictionary, error, *_shared(when, scope))
+    return Reconstruct(dictionary, error, when=_any(when), scope=_any(scope))
 
 
 def use(module: str, scale: float = 1.0) -> Use:
@@ -311,7 +304,3 @@ def use(module: str, scale: float = 1.0) -> Use:
 def _any(value: Any) -> Any:
     """The record's own check decides, and brings the value into form."""
     return value
-
-
-def _shared(when: When, scope: Within) -> tuple[Any, Any]:
-    return _any(when), _any(scope)

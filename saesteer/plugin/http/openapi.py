@@ -5,13 +5,13 @@ spec is read off the records of saesteer/spec.py and saesteer/edits.py; what a s
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from saesteer.config.config import KEY
 from saesteer.language.edits import OPS, Edit, Gate, Scope
-from saesteer.language.fields import Record
+from saesteer.language.fields import Record, table
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import ActivationRead, FeatureRead, Return, Spec
 from saesteer.plugin.http.routes import SERVED
@@ -109,8 +109,8 @@ def _schema_of(record: type[Record]) -> dict[str, Any]:
     if issubclass(record, Edit):
         properties["op"] = {"type": "string", "const": record.op}
     required = list(properties)
-    for one in fields(record):
-        key, schema = one.metadata["key"] or one.name, _schema(hints[one.name])
+    for key, one in table(record).items():
+        schema = _schema(hints[one.name])
         if one.metadata["single"] or one.name == "messages":  # one alone stands for a list of one
             schema = _any_of(_item(hints[one.name]), hints[one.name])
         if one.default is MISSING:
