@@ -1,11 +1,11 @@
-"""saesteer's own file: one .safetensors for each dictionary, already canonical. Knows no other library's names.
+"""saesteer's own file: one .safetensors for each dictionary, already in canonical form; knows no other library's names.
 
     W_enc [F, d_in]  W_dec [F, d_out]  b_enc [F]  b_dec [d_out]  [threshold [1 or F]]  [max_act [F]]
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
-Everything else stands in the file's metadata, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, feature_ids, can_reconstruct. A file without metadata is taken when it has max_act, as
-the first ones did, and when F != d tells its orientation from that of other formats with the same key names.
+The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
+feature_unit, skip_first, model, feature_ids, can_reconstruct. A file without metadata is accepted if it has max_act, as
+the first ones had, and if F != d, which shows that it is not transposed like other formats with the same keys.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
 
 
 def draft(place: Path) -> Draft | None:
-    """The draft of a .safetensors file of ours, or of a folder with ``saesteer.safetensors`` or one such file alone.
+    """The draft of our .safetensors file, or of a folder with ``saesteer.safetensors`` or just one .safetensors file.
 
-    A ``saesteer.safetensors`` is always ours; another file is when its metadata or its keys say so. Raises LoadError.
+    A ``saesteer.safetensors`` is always ours; another file is ours if its metadata or keys say so. Raises LoadError.
     """
     file = _file(place) if place.is_dir() else place
     if file.suffix != ".safetensors" or not file.is_file():
@@ -42,19 +42,19 @@ def draft(place: Path) -> Draft | None:
         if file.name in FILES:
             raise
         return None
-    said, entries = weights.metadata, weights.entries
-    if file.name not in FILES and said.get("format") != NAME and not {*_KEYS.values(), "max_act"} <= entries.keys():
+    said, index = weights.metadata, weights.index
+    if file.name not in FILES and said.get("format") != NAME and not {*_KEYS.values(), "max_act"} <= index.keys():
         return None
     if said.get("format", NAME) != NAME:
         raise wrong(file, "format", repr(said["format"]), repr(NAME))
     shape = weights.shape("W_enc", 2)
     if "format" not in said and shape[0] == shape[1]:
         raise wrong(file, "W_enc", f"shape {list(shape)} and no metadata", "format: saesteer, or F other than d")
-    default = "jumprelu" if "threshold" in entries else "relu"
+    default = "jumprelu" if "threshold" in index else "relu"
     activation = _one_of(file, said, "activation", get_args(Activation), default)
-    if activation != "jumprelu" and "threshold" in entries:
+    if activation != "jumprelu" and "threshold" in index:
         raise wrong(file, "threshold", "there", "one for jumprelu, else none")
-    one = "threshold" in entries and entries["threshold"].shape == (1,)
+    one = "threshold" in index and index["threshold"].shape == (1,)
     keys = {"one_threshold" if one else "threshold": "threshold"} if activation == "jumprelu" else {}
     return Draft(
         weights,
@@ -77,11 +77,11 @@ def draft(place: Path) -> Draft | None:
 def write(path: Path | str, coder: SparseCoder) -> None:
     """Writes a dictionary so that reading it gives the same tensors and meaning; equal dictionaries give equal bytes.
 
-    The file appears whole or not at all. Neither ``info.source`` nor the format it came from is kept. One threshold
-    that all features share is stored once.
+    The file is written completely or not at all. It does not keep ``info.source`` or the format that the dictionary
+    came from. A threshold that all features share is stored once.
 
     Raises:
-        LoadError: when the file cannot be written.
+        LoadError: the file cannot be written.
     """
     tensors = {"W_enc": coder.w_enc, "W_dec": coder.w_dec, "b_enc": coder.b_enc, "b_dec": coder.b_dec}
     if coder.threshold is not None:

@@ -1,6 +1,6 @@
-"""What a request may ask for: one record for each edit, and the scopes and gates they carry. Knows no server.
+"""What a request may ask for: a record for each kind of edit, with its scope and its gates. Knows no server.
 
-Each record is checked when it is made (saesteer/checks.py); what needs the server's dictionaries is checked in plan.py.
+A record is checked when it is made (fields.py). ``saesteer.planning`` checks what depends on the server's dictionaries.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ from saesteer.language.fields import (
 )
 from saesteer.language.inline import Vector, vector
 
-MAX_POSITIONS = 4096  # intervals of one scope, and of all scopes of a spec together
-MAX_CONDITIONS = 16  # of one `when`
+MAX_POSITIONS = 4096  # intervals in one scope, and in all scopes of a spec together
+MAX_CONDITIONS = 16  # in one `when`
 NAMES = ("dictionary", "vector", "probe", "module")  # fields that hold a name
 
 Mode = Literal["set", "add", "scale", "min", "max"]
@@ -42,7 +42,7 @@ _place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
 
 def interval(value: Any, at: str) -> Interval:
-    """``[start, end]``, half-open; end may be null, negative ones count from the end of the prompt."""
+    """``[start, end]``, half-open; end may be null, and negative numbers count from the end of the prompt."""
     if not isinstance(value, list | tuple):
         fail(at, "wrong_type", f"got {show(value)}, expected [start, end]")
     if len(value) != 2:
@@ -60,7 +60,7 @@ def interval(value: Any, at: str) -> Interval:
     return start, end
 
 
-Message = int | str  # the place of a chat message, or the role of all that have it
+Message = int | str  # the index of a chat message, or the role of all messages that have it
 
 
 def _message(value: Any, at: str) -> Message:
@@ -88,9 +88,9 @@ intervals = list_of(interval, MAX_POSITIONS, least=("empty_scope", "[start, end]
 
 @dataclass(frozen=True, slots=True)
 class Scope(Record):
-    """The tokens that an edit touches, by absolute position; the meaning is in ``saesteer.planning.windows``.
+    """The tokens that an edit touches. ``saesteer.planning.windows`` turns a scope into absolute positions.
 
-    Chat messages become positions where the conversation is at hand: ``saesteer.planning.messages``.
+    ``saesteer.planning.messages`` turns chat messages into positions, where the conversation is available.
     """
 
     label: ClassVar[str] = "scope"
@@ -108,18 +108,18 @@ class Scope(Record):
             fail(
                 at,
                 "empty_scope",
-                "has messages, whose tokens are all of the prompt, expected prompt not to be left out",
+                "has messages, whose tokens are all in the prompt, expected prompt not to be left out",
             )
 
     @classmethod
     def check(cls, value: Any, at: str) -> "Scope":
-        """A scope; null is the default one."""
+        """A scope; null is the default scope."""
         return Scope() if value is None else read(cls, value, at)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate(Record):
-    """One condition of a `when`: a feature or a probe strictly above and/or below a bound, at the same token."""
+    """One condition of a `when`: a feature or probe strictly above a bound, below one, or both, at the same token."""
 
     label: ClassVar[str] = "when"
 
@@ -131,11 +131,11 @@ class Gate(Record):
 
     def _whole(self, at: str) -> None:
         if self.probe is not None and (self.dictionary is not None or self.feature is not None):
-            fail(f"{at}.probe", "conflict", "stands beside a dictionary's feature, expected one of the two")
+            fail(f"{at}.probe", "conflict", "stands next to a dictionary's feature, expected one of the two")
         if self.probe is None and self.dictionary is None:
             fail(f"{at}.dictionary", "missing_field", "is missing, expected dictionary and feature, or probe")
         if self.probe is None and self.feature is None:
-            fail(f"{at}.feature", "missing_field", "is missing, expected beside dictionary")
+            fail(f"{at}.feature", "missing_field", "is missing, expected next to dictionary")
         if self.above is None and self.below is None:
             fail(f"{at}.above", "missing_field", "is missing, expected above, below or both")
         if self.above is not None and self.below is not None and self.above >= self.below:
@@ -143,7 +143,7 @@ class Gate(Record):
 
     @classmethod
     def check(cls, value: Any, at: str) -> tuple["Gate", ...]:
-        """One condition or a list of them, which must all hold; null and the empty list are no condition."""
+        """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
         if value is None:
             return ()
         if isinstance(value, list | tuple):
@@ -154,7 +154,7 @@ class Gate(Record):
 
 @dataclass(frozen=True, slots=True)
 class Edit(Record):
-    """One thing a request asks for."""
+    """One change that a request asks for."""
 
     op: ClassVar[str]
 
@@ -179,7 +179,7 @@ class Edit(Record):
                     yield kind, f"{path}{kind}", name
 
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON object: ``op`` first, fields at their default are left out."""
+        """The canonical JSON object: ``op`` comes first, fields with their default value are left out."""
         return {"op": self.op, **Record.to_json(self)}
 
 
@@ -202,15 +202,13 @@ class VectorEdit(TokenEdit):
 
 @dataclass(frozen=True, slots=True)
 class Clamp(TokenEdit):
-    """f' from f for one feature; x' = x + Σ (f' − f) d over a group of neighbouring clamps."""
+    """Changes one feature from f to f'; a group of neighbouring clamps makes x' = x + Σ (f' − f) d."""
 
     op: ClassVar[str] = "clamp"
 
     dictionary: str = field(metadata=by(text))
     feature: int = field(metadata=by(_feature))
-    value: float = field(
-        metadata=by(number)
-    )  # in the dictionary's unit, or in max_act of the feature; a factor in mode scale
+    value: float = field(metadata=by(number))  # in units of `unit`; in mode scale a factor
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
     unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
     only_if_active: bool = field(default=False, metadata=by(flag))
@@ -222,7 +220,7 @@ class Clamp(TokenEdit):
 
 @dataclass(frozen=True, slots=True)
 class Add(VectorEdit):
-    """x' = x + scale · v, with v scaled to the length of x first when norm is match."""
+    """x' = x + scale · v; with norm match, v is first scaled to the length of x."""
 
     op: ClassVar[str] = "add"
 
@@ -258,7 +256,7 @@ class Ablate(VectorEdit):
 
 @dataclass(frozen=True, slots=True)
 class Reconstruct(TokenEdit):
-    """The dictionary's reconstruction in place of x, with the group of clamps that stands before it."""
+    """Puts the dictionary's reconstruction in place of x, with the group of clamps directly before it."""
 
     op: ClassVar[str] = "reconstruct"
 
@@ -268,7 +266,7 @@ class Reconstruct(TokenEdit):
 
 @dataclass(frozen=True, slots=True)
 class Use(Edit):
-    """The edits of a registered module, every delta multiplied by scale."""
+    """Applies the edits of a registered module, every delta multiplied by scale."""
 
     op: ClassVar[str] = "use"
 
@@ -280,7 +278,7 @@ OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, R
 
 
 def edit(value: Any, at: str) -> Edit:
-    """An edit from its JSON object, by its op."""
+    """Reads an edit from its JSON object; ``op`` says which kind it is."""
     if isinstance(value, Edit):
         return value
     mapping(value, at)

@@ -1,8 +1,8 @@
-"""Reading one value of a request: checks that need only the value and its path. Knows no edit and no dictionary.
+"""Checks of single values in a request, which need only the value and its path. Knows no edit and no dictionary.
 
-A check takes a value and its path, returns the value in canonical form, and raises SpecError when it is wrong. A
-Record is an object with known fields, each with its check; it cannot exist with a wrong value in it, whether it comes
-from JSON or is made in Python, and two equal records have equal JSON.
+A check takes a value and its path and returns the value in canonical form, or raises SpecError. A Record is an object
+with known fields, each with a check. A record never holds a wrong value, whether it comes from JSON or is made in
+Python, and equal records have equal JSON.
 """
 
 import re
@@ -20,17 +20,17 @@ from saesteer.language.sites import KINDS, canonical, parse
 MAX_NAME = 128  # characters
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
-_COMPARABLE = 64  # characters of a name that a suggestion is looked for
-_COMPARED = 32  # known names at most that are compared with it letter by letter
+_COMPARABLE = 64  # characters; a longer name gets no suggestion
+_COMPARED = 32  # known names that are compared with it letter by letter, at most
 
 Code = Literal[
-    "bad_json",  # the text is no JSON
+    "bad_json",  # the text is not JSON
     "conflict",  # two values that are fine alone do not go together
-    "duplicate",  # the same thing twice where it may stand once
+    "duplicate",  # something appears twice that may appear once
     "empty_scope",  # no token could ever be edited
     "missing_field",
     "not_finite",  # NaN or infinity
-    "not_served",  # right, and a later version may do it
+    "not_served",  # correct, but this version cannot do it
     "out_of_range",
     "too_many",  # over a limit on size or count
     "unknown_field",
@@ -47,12 +47,12 @@ R = TypeVar("R", bound="Record")
 
 
 def fail(at: str, code: Code, message: str) -> NoReturn:
-    """Raise the SpecError for the field at this path."""
+    """Raises SpecError for the field at this path."""
     raise SpecError(message, field=at, code=code)
 
 
 def show(value: object) -> str:
-    """A value as messages tell it: short, printable, and safe to encode."""
+    """A value as messages show it: short, printable, and safe to encode."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)}"
     if isinstance(value, list | tuple):
@@ -69,17 +69,17 @@ def show(value: object) -> str:
 
 
 def listing(names: Iterable[Any], most: int = 20) -> str:
-    """Known names or numbers in one phrase, not all of them when they are many."""
+    """Known names or numbers in one phrase; of many, only the first."""
     known = sorted(names)
     rest = f" and {len(known) - most} more" if len(known) > most else ""
     return (", ".join(map(str, known[:most])) or "none") + rest
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` where a known name is close, else nothing.
+    """``" (did you mean 'x'?)"`` if a known name is close, else an empty text.
 
-    difflib takes as long for a name as it is long, squared, and looks at every known one. So long names get no
-    suggestion, and where many are known it sees only those that share most pairs of letters with this one.
+    difflib's time grows with the square of a name's length and with the number of known names. So long names get no
+    suggestion, and of many known names it compares only those that share the most pairs of letters with this one.
     """
     if len(name) > _COMPARABLE:
         return ""
@@ -90,7 +90,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def step(at: str, key: object) -> str:
-    """The path of a field below ``at``; a key that is no plain word is quoted and cut short."""
+    """The path of a field below ``at``; a key that is not a plain word is quoted and shortened."""
     plain = isinstance(key, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", key, re.ASCII)
     if isinstance(key, str) and len(key) > MAX_NAME:
         key = f"{key[:40]}..."
@@ -107,14 +107,14 @@ def text(value: Any, at: str) -> str:
 
 
 def flag(value: Any, at: str) -> bool:
-    """A boolean; 0 and 1 are none."""
+    """A boolean; 0 and 1 are refused."""
     if not isinstance(value, bool):
         fail(at, "wrong_type", f"got {show(value)}, expected true or false")
     return value
 
 
 def number(value: Any, at: str) -> float:
-    """A finite number within float32; a boolean is none. −0.0 becomes 0.0, as equal specs have equal JSON."""
+    """A finite number within float32, not a boolean. −0.0 becomes 0.0, since equal specs have equal JSON."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fail(at, "wrong_type", f"got {show(value)}, expected a number")
     if value != value or value in (float("inf"), float("-inf")):
@@ -125,7 +125,7 @@ def number(value: Any, at: str) -> float:
 
 
 def integer(low: int, high: int) -> Check:
-    """An integer from ``low`` to ``high``; neither a boolean nor 34.0 is one."""
+    """An integer from ``low`` to ``high``; booleans and 34.0 are refused."""
 
     def check(value: Any, at: str) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
@@ -152,7 +152,7 @@ def one_of(*words: str) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """The same check, where null stands for absent."""
+    """The same check, except that null means absent."""
     return lambda value, at: None if value is None else check(value, at)
 
 
@@ -183,14 +183,14 @@ def list_of(
             first: dict[object, int] = {}
             for i, one in enumerate(map(key, items)):
                 if first.setdefault(one, i) != i:
-                    fail(f"{at}[{i}]", "duplicate", f"stands at {at}[{first[one]}] already, expected it once")
+                    fail(f"{at}[{i}]", "duplicate", f"is at {at}[{first[one]}] already, expected it once")
         return items
 
     return check_all
 
 
 def site(value: Any, at: str) -> str:
-    """A site with its layer, as written; ``canonical`` is for those who compare."""
+    """A site with its layer, as written; use ``canonical`` to compare sites."""
     try:
         parse(text(value, at))
     except ConfigError as error:
@@ -216,14 +216,14 @@ def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[st
 
     Args:
         check: of its value.
-        key: its name in JSON, where that is another than in Python.
-        single: a list of one is written as that one.
+        key: its name in JSON, if it has another name in Python.
+        single: a list of one item is written as that item.
     """
     return {"check": check, "key": key, "single": single}
 
 
 def plain(value: Any) -> Any:
-    """A checked value as JSON has it."""
+    """A checked value in the types of JSON."""
     if isinstance(value, Record):
         return value.to_json()
     return [plain(item) for item in value] if isinstance(value, tuple) else value
@@ -231,9 +231,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object with known fields; checked when made, in Python or from JSON."""
+    """An object with known fields, checked when it is made, in Python or from JSON."""
 
-    label: ClassVar[str]  # the path of a record that stands in no list yet
+    label: ClassVar[str]  # the path of a record that is not part of a spec yet
 
     def __post_init__(self) -> None:
         self._settle(self.label)
@@ -241,15 +241,15 @@ class Record:
     def _settle(self, at: str) -> None:
         for key, one in table(type(self)).items():
             value = getattr(self, one.name)
-            if value is not one.default:  # which is right as it is, and most fields have it
+            if value is not one.default:  # a default needs no check, and most fields have it
                 object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
         self._whole(at)
 
     def _whole(self, at: str) -> None:
-        """Refuse what is fine field by field and wrong together."""
+        """Refuses values that are right alone and contradict each other."""
 
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON object: fields at their default are left out."""
+        """The canonical JSON object: fields with their default value are left out."""
         found: dict[str, Any] = {}
         for key, one in table(type(self)).items():
             value = getattr(self, one.name)
@@ -265,7 +265,7 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
         cls: the record's class.
         value: the object.
         at: its path.
-        extra: a field that the caller has read already.
+        extra: a field that the caller has already read.
 
     Raises:
         SpecError: anything about it is wrong.
@@ -280,14 +280,14 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     record = object.__new__(cls)
     for key, one in known.items():
         if key not in value and one.default is MISSING:
-            fail(f"{at}.{key}", "missing_field", f"is missing, expected beside {listing(map(str, value))}")
+            fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
         object.__setattr__(record, one.name, value.get(key, one.default))
     record._settle(at)
     return record
 
 
 def mapping(value: Any, at: str) -> Mapping[str, Any]:
-    """A JSON object with names for keys."""
+    """A JSON object whose keys are strings."""
     if not isinstance(value, Mapping):
         fail(at, "wrong_type", f"got {show(value)}, expected an object")
     for key in value:
@@ -297,7 +297,7 @@ def mapping(value: Any, at: str) -> Mapping[str, Any]:
 
 
 def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
-    """Refuse a field that does not exist."""
+    """Refuses a field that does not exist."""
     known = list(known)
     fail(step(at, key), "unknown_field", f"is not a field{closest(key, known)}, expected only {', '.join(known)}")
 

@@ -1,7 +1,7 @@
-"""The request language: a whole spec, from JSON and back, and the helpers that build edits. Knows no server.
+"""The request language: a whole spec, from JSON and to JSON, and the functions that build edits. Knows no server.
 
-``from_json`` is the door: what comes through it is well-formed in every field. Whether the names in it exist, and which
-tokens it touches, says ``saesteer.planning``. The edits are in edits.py, the error codes in fields.py.
+``from_json`` returns a spec that is well-formed in every field. ``saesteer.planning`` checks that its names exist, and
+finds the tokens that it touches. The edits are in edits.py, the error codes in fields.py.
 """
 
 import json
@@ -64,7 +64,7 @@ __all__ = [
 
 VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
-MAX_EDITS = 4096  # of one spec; a server's own limit is lower
+MAX_EDITS = 4096  # in one spec; a server's own limit is lower
 MAX_READS = 256  # of each kind in `return`
 
 
@@ -78,7 +78,7 @@ def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureRead(Record):
-    """Return the strongest features of each token."""
+    """Returns the strongest features of each token."""
 
     label: ClassVar[str] = "features"
 
@@ -88,7 +88,7 @@ class FeatureRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class ActivationRead(Record):
-    """Return the tensor at a site, after the edits there."""
+    """Returns the tensor at a site, after the edits there."""
 
     label: ClassVar[str] = "activations"
 
@@ -98,7 +98,7 @@ class ActivationRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class Return(Record):
-    """What the request wants to know of its own forward pass."""
+    """What a request wants back from its own forward pass."""
 
     label: ClassVar[str] = "return"
 
@@ -148,7 +148,7 @@ def _edits(value: Any, at: str) -> tuple[Edit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Spec(Record):
-    """All that a request asks for."""
+    """Everything that a request asks for."""
 
     label: ClassVar[str] = "saesteer"
 
@@ -158,10 +158,10 @@ class Spec(Record):
 
 
 def from_json(value: str | Mapping[str, Any]) -> Spec:
-    """Read a spec from a JSON object, or from its text.
+    """Reads a spec from a JSON object, or from its text.
 
     Raises:
-        SpecError: anything about it is wrong; ``field`` is the path, ``code`` one of ``CODES`` in language/fields.py.
+        SpecError: it is wrong; ``field`` is the path, ``code`` one of ``CODES`` in language/fields.py.
     """
     return read(Spec, _load(value) if isinstance(value, str) else value, "saesteer")
 
@@ -172,9 +172,9 @@ def _load(document: str) -> Any:
     try:
         return json.loads(document, object_pairs_hook=_unique)
     except RecursionError:
-        fail("saesteer", "bad_json", "is nested too deep, expected the JSON object of a spec")
+        fail("saesteer", "bad_json", "is nested too deeply, expected the JSON object of a spec")
     except json.JSONDecodeError as error:
-        fail("saesteer", "bad_json", f"is no JSON ({error}), expected the JSON object of a spec")
+        fail("saesteer", "bad_json", f"is not JSON ({error}), expected the JSON object of a spec")
     except SpecError:
         raise
     except ValueError:
@@ -193,7 +193,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_spec(steer: Any) -> Spec | None:
-    """A spec from whatever Python users have at hand: a spec, its JSON, one edit or a list of edits; None stays None.
+    """A spec from what Python callers pass: a spec, its JSON, one edit or a list of edits; None stays None.
 
     Raises:
         SpecError: it is wrong.
@@ -221,17 +221,17 @@ def clamp(
     when: When = None,
     scope: Within = None,
 ) -> Clamp:
-    """Clamp one feature of a dictionary: set it, add to it, scale it, or bound it by min or max.
+    """Clamps one feature of a dictionary: sets it, adds to it, scales it, or bounds it by min or max.
 
     Args:
-        dictionary: its name on the server.
-        feature: its index.
+        dictionary: the dictionary's name on the server.
+        feature: the feature's index.
         value: in the dictionary's unit; with ``unit="max_act"`` in multiples of the feature's largest known activation.
         mode: ``set`` f' = v, ``add`` f' = f + v, ``scale`` f' = f · v, ``min`` f' = max(f, v), ``max`` f' = min(f, v).
         unit: of the value.
         only_if_active: leave tokens alone where the feature is 0.
-        when: condition or conditions, as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
-        scope: the tokens, as ``{"generated": True}``; default all except the first.
+        when: a condition or several, such as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
+        scope: the tokens, such as ``{"generated": True}``; by default all except the first.
 
     Raises:
         SpecError: a value is wrong.
@@ -247,7 +247,7 @@ def add(
     when: When = None,
     scope: Within = None,
 ) -> Add:
-    """Add a vector at a site or several; ``norm="match"`` scales it to the stream's length first.
+    """Adds a vector at one site or several; ``norm="match"`` first scales it to the stream's length.
 
     Raises:
         SpecError: a value is wrong.
@@ -264,7 +264,7 @@ def cap(
     when: When = None,
     scope: Within = None,
 ) -> Cap:
-    """Keep the projection on a vector at most ``max`` and at least ``min``.
+    """Keeps the projection on a vector at most ``max`` and at least ``min``.
 
     Raises:
         SpecError: a value is wrong.
@@ -273,7 +273,7 @@ def cap(
 
 
 def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = None, scope: Within = None) -> Ablate:
-    """Remove the projection on a vector.
+    """Removes the projection on a vector.
 
     Raises:
         SpecError: a value is wrong.
@@ -284,7 +284,7 @@ def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = N
 def reconstruct(
     dictionary: str, error: Literal["keep", "drop"] = "drop", when: When = None, scope: Within = None
 ) -> Reconstruct:
-    """Put the dictionary's reconstruction in place of the stream, with the clamps that stand directly before.
+    """Puts the dictionary's reconstruction in place of the stream, with the clamps directly before it.
 
     Raises:
         SpecError: a value is wrong.
@@ -293,7 +293,7 @@ def reconstruct(
 
 
 def use(module: str, scale: float = 1.0) -> Use:
-    """Use a registered module, every delta of it multiplied by ``scale``.
+    """Uses a registered module, each of its deltas multiplied by ``scale``.
 
     Raises:
         SpecError: a value is wrong.
@@ -302,5 +302,5 @@ def use(module: str, scale: float = 1.0) -> Use:
 
 
 def _any(value: Any) -> Any:
-    """The record's own check decides, and brings the value into form."""
+    """The record checks the value and brings it into canonical form, which types cannot express."""
     return value
