@@ -41,7 +41,7 @@ def write_arrays(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def _write(stream: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    # Larger items first, as safetensors does, so every tensor is aligned. The package's own writer shuffles the metadata.
+    # Larger items first, as safetensors does, so every tensor is aligned. That package shuffles the metadata.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0

@@ -32,7 +32,7 @@ from saesteer.language.sites import MAX_LAYER
 MAX_LIST = 4096  # numbers in the list form
 MAX_BYTES = 4 * 2**20  # of one vector in the base64 form, decoded
 
-# Bytes of one item, and the bits of its last two bytes that are all set in infinity and NaN (the last also has the sign).
+# Bytes of one item, and the bits of its last two bytes that are all set in infinity and NaN. The sign is in the last.
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MASKS = {"float32": (0x80, 0x7F), "float16": (0x00, 0x7C), "bfloat16": (0x80, 0x7F)}
 
