@@ -8,7 +8,7 @@ draft, not a place: a place with a dictionary for each layer gives a draft for e
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -86,6 +86,9 @@ class Draft:
         return dict(self.keys) | {role: key for role, key in self.optional.items() if key in self.weights.index}
 
 
+_SHARED = {one.name for one in fields(Draft)} & {one.name for one in fields(CoderInfo)}
+
+
 class Format(Protocol):
     """A module or object that recognises the files of one format."""
 
@@ -133,20 +136,13 @@ def facts(draft: Draft, name: str) -> CoderInfo:
             d_in=d_in,
             d_out=d_out,
             features=features,
-            activation=draft.activation,
-            k=draft.k,
-            in_norm=draft.in_norm,
             site_in=site_in,
             site_out=site_out,
-            feature_unit=draft.feature_unit,
             has_max_act="max_act" in held,
-            skip_first=draft.skip_first,
             fingerprint=fingerprint(files),
-            feature_ids=draft.feature_ids,
-            can_reconstruct=draft.can_reconstruct,
-            model=draft.model,
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
+            **{name: getattr(draft, name) for name in _SHARED},
         )
     except AssertionError as exc:
         raise wrong(told_in, "values", exc, "values that agree with each other and with the arrays") from exc

@@ -128,7 +128,7 @@ class Model:
     def _steered(
         self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None
     ) -> Iterator[tuple[list[int], Row | None]]:
-        """Steers the forward passes inside it; gives the prompt's tokens and the spec's row, None if nothing is steered."""
+        """Steers the forward passes inside it. Gives the prompt's tokens, and the spec's row or None."""
         ids = self.encode(prompt)
         row = self.engine.make_row(as_spec(steer) or Spec(), len(ids) if prompt_len is None else prompt_len)
         self._kinds = self._none if row is None else row.kinds

@@ -1,4 +1,4 @@
-"""Reads an OpenAI server's responses into answers, pieces of a stream, and errors. Knows no connection and no request."""
+"""Turns a server's responses into answers, pieces of a stream, and errors. Knows no connection and no request."""
 
 import json
 import re

@@ -12,7 +12,6 @@ from saesteer.language.fields import (
     INT32_MAX,
     Record,
     by,
-    closest,
     fail,
     flag,
     integer,
@@ -22,16 +21,16 @@ from saesteer.language.fields import (
     one_of,
     optional,
     read,
+    record,
     show,
     sites,
-    table,
     text,
 )
 from saesteer.language.inline import Vector, vector
 
 MAX_POSITIONS = 4096  # intervals in one scope, and in all scopes of a spec together
 MAX_CONDITIONS = 16  # in one `when`
-NAMES = ("dictionary", "vector", "probe", "module")  # fields that hold a name
+NAMES = ("dictionary", "vector", "probe", "module")  # the fields that may hold a name
 
 Mode = Literal["set", "add", "scale", "min", "max"]
 ClampUnit = Literal["raw", "max_act"]
@@ -111,11 +110,6 @@ class Scope(Record):
                 "has messages, whose tokens are all in the prompt, expected prompt not to be left out",
             )
 
-    @classmethod
-    def check(cls, value: Any, at: str) -> "Scope":
-        """A scope; null is the default scope."""
-        return Scope() if value is None else read(cls, value, at)
-
 
 @dataclass(frozen=True, slots=True)
 class Gate(Record):
@@ -141,15 +135,16 @@ class Gate(Record):
         if self.above is not None and self.below is not None and self.above >= self.below:
             fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
 
-    @classmethod
-    def check(cls, value: Any, at: str) -> tuple["Gate", ...]:
-        """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
-        if value is None:
-            return ()
-        if isinstance(value, list | tuple):
-            found: tuple[Gate, ...] = list_of(lambda one, path: read(cls, one, path), MAX_CONDITIONS)(value, at)
-            return found
-        return (read(cls, value, at),)
+
+_gates = list_of(record(Gate), MAX_CONDITIONS)
+
+
+def gates(value: Any, at: str) -> tuple[Gate, ...]:
+    """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
+    if value is None:
+        return ()
+    found: tuple[Gate, ...] = _gates(value, at) if isinstance(value, list | tuple) else (read(Gate, value, at),)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +169,8 @@ class Edit(Record):
     def mentions(self) -> Iterator[tuple[str, str, str]]:
         """Every name in the edit and its gates: its kind, one of ``NAMES``, its path below the edit, and the name."""
         for path, one in [("", self), *((f"when[{n}].", gate) for n, gate in enumerate(self.when))]:
-            for kind in (key for key in NAMES if key in table(type(one))):
-                if isinstance(name := getattr(one, kind), str):
+            for kind in NAMES:
+                if isinstance(name := getattr(one, kind, None), str):
                     yield kind, f"{path}{kind}", name
 
     def to_json(self) -> dict[str, Any]:
@@ -188,8 +183,8 @@ class TokenEdit(Edit):
     """An edit of the tokens of a scope, where the conditions hold."""
 
     _: KW_ONLY
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
+    when: tuple[Gate, ...] = field(default=(), metadata=by(gates, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(record(Scope, null=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +270,7 @@ class Use(Edit):
 
 
 OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, Reconstruct, Use)}
+_op = one_of(*OPS)
 
 
 def edit(value: Any, at: str) -> Edit:
@@ -284,9 +280,4 @@ def edit(value: Any, at: str) -> Edit:
     mapping(value, at)
     if "op" not in value:
         fail(f"{at}.op", "missing_field", f"is missing, expected one of {', '.join(OPS)}")
-    op = value["op"]
-    if not isinstance(op, str):
-        fail(f"{at}.op", "wrong_type", f"got {show(op)}, expected one of {', '.join(OPS)}")
-    if op not in OPS:
-        fail(f"{at}.op", "unknown_name", f"got {show(op)}{closest(op, OPS)}, expected one of {', '.join(OPS)}")
-    return read(OPS[op], value, at, extra="op")
+    return read(OPS[_op(value["op"], f"{at}.op")], value, at, extra="op")

@@ -277,13 +277,18 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     for key in value:
         if key not in known and (key != extra or extra is None):
             known_field(key, at, [*([extra] if extra else []), *known])
-    record = object.__new__(cls)
+    made = object.__new__(cls)
     for key, one in known.items():
         if key not in value and one.default is MISSING:
             fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
-        object.__setattr__(record, one.name, value.get(key, one.default))
-    record._settle(at)
-    return record
+        object.__setattr__(made, one.name, value.get(key, one.default))
+    made._settle(at)
+    return made
+
+
+def record(cls: type[Record], *, null: bool = False) -> Check:
+    """A record of this class; with ``null``, null is the record with every default."""
+    return lambda value, at: cls() if null and value is None else read(cls, value, at)
 
 
 def mapping(value: Any, at: str) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ finds the tokens that it touches. The edits are in edits.py, the error codes in 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from saesteer.errors import SpecError
@@ -28,7 +29,7 @@ from saesteer.language.edits import (
     edit,
     intervals,
 )
-from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, show, site, text
+from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, record, show, site, text
 from saesteer.language.inline import InlineVector, Vector
 
 __all__ = [
@@ -104,19 +105,14 @@ class Return(Record):
 
     features: tuple[FeatureRead, ...] = field(
         default=(),
-        metadata=by(list_of(lambda one, at: read(FeatureRead, one, at), MAX_READS, key=lambda one: one.dictionary)),
+        metadata=by(list_of(record(FeatureRead), MAX_READS, key=attrgetter("dictionary"))),
     )
     probes: tuple[str, ...] = field(default=(), metadata=by(list_of(text, MAX_READS, key=str)))
     activations: tuple[ActivationRead, ...] = field(
         default=(),
-        metadata=by(list_of(lambda one, at: read(ActivationRead, one, at), MAX_READS, key=lambda one: one.site)),
+        metadata=by(list_of(record(ActivationRead), MAX_READS, key=attrgetter("site"))),
     )
     dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
-
-    @classmethod
-    def check(cls, value: Any, at: str) -> "Return":
-        """A return; null returns nothing."""
-        return Return() if value is None else read(cls, value, at)
 
 
 def _version(value: Any, at: str) -> int:
@@ -153,7 +149,7 @@ class Spec(Record):
     label: ClassVar[str] = "saesteer"
 
     edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
-    returns: Return = field(default=Return(), metadata=by(Return.check, key="return"))
+    returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
 
