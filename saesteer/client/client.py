@@ -23,25 +23,14 @@ Prompt = str | Sequence[int]
 NewVector = Sequence[float] | InlineVector | Mapping[str, Any]
 
 Method = Literal["GET", "POST", "DELETE"]
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may be long; an absent server is noticed soon
 KEY = "saesteer"  # the field of bodies that holds the spec
 
 
-H = TypeVar("H", httpx.Client, httpx.AsyncClient)
-
-
 class _Connection(Generic[H]):
-    """What both clients remember.
-
-    Args:
-        base_url: the server's URL, with or without ``/v1`` at its end.
-        api_key: the key that ``--api-key`` sets.
-        admin_key: the key that ``--saesteer-admin-key`` sets, to register, list and delete vectors and modules.
-        model: the model's name on the server; by default the first that the server serves.
-        timeout: in seconds, or httpx's own.
-        transport: httpx's, for tests and proxies.
-    """
+    """What both clients have."""
 
     _KIND: type[H]
 
@@ -55,6 +44,16 @@ class _Connection(Generic[H]):
         timeout: float | httpx.Timeout = TIMEOUT,
         transport: Any = None,
     ) -> None:
+        """Opens no connection before the first request.
+
+        Args:
+            base_url: the server's URL, with or without ``/v1`` at its end.
+            api_key: the key that ``--api-key`` sets.
+            admin_key: the key that ``--saesteer-admin-key`` sets, to register, list and delete vectors and modules.
+            model: the model's name on the server; by default the first that the server serves.
+            timeout: in seconds, or httpx's own.
+            transport: httpx's, for tests and proxies.
+        """
         self._http: H = self._KIND(**_options(base_url, api_key, timeout), transport=transport)
         self._model = model
         self._admin = _bearer(admin_key)
