@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all check format tables bench-kernels bench-layers bench-host bench-front \
+.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-host bench-front \
 	bench-modes clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-long what is too long for CI; by hand, before a release"
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make tables    write the tables of the pages that come from the code"
+	@echo "make notebooks run the notebooks, and store them with what they print and draw"
 	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
 
@@ -51,6 +52,9 @@ format: $(READY)
 
 tables: $(READY)
 	$(BIN)/python tools/tables.py
+
+notebooks: $(READY)
+	$(BIN)/python tools/notebooks.py
 
 # All but bench-front measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results

@@ -1,4 +1,4 @@
-"""Weight files -> SparseCoder: one module for each format, chosen by its files. Knows no models and no requests."""
+"""Weight files -> SparseCoder: one module for each format, chosen by the files. Knows no models and no requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saesteer.loaders.formats import gemma_scope, manifest, own, saelens
 
 __all__ = ["FORMATS", "describe", "load"]
 
-# By name. The first format that takes the files wins, so the loosest is last.
+# By name. The first format that accepts the files wins, so the least strict is last.
 FORMATS: dict[str, Format] = {
     "gemma_scope": gemma_scope,
     "manifest": manifest,
@@ -30,8 +30,8 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
     """The dictionary at a path or hub id.
 
     Args:
-        place: a folder, a file, ``org/repo[/sub/folder]``, each with ``#name`` where a folder holds several.
-        dtype: of the two weight matrices, fp16, bf16 or fp32; None as stored. Everything else is float32.
+        place: a folder, a file or ``org/repo[/sub/folder]``, with ``#name`` if a folder holds several dictionaries.
+        dtype: dtype of the two weight matrices: fp16, bf16 or fp32; None as stored. Everything else is float32.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.
@@ -45,9 +45,9 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
 
 
 def describe(place: str | Path) -> CoderInfo:
-    """What ``load(place).info`` would be, from headers and small JSON alone.
+    """What ``load(place).info`` would be, read from headers and small JSON alone.
 
-    The fingerprint needs one reading of the whole files, which a machine and a process do once: see ``cache.py``.
+    The fingerprint covers the whole files, which are read for it once: see ``cache.py``.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.
@@ -59,7 +59,7 @@ def describe(place: str | Path) -> CoderInfo:
 
 
 def _draft(path: Path) -> tuple[str, Draft]:
-    """The name of the format that takes a file or folder, and its draft."""
+    """The name of the format that accepts a file or folder, and its draft."""
     for name, form in FORMATS.items():
         if (found := form.draft(path)) is not None:
             return name, found

@@ -1,4 +1,4 @@
-"""Other libraries' names of places in a model, and the sites they mean; it knows no model and no file."""
+"""Other libraries' names for places in a model, and the sites that they mean. Knows no model and no file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TRANSFORMER_LENS = {
     "hook_mlp_out": "mlp_out",
     "mlp.hook_out": "mlp_out_raw",
 }
-# Hugging Face modules: [model.]layers.{L}.NAME. Left out on purpose: the outputs of post_attention_layernorm and mlp,
-# which are different tensors in Llama and in Gemma.
+# Hugging Face modules: [model.]layers.{L}.NAME. Without the outputs of post_attention_layernorm and mlp, since
+# they are different tensors in Llama and in Gemma.
 _HUGGING_FACE = {
     "input": "resid_pre",
     "output": "resid_post",
@@ -30,22 +30,22 @@ _HUGGING_FACE = {
     "post_feedforward_layernorm.output": "mlp_out",
     "mlp.down_proj.input": "mlp_hidden",
 }
-# In TransformerLens copies of the stream before the norm; elsewhere the same names mean the tensor after it.
+# In TransformerLens these are copies of the stream before the norm; elsewhere, the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
 
 
 def from_transformer_lens(name: str) -> str | None:
-    """``blocks.20.hook_resid_post`` -> ``resid_post.20``; None for a name that has no site."""
+    """``blocks.20.hook_resid_post`` -> ``resid_post.20``; None if the name has no site."""
     return "embed" if name == "hook_embed" else _site(r"blocks\.(\d+)\.(.+)", _TRANSFORMER_LENS, name)
 
 
 def from_hugging_face(name: str) -> str | None:
-    """``model.layers.20.output`` -> ``resid_post.20``; None for a name that has no site."""
+    """``model.layers.20.output`` -> ``resid_post.20``; None if the name has no site."""
     return _site(r"(?:.*\.)?layers\.(\d+)\.(.+)", _HUGGING_FACE, name)
 
 
 def is_ambiguous(name: str) -> bool:
-    """Whether libraries disagree about the tensor that this TransformerLens name means."""
+    """True if libraries disagree about the tensor that this TransformerLens name means."""
     return name.rpartition(".")[2] in AMBIGUOUS
 
 

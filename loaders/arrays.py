@@ -1,11 +1,11 @@
-"""Named arrays of one .safetensors or .npz file: headers at once, values in blocks; it knows no format's keys.
+"""The named arrays of a .safetensors or .npz file: headers at once, values in blocks. Knows no format's keys.
 
-Both containers are parsed here, as bytes: nothing is unpickled, nothing beyond a block is held twice, and whatever a
-broken file makes zipfile, numpy or torch raise leaves as a LoadError.
+Both containers are parsed here, as bytes: nothing is unpickled, no more than a block is held twice, and whatever
+zipfile, numpy or torch raise for a broken file becomes a LoadError.
 
-The safetensors package does not read files here, because it maps them into memory: when a file is cut short or its disk
-fails while it is read, a bus error ends the whole process (seen with 0.8.0), where reading raises. Its errors also do
-not name the array.
+The safetensors package is not used for reading, because it maps files into memory: if a file is cut short or its disk
+fails meanwhile, a bus error ends the whole process (seen with 0.8.0), where reading raises. Nor do its errors name the
+array.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ import torch
 from torch import Tensor
 
 from saesteer.errors import LoadError
-from saesteer.loaders.files import wrong
+from saesteer.loaders.files import readable, wrong
 
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_COMPLETE = "a complete file"
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredArray:
     """Where one array lies in its file."""
 
     shape: tuple[int, ...]
-    dtype: str  # F16, BF16, F32, F64, or the file's word for what is not served
+    dtype: str  # F16, BF16, F32, F64, or the file's word for a dtype that is not served
     start: int  # first byte, in the file or in the zip member
     member: str | None = None  # .npz: the zip member
     fortran: bool = False  # the bytes are those of the transposed array
@@ -51,48 +52,51 @@ class Arrays:
     """The arrays of one file by name."""
 
     path: Path
-    entries: dict[str, Entry]
+    index: dict[str, StoredArray]
     metadata: dict[str, str]
 
     def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
-        """Exactly these keys, or LoadError: a key we do not know may change what the others mean."""
+        """Raises LoadError for other keys than these: an unknown key may change what the others mean."""
         for key in sorted(required):
-            self.entry(key)
-        for key in sorted(self.entries.keys() - required - optional):
+            self.find(key)
+        for key in sorted(self.index.keys() - required - optional):
             raise wrong(self.path, key, "an unknown key", f"only {', '.join(sorted(required | optional))}")
 
-    def entry(self, key: str) -> Entry:
-        """Where an array lies; LoadError if the file has none of this name."""
-        if key not in self.entries:
-            have = ", ".join(sorted(self.entries)) or "none"
+    def find(self, key: str) -> StoredArray:
+        """Where an array lies; raises LoadError if the file has none of this name."""
+        if key not in self.index:
+            have = ", ".join(sorted(self.index)) or "none"
             raise wrong(self.path, key, f"missing among the keys {have}", f"an array of the name {key}")
-        return self.entries[key]
+        return self.index[key]
 
     def shape(self, key: str, rank: int) -> tuple[int, ...]:
-        """The shape of an array that must be floating, of this rank and not empty."""
-        entry = self.entry(key)
-        if entry.dtype not in DTYPES:
-            raise wrong(self.path, key, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
-        if len(entry.shape) != rank or 0 in entry.shape:
-            raise wrong(self.path, key, f"shape {list(entry.shape)}", f"{rank} sizes above 0")
-        return entry.shape
+        """The shape of an array; raises LoadError unless it holds floats, has this rank and is not empty."""
+        array = self.find(key)
+        if array.dtype not in DTYPES:
+            raise wrong(self.path, key, f"dtype {array.dtype}", f"one of {', '.join(DTYPES)}")
+        if len(array.shape) != rank or 0 in array.shape:
+            raise wrong(self.path, key, f"shape {list(array.shape)}", f"{rank} sizes above 0")
+        return array.shape
 
     def check(self, key: str, shape: tuple[int, ...], meaning: str) -> None:
-        """The array is floating and has this shape, which ``meaning`` names as in "[d_in, F]"."""
+        """Raises LoadError unless the array holds floats in this shape; ``meaning`` names its axes, as "[d_in, F]"."""
         if self.shape(key, len(shape)) != shape:
-            raise wrong(self.path, key, f"shape {list(self.entries[key].shape)}", f"{meaning} = {list(shape)}")
+            raise wrong(self.path, key, f"shape {list(self.index[key].shape)}", f"{meaning} = {list(shape)}")
 
     def dtype(self, *keys: str) -> torch.dtype:
-        """The dtype that holds what these arrays store: fp16, bf16 or fp32."""
-        dtype = DTYPES[self.entries[keys[0]].dtype]
+        """The dtype that can hold all values of these arrays: fp16, bf16 or fp32."""
+        dtype = DTYPES[self.index[keys[0]].dtype]
         for key in keys[1:]:
-            dtype = torch.promote_types(dtype, DTYPES[self.entries[key].dtype])
+            dtype = torch.promote_types(dtype, DTYPES[self.index[key].dtype])
         return dtype if dtype in WEIGHT_DTYPES else torch.float32
 
-    def vector(self, key: str) -> Tensor:
-        """A 1-d array as float32, every value finite."""
+    def vector(self, key: str, *, negative: bool = True) -> Tensor:
+        """A 1-d array as float32, every value finite and, unless ``negative``, 0 or more."""
         (length,) = self.shape(key, 1)
-        return self.matrix(key, (1, length), torch.float32).view(length)
+        found = self.matrix(key, (1, length), torch.float32).view(length)
+        if not negative and (found < 0).any():
+            raise wrong(self.path, key, f"holds {found.min().item()}", "values of 0 or more")
+        return found
 
     def matrix(
         self,
@@ -106,9 +110,9 @@ class Arrays:
         """A 2-d array as [rows, columns] in dtype, every value finite; the file is read once, in blocks.
 
         Args:
-            shape: of the result.
+            shape: the shape of the result.
             transpose: the file holds [columns, rows].
-            scale: [rows] float32, multiplies the rows in fp32 before the values are rounded to dtype.
+            scale: [rows] float32; the rows are multiplied by it in fp32, before they are rounded to dtype.
         """
         out = torch.empty(shape, dtype=dtype)
         across = self._across(key, transpose)
@@ -134,9 +138,9 @@ class Arrays:
         return (torch.stack(sums).sum(0) if across else torch.cat(sums)).sqrt().float()
 
     def _across(self, key: str, transpose: bool) -> bool:
-        """Whether the bytes hold the array's columns one after the other."""
-        entry = self.entries[key]
-        return len(entry.shape) == 2 and transpose != entry.fortran
+        """True if the bytes hold the array column by column."""
+        array = self.index[key]
+        return len(array.shape) == 2 and transpose != array.fortran
 
     def _not_finite(self, key: str, stored: Tensor, dtype: torch.dtype) -> LoadError:
         bad = stored[~stored.isfinite()]
@@ -146,28 +150,28 @@ class Arrays:
 
     def _blocks(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, [rows, columns] as stored) of the bytes in their own order; a vector is one row."""
-        entry = self.entries[key]
-        shape = entry.shape[::-1] if entry.fortran else entry.shape
+        array = self.index[key]
+        shape = array.shape[::-1] if array.fortran else array.shape
         rows, columns = shape if len(shape) == 2 else (1, shape[0])
-        dtype = DTYPES[entry.dtype]
+        dtype = DTYPES[array.dtype]
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
-        with _translated(self.path, key), self._open(entry) as stream:
+        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream:
             for start in range(0, rows, step):
                 buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
                 _fill(stream, buffer)
                 yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
-            if entry.member is not None:
-                stream.read(1)  # a zip member's checksum is compared at its end
+            if array.member is not None:
+                stream.read(1)  # the end of a zip member is where its checksum is compared
 
     @contextmanager
-    def _open(self, entry: Entry) -> Iterator[IO[bytes]]:
-        if entry.member is None:
+    def _open(self, array: StoredArray) -> Iterator[IO[bytes]]:
+        if array.member is None:
             with self.path.open("rb") as stream:
-                stream.seek(entry.start)
+                stream.seek(array.start)
                 yield stream
         else:
-            with zipfile.ZipFile(self.path) as archive, archive.open(entry.member) as stream:
-                stream.read(entry.start)
+            with zipfile.ZipFile(self.path) as archive, archive.open(array.member) as stream:
+                stream.read(array.start)
                 yield stream
 
 
@@ -175,9 +179,9 @@ def open_arrays(path: Path) -> Arrays:
     """Reads the headers of a .safetensors or .npz file, never its values.
 
     Raises:
-        LoadError: when the file is broken, cut short, or holds Python objects.
+        LoadError: the file is broken, cut short, or holds Python objects.
     """
-    with _translated(path, "header"):
+    with readable(f"{path}: header", _COMPLETE):
         return _open_npz(path) if path.suffix == ".npz" else _open_safetensors(path)
 
 
@@ -194,15 +198,15 @@ def _open_safetensors(path: Path) -> Arrays:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise wrong(path, "__metadata__", "not strings by name", "a JSON object of strings")
-    entries = {key: _safetensors_entry(path, key, item, 8 + length, size) for key, item in header.items()}
+    index = {key: _safetensors_array(path, key, item, 8 + length, size) for key, item in header.items()}
     spans = sorted((item["data_offsets"], key) for key, item in header.items())
     for ((_, end), _), ((start, _), key) in pairwise(spans):
-        if start < end:  # else a small file could claim the same bytes a million times, and fill the memory
+        if start < end:  # or a small file could claim the same bytes a million times and fill the memory
             raise wrong(path, key, f"begins at byte {start}, inside another array", "bytes of its own")
-    return Arrays(path, entries, metadata)
+    return Arrays(path, index, metadata)
 
 
-def _safetensors_entry(path: Path, key: str, item: dict[str, object], data: int, size: int) -> Entry:
+def _safetensors_array(path: Path, key: str, item: dict[str, object], data: int, size: int) -> StoredArray:
     shape, offsets, dtype = item["shape"], item["data_offsets"], str(item["dtype"])
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -214,23 +218,23 @@ def _safetensors_entry(path: Path, key: str, item: dict[str, object], data: int,
         raise wrong(path, key, f"{end - start} bytes for {dtype} {shape}", "as many bytes as the shape needs")
     if data + end > size:
         raise wrong(path, key, f"ends at byte {data + end} of a file of {size}", "a complete file: it is cut short")
-    return Entry(tuple(shape), dtype, data + start)
+    return StoredArray(tuple(shape), dtype, data + start)
 
 
 def _open_npz(path: Path) -> Arrays:
-    entries: dict[str, Entry] = {}
+    index: dict[str, StoredArray] = {}
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             key = info.filename.removesuffix(".npy")
             packed = info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-            if packed or key in entries or key == info.filename:
+            if packed or key in index or key == info.filename:
                 raise wrong(path, key, "a member twice, or not a plain .npy", "what numpy.savez writes")
             with archive.open(info) as stream:
-                entries[key] = _npy_entry(path, key, stream, info)
-    return Arrays(path, entries, {})
+                index[key] = _npy_array(path, key, stream, info)
+    return Arrays(path, index, {})
 
 
-def _npy_entry(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> Entry:
+def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> StoredArray:
     layout: Any = np.lib.format  # its functions have no types
     version = layout.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
@@ -243,7 +247,7 @@ def _npy_entry(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -
     size = info.file_size - start
     if size != math.prod(shape) * dtype.itemsize:
         raise wrong(path, key, f"{size} bytes for {dtype} {list(shape)}", "as many bytes as the shape needs")
-    return Entry(tuple(shape), _NPY.get(dtype.str, dtype.str), start, info.filename, fortran and len(shape) > 1)
+    return StoredArray(tuple(shape), _NPY.get(dtype.str, dtype.str), start, info.filename, fortran and len(shape) > 1)
 
 
 def _fill(stream: IO[bytes], buffer: bytearray) -> None:
@@ -253,15 +257,3 @@ def _fill(stream: IO[bytes], buffer: bytearray) -> None:
         if not count:
             raise EOFError("the file is cut short")
         done += count
-
-
-@contextmanager
-def _translated(path: Path, key: str) -> Iterator[None]:
-    """Broken bytes make the libraries raise almost anything; all of it means that the file is broken."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except Exception as exc:
-        reason = str(exc) or type(exc).__name__
-        raise LoadError(f"{path}: {key}: not readable ({reason}); expected a complete file") from exc

@@ -1,6 +1,6 @@
-"""What saesteer keeps on this machine from one process to the next: where, and the digests of large files.
+"""The cache directory of this machine, and the digests of large files that it keeps. Knows no weights and no models.
 
-Knows no weights and no models. Whatever is missing or broken here costs time and nothing else.
+If something is missing or broken here, it costs time and nothing else.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ from contextlib import suppress
 from pathlib import Path
 
 _FILE = "digests.json"
-_MOST = 256  # digests that the file holds; the newest stand last
-_MOST_BYTES = 1 << 20  # of the file that are read; 256 digests are 40 KB
+_MOST = 256  # digests in the file, the newest last
+_MOST_BYTES = 1 << 20  # read from the file; 256 digests are 40 KB
 _LARGE = 64 << 20  # bytes; a smaller file is hashed in 50 ms
-_SETTLED = 2.0  # seconds since the last change; file systems tell times in steps of up to so much
+_SETTLED = 2.0  # seconds since the last change; file systems store times in steps of up to 2 s
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-_seen: dict[str, str] = {}  # state of a file → digest, of this process
+_seen: dict[str, str] = {}  # in this process: state of a file → digest
 
 
 def cache_dir() -> Path:
-    """Where saesteer keeps what it made: ``SAESTEER_CACHE``, else ``saesteer`` in the user's cache directory.
+    """Where saesteer keeps files: ``SAESTEER_CACHE``, else ``saesteer`` in the user's cache directory.
 
     Raises:
-        RuntimeError: nobody says where the user's home is.
+        RuntimeError: the user's home directory is unknown.
     """
     if own := os.environ.get("SAESTEER_CACHE"):
         return Path(own).expanduser()
@@ -36,10 +36,10 @@ def cache_dir() -> Path:
 def digest_of(file: Path) -> str:
     """Hex sha256 of a file's content, as `sha256sum` prints it; 1.4 GB/s measured on a CPU with SHA instructions.
 
-    The content is read once a process, and that of a large file once a machine, as long as device, inode, size and
-    times stay the same. Among these is the time of the last change (ctime), which nobody can set: a file that comes
-    into another's place with its size and modification time is a new one. What changed a moment ago may change again
-    within the same tick of the clock, so its digest is not kept.
+    A file is read once a process, a large file once a machine, as long as device, inode, size and times stay the same.
+    They include the time of the last change (ctime), which nobody can set: a file that replaces another with the same
+    size and modification time counts as new. A file that changed a moment ago may change again within the same tick
+    of the clock, so its digest is not kept.
 
     Raises:
         OSError: the file cannot be read.
@@ -64,7 +64,7 @@ def _state(stat: os.stat_result) -> str:
 
 
 def _kept() -> dict[str, str]:
-    """What the file holds; nothing where there is none, or it is broken."""
+    """The digests in the file; none if it is missing or broken."""
     try:
         with (cache_dir() / _FILE).open("rb") as stream:
             found = json.loads(stream.read(_MOST_BYTES))
@@ -76,9 +76,9 @@ def _kept() -> dict[str, str]:
 
 
 def _keep(state: str, digest: str) -> None:
-    """Add a digest to the file, which appears whole or not at all.
+    """Adds a digest to the file, which is replaced as a whole.
 
-    Of two processes that do so at once one may lose what it added: then the content is read once more.
+    If two processes do this at once, one digest may be lost; that file is then read once more.
     """
     kept = {**_kept(), state: digest}
     text = json.dumps(dict(list(kept.items())[-_MOST:]), indent=0)

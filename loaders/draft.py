@@ -1,14 +1,14 @@
-"""What a format says of a dictionary (a ``Draft``), and the one builder that does the rest. It knows no format.
+"""What a format finds out about a dictionary (a ``Draft``), and the builder that does the rest. Knows no format.
 
-A format looks at names, small JSON and headers, and says which array has which role. The builder checks the shapes
-against each other, reads and folds the values and fills in ``CoderInfo``, so all formats share checks and messages.
-It takes a draft, not a place: a place that holds a dictionary for each layer gives a draft for each.
+A format reads names, small JSON and headers, and assigns a role to each array. The builder checks that the shapes
+agree, reads and folds the values and fills in ``CoderInfo``, so all formats share checks and messages. It takes a
+draft, not a place: a place with a dictionary for each layer gives a draft for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -20,24 +20,24 @@ from saesteer.loaders import folds
 from saesteer.loaders.arrays import Arrays
 from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong
 
-# Role -> axes. Below the first six, a role names the fold that its array takes part in.
+# Role -> axes. The roles after the first six name the fold that uses the array.
 ROLES: dict[str, tuple[str, ...]] = {
     "w_enc": ("F", "d_in"),
     "b_enc": ("F",),
     "w_dec": ("F", "d_out"),
-    "b_dec": ("d_out",),  # zeros where no array has the role
+    "b_dec": ("d_out",),  # zeros if no array has the role
     "threshold": ("F",),
     "max_act": ("F",),
-    "one_threshold": ("1",),  # of all features
+    "one_threshold": ("1",),  # for all features
     "log_threshold": ("F",),  # threshold = exp(log_threshold)
     "b_in": ("d_in",),  # the encoder reads x - b_in
-    "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the bias of the magnitude
+    "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the magnitude's bias
     "r_mag": ("F",),
-    "ones": ("F",),  # a factor of the features, refused unless it is 1
+    "ones": ("F",),  # a factor for each feature, refused unless all are 1
 }
 MATRICES = ("w_enc", "w_dec")
 SIZES = ("F", "d_in", "d_out")
-SQUARE = "F other than d_in: a square encoder may be transposed unseen"
+SQUARE = "F other than d_in: nobody sees whether a square encoder is transposed"
 
 
 class Axis(NamedTuple):
@@ -49,7 +49,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A dictionary in terms of the arrays of its file. Fields that ``CoderInfo`` has too mean the same there."""
+    """A dictionary described by the arrays of its file. Fields that ``CoderInfo`` also has mean the same there."""
 
     weights: Arrays
     keys: Mapping[str, str]  # role -> array; the shapes are checked in this order
@@ -58,9 +58,9 @@ class Draft:
     _: KW_ONLY
     optional: Mapping[str, str] = field(default_factory=dict)  # role -> array that the file may lack
     transposed: Set[str] = frozenset()  # roles whose arrays are stored as [columns, rows]
-    configs: tuple[Path, ...] = ()  # small files that were read for this draft; the fingerprint covers them
-    sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out by the config; None: as the matrices' shapes say
-    # No other format has these keys, so F == d_in cannot hide a transposed matrix, and nobody guessed the sites.
+    configs: tuple[Path, ...] = ()  # small files read for this draft, which the fingerprint covers
+    sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out in the config; None: from the matrices' shapes
+    # No other format has these keys, so F == d_in cannot hide a transposed matrix, and the sites are not guessed.
     unmistakable: bool = False
 
     decoder_norm: bool = False  # fold the decoder's row lengths into the feature values
@@ -82,8 +82,11 @@ class Draft:
 
     @property
     def present(self) -> dict[str, str]:
-        """Role -> array, with the optional arrays that the file has."""
-        return dict(self.keys) | {role: key for role, key in self.optional.items() if key in self.weights.entries}
+        """Role -> array, including the optional arrays that the file has."""
+        return dict(self.keys) | {role: key for role, key in self.optional.items() if key in self.weights.index}
+
+
+_SHARED = {one.name for one in fields(Draft)} & {one.name for one in fields(CoderInfo)}
 
 
 class Format(Protocol):
@@ -91,22 +94,22 @@ class Format(Protocol):
 
     @property
     def FILES(self) -> tuple[str, ...]:
-        """Names of the files that a dictionary consists of; the hub is asked for no others. May hold ``*``."""
+        """Names of the files of a dictionary, the only ones that the hub is asked for. May contain ``*``."""
 
     def draft(self, place: Path) -> Draft | None:
-        """The draft of the dictionary at an existing file or folder, or None where the files are of another format.
+        """The draft of the dictionary at an existing file or folder, or None if the files have another format.
 
         Raises:
-            LoadError: the files are of this format, and wrong.
+            LoadError: the files have this format and are wrong.
         """
 
 
 def facts(draft: Draft, name: str) -> CoderInfo:
-    """What is known of the dictionary without its values: the headers are read, and the files hashed.
+    """What is known about the dictionary without its values: reads the headers and hashes the files.
 
     Args:
-        draft: of the dictionary.
-        name: of the format.
+        draft: the dictionary's draft.
+        name: the format's name.
 
     Raises:
         LoadError: naming the file, the array or the key, what is there and what was expected.
@@ -133,20 +136,13 @@ def facts(draft: Draft, name: str) -> CoderInfo:
             d_in=d_in,
             d_out=d_out,
             features=features,
-            activation=draft.activation,
-            k=draft.k,
-            in_norm=draft.in_norm,
             site_in=site_in,
             site_out=site_out,
-            feature_unit=draft.feature_unit,
             has_max_act="max_act" in held,
-            skip_first=draft.skip_first,
             fingerprint=fingerprint(files),
-            feature_ids=draft.feature_ids,
-            can_reconstruct=draft.can_reconstruct,
-            model=draft.model,
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
+            **{name: getattr(draft, name) for name in _SHARED},
         )
     except AssertionError as exc:
         raise wrong(told_in, "values", exc, "values that agree with each other and with the arrays") from exc
@@ -156,7 +152,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     """The dictionary, with its matrices in dtype (None: as stored).
 
     Raises:
-        LoadError: as ``facts``, and where a value is not finite or out of range.
+        LoadError: as ``facts``, or a value is not finite or out of range.
     """
     info, weights, held = facts(draft, name), draft.weights, draft.present
     vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
@@ -169,7 +165,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     if "b_gate" in vectors:
         enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
     if draft.decoder_norm:
-        assert threshold is None, "whether the thresholds are of scaled features, a format would have to say"
+        assert threshold is None, "no format says whether its thresholds are those of scaled features"
         norms = weights.row_norms(held["w_dec"], transpose="w_dec" in draft.transposed)
         enc_scale, dec_scale = folds.to_decoder_norm(norms)
         b_enc = b_enc * enc_scale
@@ -198,7 +194,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
 
 
 def _axes(draft: Draft) -> dict[str, Axis]:
-    """The axes by their names in ROLES."""
+    """The axes, by their names in ROLES."""
     sizes = draft.sizes
     if sizes is None:
         stored = (draft.weights.shape(draft.keys[role], 2) for role in MATRICES)
@@ -225,10 +221,8 @@ def _dtype(draft: Draft) -> torch.dtype:
 def _vector(draft: Draft, role: str) -> Tensor:
     """An array's values, in the range that its role allows."""
     weights, key = draft.weights, draft.present[role]
-    vector = weights.vector(key)
+    below = {"max_act": "refused", "threshold": draft.below_zero, "one_threshold": draft.below_zero}.get(role, "kept")
+    vector = weights.vector(key, negative=below != "refused")
     if role == "ones" and not (vector == 1).all():
         raise wrong(weights.path, key, "not all ones", "ones: another scale of the features is not served")
-    below = {"max_act": "refused", "threshold": draft.below_zero, "one_threshold": draft.below_zero}.get(role, "kept")
-    if below == "refused" and (vector < 0).any():
-        raise wrong(weights.path, key, f"holds {vector.min().item()}", "values of 0 or more")
     return vector.clamp_min(0) if below == "raised" else vector

@@ -1,6 +1,6 @@
-"""From a place (a path or a hub id) to files on disk, and small JSON; it knows no weight format.
+"""From a place (a path or a hub id) to files on disk, and readers of small JSON files. Knows no weight format.
 
-The only importer of huggingface_hub. A place may end in ``#name``: that is the file ``name.safetensors`` of the folder.
+Only this file imports huggingface_hub. A place that ends in ``#name`` is the file ``name.safetensors`` of the folder.
 """
 
 from __future__ import annotations
@@ -8,21 +8,37 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 
-WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
-_SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters
+WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name directly
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
 
 def wrong(file: Path | str, key: str, found: object, expected: str) -> LoadError:
-    """The one shape of a loader's complaint: file, key, what is there, what should be."""
+    """The form of every loader's error: file, key, what is there, what was expected."""
     return LoadError(f"{file}: {key}: {found}; expected {expected}")
+
+
+@contextmanager
+def readable(what: str, expected: str) -> Iterator[None]:
+    """Turns whatever the libraries raise for broken bytes into a LoadError."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as exc:
+        raise LoadError(f"{what}: not readable ({_first_line(exc)}); expected {expected}") from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
 
 
 def fetch(place: str | Path) -> Path:
@@ -32,7 +48,7 @@ def fetch(place: str | Path) -> Path:
         place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``.
 
     Raises:
-        LoadError: when it is neither, or the hub does not give it.
+        LoadError: it is neither, or the hub does not deliver it.
     """
     path = Path(place).expanduser()
     if path.exists():
@@ -57,17 +73,16 @@ def _from_hub(place: str) -> Path:
     is_file = inside.endswith(WEIGHT_SUFFIXES)
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
-    # All that is ever asked of the hub; a repository cannot make us fetch anything else. A single file needs its JSON.
+    # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
     names = [name for form in FORMATS.values() for name in form.FILES if name.endswith(".json") or not is_file]
     patterns = [inside] * is_file + [prefix + name for name in names]
     try:
         from huggingface_hub import snapshot_download
 
-        # The hub's * also crosses "/": without the second list "layer_*.safetensors" would fetch whole sub-folders.
+        # The hub's * also matches "/": without the second list, "layer_*.safetensors" would fetch whole sub-folders.
         root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=[f"{prefix}*/*"]))
-    except Exception as exc:  # the seam where every failure of the hub, the network and its cache becomes ours
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason})") from exc
+    except Exception as exc:  # every failure of the hub, the network and the hub's cache becomes ours here
+        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({_first_line(exc)})") from exc
     found = root / inside
     if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
         return found
@@ -78,7 +93,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A small JSON file that must hold an object.
 
     Raises:
-        LoadError: when it cannot be read, is no JSON, or is no object.
+        LoadError: it cannot be read, is not JSON, or is not an object.
     """
     try:
         document = json.loads(file.read_bytes())
@@ -90,7 +105,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: int = 1) -> int:
-    """``document[key]`` as an int (JSON's true and 3.0 are none)."""
+    """``document[key]`` as an int; JSON's true and 3.0 are refused."""
     value = document.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise wrong(file, key, repr(value), f"a whole number, at least {at_least}")
@@ -98,7 +113,7 @@ def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: in
 
 
 def text(file: Path, document: dict[str, Any], key: str) -> str | None:
-    """``document[key]`` as a string, None where it is absent or null."""
+    """``document[key]`` as a string, or None if it is absent or null."""
     value = document.get(key)
     if value is not None and not isinstance(value, str):
         raise wrong(file, key, repr(value), "a string")
@@ -106,10 +121,10 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Hex digest of what the files hold, whatever they are called, wherever they lie and however old they are.
+    """A hex digest of the files' content, which does not depend on their names, places and ages.
 
-    Of one file it is the sha256 that `sha256sum` prints, of several the sha256 over theirs. Files in the hub's cache
-    are named by the sha256 of their content if they are large, and are not read for it.
+    For one file it is the sha256 that `sha256sum` prints, for several the sha256 of their digests. The hub's cache
+    names large files by the sha256 of their content, so they are not read.
 
     Raises:
         LoadError: a file cannot be read.

@@ -1,29 +1,28 @@
-"""Exact rewritings that bring a format's arithmetic to ``act(x @ w_enc.T + b_enc)``; they know no files."""
+"""Exact rewritings of a format's arithmetic as ``act(x @ w_enc.T + b_enc)``. Knows no files."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 16384
+from saesteer.dictionaries.coder import blocks
 
 
 def subtract_from_input(w_enc: Tensor, b_enc: Tensor, b_in: Tensor) -> Tensor:
     """The b_enc' with ``(x - b_in) @ w_enc.T + b_enc == x @ w_enc.T + b_enc'``.
 
-    Takes w_enc [F, d] as it will be used, after rounding to its dtype: then the weights' rounding error multiplies
-    x - b_in, which is far smaller than x, and not x.
+    Takes w_enc [F, d] after it was rounded to its dtype: so the weights' rounding error multiplies x - b_in, which is
+    far smaller than x.
 
     Returns:
         [F] float32.
     """
-    starts = range(0, len(w_enc), ROWS_AT_ONCE)
-    shift = torch.cat([w_enc[start : start + ROWS_AT_ONCE].double() @ b_in.double() for start in starts])
+    shift = torch.cat([w_enc[rows].double() @ b_in.double() for rows in blocks(len(w_enc))])
     return (b_enc.double() - shift).float()
 
 
 def gated(b_gate: Tensor, b_mag: Tensor, r_mag: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A gated SAE whose gate and magnitude share W as a jumprelu.
+    """Rewrites a gated SAE, whose gate and magnitude share W, as a jumprelu.
 
     ``f = (x @ W + b_gate > 0) * max(x @ (W * exp(r_mag)) + b_mag, 0)`` is, with g = exp(r_mag), the jumprelu with the
     encoder rows g * W, b_enc = b_mag and threshold = max(0, b_mag - g * b_gate).
@@ -39,6 +38,6 @@ def gated(b_gate: Tensor, b_mag: Tensor, r_mag: Tensor) -> tuple[Tensor, Tensor,
 def to_decoder_norm(norms: Tensor) -> tuple[Tensor, Tensor]:
     """Factors (for w_enc and b_enc, for w_dec) that move the decoder's row lengths [F] into the feature values.
 
-    A row of length 0 writes nothing whatever its value is; it stays zero on both sides.
+    A row of length 0 writes nothing, whatever the feature's value is; it stays zero on both sides.
     """
     return norms, torch.where(norms > 0, 1 / norms, 0.0)

@@ -1,8 +1,8 @@
-"""The largest activation of each feature, as ``saesteer calibrate`` saves it beside a dictionary of any format.
+"""The largest activation of each feature, which ``saesteer calibrate`` saves next to a dictionary. Knows no format.
 
-``FILE.max_act`` beside a file, ``saesteer.max_act`` inside a folder: a safetensors file with max_act [F] and, in its
-metadata, which dictionary it was measured on, so that other weights under the same name do not get its values. The name
-ends as no weight file does, so it is never taken for one. A dictionary's own max_act, where its file has it, stands.
+They are in ``FILE.max_act`` next to a file, or ``saesteer.max_act`` in a folder: a safetensors file with max_act [F],
+whose metadata names the dictionary that was measured, so other weights under the same name do not get its values. No
+weight file has this suffix. If a dictionary's own file has max_act, that is used.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _AGAIN = "one made for this dictionary: run `saesteer calibrate` again"
 
 
 def beside(path: Path) -> Path:
-    """Where the values of the dictionary at this path are, or would be."""
+    """The file with the values for the dictionary at this path, which need not exist."""
     return path / "saesteer.max_act" if path.is_dir() else path.with_name(f"{path.name}.max_act")
 
 
 def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Path:
-    """Saves the values, in place of those that are there.
+    """Saves the values and replaces older ones.
 
     Args:
-        path: of the dictionary.
+        path: the dictionary's path.
         coder: the dictionary.
         max_act: [F] float32, 0 or more, in the dictionary's unit.
-        tokens: that they were measured on.
+        tokens: how many tokens they were measured on.
 
     Raises:
-        LoadError: when the file cannot be written.
+        LoadError: the file cannot be written.
     """
     assert tuple(max_act.shape) == (coder.info.features,)
     write_arrays(beside(path), {_KEY: max_act}, {"dictionary": _digest(coder), "tokens": str(tokens)})
@@ -48,7 +48,7 @@ def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Pa
 
 @contextmanager
 def set_aside(path: Path) -> Iterator[None]:
-    """Without the values that are there, so that stale ones do not keep anybody from measuring; back if that fails."""
+    """Hides the saved values while new ones are measured, since stale ones are refused; an error restores them."""
     now = beside(path)
     old = now.with_name(f"{now.name}.old")
     try:
@@ -63,7 +63,7 @@ def set_aside(path: Path) -> Iterator[None]:
 
 
 def known(path: Path, info: CoderInfo) -> CoderInfo:
-    """The info with what is beside the dictionary; raises LoadError."""
+    """The info, with the values next to the dictionary if there are any; raises LoadError."""
     if info.has_max_act or not beside(path).is_file():
         return info
     _open(path, info)
@@ -72,17 +72,14 @@ def known(path: Path, info: CoderInfo) -> CoderInfo:
 
 
 def added(path: Path, coder: SparseCoder) -> SparseCoder:
-    """The dictionary with what is beside it; raises LoadError."""
+    """The dictionary, with the values next to it if there are any; raises LoadError."""
     info = known(path, coder.info)
     if info is coder.info:
         return coder
     arrays = _open(path, info)
     if arrays.metadata.get("dictionary") != _digest(coder):
         raise wrong(arrays.path, "dictionary", "measured on other weights", _AGAIN)
-    max_act = arrays.vector(_KEY)
-    if (max_act < 0).any():
-        raise wrong(arrays.path, _KEY, f"holds {max_act.min().item()}", "values of 0 or more")
-    return replace(coder, info=info, max_act=max_act)
+    return replace(coder, info=info, max_act=arrays.vector(_KEY, negative=False))
 
 
 def _open(path: Path, info: CoderInfo) -> Arrays:
@@ -94,7 +91,7 @@ def _open(path: Path, info: CoderInfo) -> Arrays:
 
 
 def _digest(coder: SparseCoder) -> str:
-    """Of what every loader reads as it is, whatever dtype is asked for; a few KB."""
+    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype."""
     of = hashlib.sha256(repr((coder.info.features, coder.info.d_in, coder.info.feature_ids)).encode())
     of.update(coder.b_dec.cpu().numpy().tobytes())
     if coder.threshold is not None:

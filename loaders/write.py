@@ -1,4 +1,4 @@
-"""Writes a .safetensors file whole or not at all; it knows no format's keys."""
+"""Writes a .safetensors file completely or not at all. Knows no format's keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_arrays(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors and metadata; equal ones give equal bytes.
+    """Writes tensors and metadata; equal content gives equal bytes.
 
     Raises:
-        LoadError: when the file cannot be written.
+        LoadError: the file cannot be written.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
@@ -41,7 +41,7 @@ def write_arrays(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def _write(stream: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    # Larger items first, as safetensors does: then every tensor lies aligned. Its own writer shuffles the metadata.
+    # Larger items first, as safetensors does, so every tensor is aligned. That package shuffles the metadata.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0

@@ -1,8 +1,8 @@
-"""The one error tree. Every error that saesteer raises on purpose is a SaesteerError; nothing here knows vLLM or torch.
+"""The error tree. Every error that saesteer raises on purpose is a SaesteerError; nothing here knows vLLM or torch.
 
 SaesteerError
 ├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
-├── LoadError          a weight file is not what it should be
+├── LoadError          a weight file is wrong or unreadable
 ├── ConfigError        a start-up or command line mistake         (exit code 2)
 │   └── UnsupportedError   this vLLM, model or option cannot be served
 ├── RegistryError      a name cannot be registered or deleted now (HTTP 409)
@@ -12,7 +12,7 @@ SaesteerError
 
 
 class SaesteerError(Exception):
-    """Base of all errors that saesteer raises on purpose."""
+    """The base class of all errors that saesteer raises on purpose."""
 
 
 class SpecError(SaesteerError, ValueError):
@@ -38,22 +38,22 @@ def _rebuild(text: str, field: str, code: str) -> SpecError:
 
 
 class LoadError(SaesteerError, ValueError):
-    """A weight file is not what it should be; the message names the file, the key and what was expected."""
+    """A weight file is wrong or unreadable; the message names the file, the key and what was expected."""
 
 
 class ConfigError(SaesteerError, ValueError):
-    """A start-up or command line mistake, told in one sentence."""
+    """A start-up or command line mistake; the message is one sentence."""
 
 
 class UnsupportedError(ConfigError):
-    """This vLLM, model or option cannot be served, and why."""
+    """This vLLM, model or option cannot be served; the message says why."""
 
 
 class RegistryError(SaesteerError):
-    """A vector or module cannot be registered, replaced or deleted as things are on this server.
+    """A vector or module cannot be registered, replaced or deleted on this server now.
 
     Args:
-        message: one sentence with what would help.
+        message: one sentence that says what would help.
         code: stable machine-readable reason: ``no_room``, ``no_site`` or ``in_use``.
     """
 
@@ -63,11 +63,11 @@ class RegistryError(SaesteerError):
 
 
 class ServerError(SaesteerError):
-    """A server that a client asked failed, did not answer, or answered with something else.
+    """A client's server failed, did not answer, or answered with something unexpected.
 
     Args:
         message: one sentence.
-        status: of HTTP; None where there was no answer.
+        status: the HTTP status; None if there was no answer.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -79,10 +79,10 @@ class RequestRefused(ServerError):
     """A server refused a client's request.
 
     Args:
-        message: the server's own.
-        status: of HTTP, 400 for a wrong spec.
-        field: path of the field in the request, such as ``saesteer.edits[2].feature``, where the server names one.
-        code: stable machine-readable reason, such as ``out_of_range``, where the server gives one.
+        message: the server's message.
+        status: the HTTP status, 400 for a wrong spec.
+        field: path of the field in the request, such as ``saesteer.edits[2].feature``, if the server names one.
+        code: stable machine-readable reason, such as ``out_of_range``, if the server gives one.
     """
 
     def __init__(self, message: str, *, status: int = 400, field: str | None = None, code: str | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The same spec on a Hugging Face Transformers model, through hooks: the oracle of the parity tests, and for laptops.
+"""The same specs on a Hugging Face Transformers model, through hooks: for laptops, and the oracle of the parity tests.
 
-It calls the same ops through the same tables as the server; it knows nothing of vLLM. One sequence at a time.
+It calls the server's ops through the same tables, one sequence at a time. Knows nothing of vLLM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from saesteer.loaders import load
 from saesteer.models.families import Family, find_trunk
 from saesteer.planning.planner import plan
 
-_ROW = 1  # one sequence at a time holds the first row
+_ROW = 1  # the one sequence has the first row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ class Model:
     Args:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
-        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
-        sites: sites to hook beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
+        dictionaries: name → path or hub id, with ``@site`` if the files do not name their site.
+        sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
-        max_dose: how much edits may change a token at a site, in lengths of the stream there; what is more is scaled
-            down to it. None: as they like.
-        dtype: to load the model in; default float32.
+        max_dose: how much edits may change a token at a site, in lengths of the stream there; larger changes are
+            scaled down to it. None: no limit.
+        dtype: the dtype to load the model in; by default float32.
 
     Raises:
         ConfigError: a dictionary or site that the model does not have, a module that no request could use, or a wrong
             limit.
-        UnsupportedError: a model whose decoder layers are of no family in ``saesteer.models.families``.
+        UnsupportedError: the model's decoder layers belong to no family in ``saesteer.models.families``.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Model:
     def _steered(
         self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None
     ) -> Iterator[tuple[list[int], Row | None]]:
-        """The prompt's tokens and the row of its spec, for passes within this; None where nothing is steered."""
+        """Steers the forward passes inside it. Gives the prompt's tokens, and the spec's row or None."""
         ids = self.encode(prompt)
         row = self.engine.make_row(as_spec(steer) or Spec(), len(ids) if prompt_len is None else prompt_len)
         self._kinds = self._none if row is None else row.kinds
@@ -151,10 +151,10 @@ class Model:
             return self.model(tokens, position_ids=positions[None], past_key_values=cache, use_cache=cache is not None)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text as it stands (no chat template); ids pass through.
+        """Token ids of a text, without a chat template; token ids are returned unchanged.
 
         Raises:
-            ConfigError: a text without a tokenizer.
+            ConfigError: the prompt is text, and there is no tokenizer.
         """
         if not isinstance(prompt, str):
             return list(prompt)
@@ -174,7 +174,7 @@ class Model:
         Args:
             prompt: text or token ids.
             steer: a spec as ``saesteer.LLM.generate`` takes it.
-            prompt_len: where the prompt ends and the generated tokens begin; default all is prompt.
+            prompt_len: where the prompt ends and the generated tokens begin; by default all tokens are prompt.
 
         Raises:
             SpecError: the spec is wrong.
@@ -219,7 +219,7 @@ class Model:
     def streams(
         self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None
     ) -> dict[str, Tensor]:
-        """The residual stream [tokens, d] at every instrumented site, each as it stands before the edits there.
+        """The residual stream [tokens, d] at every instrumented site, before the edits there.
 
         Args:
             prompt: text or token ids.
@@ -238,11 +238,11 @@ class Model:
             self._captured = None
 
     def doses(self, prompt: str | Sequence[int], *, steer: Any, prompt_len: int | None = None) -> list[dict[str, Any]]:
-        """How much a spec changes the stream at each site, relative to its length, of one pass over all tokens.
+        """How much a spec changes the stream at each site, relative to its length, in one pass over all tokens.
 
-        What a server's answer to the same tokens has as ``dose``, but for the last token, which is no input there: an
-        object for each site, ``{"site", "max", "mean", "tokens"}``, with ``max_dose`` also ``"tokens_limited"``. The
-        spec need not ask for it.
+        This is ``dose`` in a server's answer to the same tokens, except for the last token, which is no input there:
+        for each site ``{"site", "max", "mean", "tokens"}``, with ``max_dose`` also ``"tokens_limited"``. The spec need
+        not ask for it.
 
         Args:
             prompt: text or token ids.
@@ -263,7 +263,7 @@ class Model:
         return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
-        """The residual stream [tokens, d] at an instrumented site, as it stands before the edits there.
+        """The residual stream [tokens, d] at an instrumented site, before the edits there.
 
         Raises:
             ConfigError: the site is not instrumented.
@@ -274,7 +274,7 @@ class Model:
         return self.streams(prompt, steer=steer)[name]
 
     def coder(self, dictionary: str) -> SparseCoder:
-        """The dictionary itself, for encode and decode.
+        """The dictionary itself, to encode and decode with.
 
         Raises:
             ConfigError: no dictionary has this name.

@@ -1,1 +1,1 @@
-"""The dictionary formats: one module each, which says where the format keeps what."""
+"""The formats of dictionaries, a module for each, which says where the format keeps what."""

@@ -1,9 +1,9 @@
-"""Gemma Scope 1: one ``params.npz`` for each dictionary, and no config. It knows no other Gemma Scope.
+"""Gemma Scope 1: one ``params.npz`` for each dictionary, and no config; knows no other Gemma Scope.
 
     pre = x @ W_enc + b_enc        f = pre * (pre > threshold)        x_hat = f @ W_dec + b_dec
 
-Nothing is subtracted from the input or normalised: both were folded before the release. All kinds of repository hold
-the same file, so the sites come from the path (the hub's cache keeps the repository's name in it), or are None.
+The input is neither shifted nor normalised: both were folded into the weights before the release. All repositories
+hold the same kind of file, so the sites come from the path (the hub's cache keeps the repository's name), or are None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from saesteer.loaders.draft import Draft
 
 FILES = ("params.npz",)
 _REPOSITORY = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|att|mlp|transcoders)\Z")
-_SITES = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_in_pregain"}  # that are read
+_SITES = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_in_pregain"}  # where each kind reads
 
 
 def draft(place: Path) -> Draft | None:
@@ -26,7 +26,7 @@ def draft(place: Path) -> Draft | None:
         return None
     weights = open_arrays(file)
     keys = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
-    if "w_enc" in weights.entries:
+    if "w_enc" in weights.index:
         keys |= {"w_enc": "w_enc", "w_dec": "w_dec"}
     optional = {"ones": "scaling_factor"}
     sites, model = _from_path(file.absolute().parts)
@@ -34,7 +34,7 @@ def draft(place: Path) -> Draft | None:
 
 
 def _from_path(parts: tuple[str, ...]) -> tuple[tuple[str | None, str | None], str | None]:
-    """((site_in, site_out), model), each None where the path does not tell it."""
+    """((site_in, site_out), model), each None if the path does not show it."""
     found = [match for part in parts if (match := _REPOSITORY.search(part))]
     if not found:
         return (None, None), None

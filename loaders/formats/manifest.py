@@ -1,20 +1,19 @@
-"""A ``manifest.json`` with one ``layer_{index}_{hook}.safetensors`` a site; it knows no other config.
+"""A ``manifest.json`` with a ``layer_{index}_{hook}.safetensors`` for each site; knows no other config.
 
     f = act(h @ encoder_weight.T + encoder_bias)
     delta: h += sum (f' - f) decoder_weight           full: h = f' @ decoder_weight + decoder_bias
 
-Which features. A delta file holds the rows of ``clampable_features`` only, in that order, not the whole dictionary's.
-The canonical record has those n rows, and ``info.feature_ids`` the original index of each; requests keep using original
-indices (``info.row_of``). Filling the missing rows with zeros was rejected: clamping an absent feature would run, and
-change nothing, in silence. For the same reason ``info.can_reconstruct`` is False: features and b_dec are not there.
-A full file holds every feature, so every feature may be clamped and clampable_features restricts nothing.
+Features: a delta file holds only the rows of ``clampable_features``, in that order. The dictionary has these n rows,
+and ``info.feature_ids`` their original indices, which requests keep using (``info.row_of``). The missing rows are not
+filled with zeros, because a clamp of an absent feature would silently change nothing. ``info.can_reconstruct`` is
+False, because features and b_dec are missing. A full file holds every feature, so all of them can be clamped.
 
-TopK in delta mode is refused unless the manifest lists every feature: membership in the top k needs them all.
-Scalar thresholds of old manifests (activation_params.threshold) are refused: a dictionary has one per feature.
+TopK in delta mode is refused unless the manifest lists every feature, since all of them decide what the top k are.
+Scalar thresholds of old manifests (activation_params.threshold) are refused: a dictionary has one for each feature.
 
-Several sites: ``folder#layer_20_post_block`` or that file's path chooses; with one site the folder is enough. The
-branch hooks mlp_in and mlp_out are named after another engine's module and do not say on which side of Gemma's norms
-they lie: their sites are None, for the operator to give.
+Several sites: ``folder#layer_20_post_block`` or the file's path chooses one; with one site the folder is enough. The
+hooks mlp_in and mlp_out are named after another engine's module and leave open on which side of Gemma's norms they
+lie, so their sites are None, and the operator names them.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def draft(place: Path) -> Draft | None:
     layer, hook = _choose(file, place, _sites(file, manifest))
     weights = file.parent / f"layer_{layer}_{hook}.safetensors"
     if not weights.is_file():
-        raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} beside it")
+        raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} next to it")
     keys = {"w_dec": "decoder_weight", "w_enc": "encoder_weight", "b_enc": "encoder_bias"}
     keys |= {"threshold": "threshold"} if activation == "jumprelu" else {}
     keys |= {"b_dec": "decoder_bias"} if full else {}

@@ -1,11 +1,11 @@
-"""saesteer's own file: one .safetensors for each dictionary, already canonical. Knows no other library's names.
+"""saesteer's own file: one .safetensors for each dictionary, already in canonical form; knows no other library's names.
 
     W_enc [F, d_in]  W_dec [F, d_out]  b_enc [F]  b_dec [d_out]  [threshold [1 or F]]  [max_act [F]]
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
-Everything else stands in the file's metadata, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, feature_ids, can_reconstruct. A file without metadata is taken when it has max_act, as
-the first ones did, and when F != d tells its orientation from that of other formats with the same key names.
+The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
+feature_unit, skip_first, model, feature_ids, can_reconstruct. A file without metadata is accepted if it has max_act, as
+the first ones had, and if F != d, which shows that it is not transposed like other formats with the same keys.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
 
 
 def draft(place: Path) -> Draft | None:
-    """The draft of a .safetensors file of ours, or of a folder with ``saesteer.safetensors`` or one such file alone.
+    """The draft of our .safetensors file, or of a folder with ``saesteer.safetensors`` or just one .safetensors file.
 
-    A ``saesteer.safetensors`` is always ours; another file is when its metadata or its keys say so. Raises LoadError.
+    A ``saesteer.safetensors`` is always ours; another file is ours if its metadata or keys say so. Raises LoadError.
     """
     file = _file(place) if place.is_dir() else place
     if file.suffix != ".safetensors" or not file.is_file():
@@ -42,19 +42,19 @@ def draft(place: Path) -> Draft | None:
         if file.name in FILES:
             raise
         return None
-    said, entries = weights.metadata, weights.entries
-    if file.name not in FILES and said.get("format") != NAME and not {*_KEYS.values(), "max_act"} <= entries.keys():
+    about, index = weights.metadata, weights.index
+    if file.name not in FILES and about.get("format") != NAME and not {*_KEYS.values(), "max_act"} <= index.keys():
         return None
-    if said.get("format", NAME) != NAME:
-        raise wrong(file, "format", repr(said["format"]), repr(NAME))
+    if about.get("format", NAME) != NAME:
+        raise wrong(file, "format", repr(about["format"]), repr(NAME))
     shape = weights.shape("W_enc", 2)
-    if "format" not in said and shape[0] == shape[1]:
+    if "format" not in about and shape[0] == shape[1]:
         raise wrong(file, "W_enc", f"shape {list(shape)} and no metadata", "format: saesteer, or F other than d")
-    default = "jumprelu" if "threshold" in entries else "relu"
-    activation = _one_of(file, said, "activation", get_args(Activation), default)
-    if activation != "jumprelu" and "threshold" in entries:
+    default = "jumprelu" if "threshold" in index else "relu"
+    activation = _one_of(file, about, "activation", get_args(Activation), default)
+    if activation != "jumprelu" and "threshold" in index:
         raise wrong(file, "threshold", "there", "one for jumprelu, else none")
-    one = "threshold" in entries and entries["threshold"].shape == (1,)
+    one = "threshold" in index and index["threshold"].shape == (1,)
     keys = {"one_threshold" if one else "threshold": "threshold"} if activation == "jumprelu" else {}
     return Draft(
         weights,
@@ -63,25 +63,25 @@ def draft(place: Path) -> Draft | None:
         optional={"max_act": "max_act"},
         unmistakable=True,
         below_zero="kept",
-        k=_number(file, said, "k") if "k" in said else None,
-        in_norm=_one_of(file, said, "in_norm", get_args(InNorm), "none"),
-        sites=(_site(file, said, "site_in"), _site(file, said, "site_out")),
-        feature_unit=_one_of(file, said, "feature_unit", get_args(FeatureUnit), "raw"),
-        skip_first=_number(file, said, "skip_first") if "skip_first" in said else 1,
-        feature_ids=_feature_ids(file, said),
-        can_reconstruct=_one_of(file, said, "can_reconstruct", ("true", "false"), "true") == "true",
-        model=said.get("model"),
+        k=_number(file, about, "k") if "k" in about else None,
+        in_norm=_one_of(file, about, "in_norm", get_args(InNorm), "none"),
+        sites=(_site(file, about, "site_in"), _site(file, about, "site_out")),
+        feature_unit=_one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
+        skip_first=_number(file, about, "skip_first") if "skip_first" in about else 1,
+        feature_ids=_feature_ids(file, about),
+        can_reconstruct=_one_of(file, about, "can_reconstruct", ("true", "false"), "true") == "true",
+        model=about.get("model"),
     )
 
 
 def write(path: Path | str, coder: SparseCoder) -> None:
     """Writes a dictionary so that reading it gives the same tensors and meaning; equal dictionaries give equal bytes.
 
-    The file appears whole or not at all. Neither ``info.source`` nor the format it came from is kept. One threshold
-    that all features share is stored once.
+    The file is written completely or not at all. It does not keep ``info.source`` or the format that the dictionary
+    came from. A threshold that all features share is stored once.
 
     Raises:
-        LoadError: when the file cannot be written.
+        LoadError: the file cannot be written.
     """
     tensors = {"W_enc": coder.w_enc, "W_dec": coder.w_dec, "b_enc": coder.b_enc, "b_dec": coder.b_dec}
     if coder.threshold is not None:
@@ -93,7 +93,7 @@ def write(path: Path | str, coder: SparseCoder) -> None:
 
 
 def _metadata(info: CoderInfo) -> dict[str, str]:
-    told = {
+    document = {
         "format": NAME,
         "activation": info.activation,
         "can_reconstruct": json.dumps(info.can_reconstruct),
@@ -106,7 +106,7 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
         "site_out": info.site_out,
         "skip_first": str(info.skip_first),
     }
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in document.items() if value is not None}
 
 
 def _file(folder: Path) -> Path:
@@ -115,32 +115,32 @@ def _file(folder: Path) -> Path:
     return files[0] if len(files) == 1 else folder / FILES[0]
 
 
-def _one_of(file: Path, said: dict[str, str], key: str, known: tuple[str, ...], default: str) -> Any:
-    value = said.get(key, default)
+def _one_of(file: Path, about: dict[str, str], key: str, known: tuple[str, ...], default: str) -> Any:
+    value = about.get(key, default)
     if value not in known:
         raise wrong(file, key, repr(value), f"one of {', '.join(known)}")
     return value
 
 
-def _site(file: Path, said: dict[str, str], key: str) -> str | None:
-    if key in said and not _SITE.fullmatch(said[key]):
-        raise wrong(file, key, repr(said[key]), "a site such as resid_post.15")
-    return said.get(key)
+def _site(file: Path, about: dict[str, str], key: str) -> str | None:
+    if key in about and not _SITE.fullmatch(about[key]):
+        raise wrong(file, key, repr(about[key]), "a site such as resid_post.15")
+    return about.get(key)
 
 
-def _number(file: Path, said: dict[str, str], key: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", said[key]):
-        raise wrong(file, f"__metadata__: {key}", repr(said[key]), "a whole number")
-    return int(said[key])
+def _number(file: Path, about: dict[str, str], key: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", about[key]):
+        raise wrong(file, f"__metadata__: {key}", repr(about[key]), "a whole number")
+    return int(about[key])
 
 
-def _feature_ids(file: Path, said: dict[str, str]) -> tuple[int, ...] | None:
-    if "feature_ids" not in said:
+def _feature_ids(file: Path, about: dict[str, str]) -> tuple[int, ...] | None:
+    if "feature_ids" not in about:
         return None
     try:
-        ids = json.loads(said["feature_ids"])
+        ids = json.loads(about["feature_ids"])
     except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or not all(type(feature) is int and feature >= 0 for feature in ids):
-        raise wrong(file, "feature_ids", f"{said['feature_ids']:.100}", "a list of whole numbers")
+        raise wrong(file, "feature_ids", f"{about['feature_ids']:.100}", "a list of whole numbers")
     return tuple(ids)

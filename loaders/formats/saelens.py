@@ -1,14 +1,15 @@
-"""SAELens' own files, ``cfg.json`` + ``sae_weights.safetensors``, in both generations of cfg; it knows no registry.
+"""SAELens' own files, ``cfg.json`` + ``sae_weights.safetensors``, in both generations of cfg; knows no registry.
 
     xn = in_norm(x)        xs = xn - b_dec (if apply_b_dec_to_input)
     pre = xs @ W_enc + b_enc        y = un_norm(act(pre) @ W_dec + b_dec)
 
-standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 is 0. topk: with
-rescale_acts_by_decoder_norm on pre * |W_dec_i|, decoded by unit rows. gated: becomes a jumprelu. The subtraction and
-the factors are folded into the weights. Per-token norms stay in ``info.in_norm``; feature values are then normalised.
+standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
+rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. gated: becomes a jumprelu. The
+subtraction and the factors are folded into the weights. ``info.in_norm`` keeps a norm per token; feature values are
+then normalised.
 
-Refused by name, with the reason in the message: fixed scales that the files do not hold (expected_average_only_in,
-covariance_whitening), one head of z, transcoders, and every architecture that is not one matrix and one activation.
+The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
+covariance_whitening), single heads of z, transcoders, and architectures other than one matrix and one activation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import read_json, text, whole_number, wrong
 
 FILES = ("cfg.json", "sae_weights.safetensors")
-# architecture -> the activation that it becomes, and the arrays that it has beside W_enc, W_dec and b_dec
+# architecture -> the activation that it becomes, and its arrays besides W_enc, W_dec and b_dec
 _ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
     "standard": ("relu", {"b_enc": "b_enc"}),
     "jumprelu": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
@@ -34,8 +35,8 @@ _REFUSED = {
     "abstopk": "keeps negative activations",
     "matching_pursuit": "its encoder is iterative",
     "temporal": "it attends over earlier positions",
-    "batchtopk": "what is active depends on the batch: save it for inference, as jumprelu",
-    "matryoshka_batchtopk": "what is active depends on the batch: save it for inference, as jumprelu",
+    "batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
+    "matryoshka_batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
     "transcoder": "SAELens transcoders are not served yet",
     "jumprelu_transcoder": "SAELens transcoders are not served yet",
     "skip_transcoder": "SAELens transcoders are not served yet",
@@ -71,7 +72,7 @@ def draft(place: Path) -> Draft | None:
     subtract = _flag(config, cfg, "apply_b_dec_to_input", default=True)
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
-    if "threshold" in more and "log_threshold" in weights.entries:
+    if "threshold" in more and "log_threshold" in weights.index:
         more = {"b_enc": "b_enc", "log_threshold": "log_threshold"}
     return Draft(
         weights,
@@ -92,7 +93,7 @@ def draft(place: Path) -> Draft | None:
 
 
 def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """cfg.json in today's words, and the part of it that tells where the SAE comes from."""
+    """cfg.json with today's keys, and the part of it that says where the SAE comes from."""
     cfg = read_json(file)
     if "metadata" not in cfg:
         cfg = _modern(file, cfg)
@@ -103,7 +104,7 @@ def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat cfg from before version 6 in today's words."""
+    """A flat cfg from before version 6, with today's keys."""
     cfg = {_OLD_NAMES.get(key, key): value for key, value in flat.items()}
     cfg = {"architecture": "standard"} | cfg
     if cfg["architecture"] == "standard" and cfg.get("activation_fn") == "topk":
@@ -140,7 +141,7 @@ def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
     if site and hf_site and site != hf_site:
         raise wrong(file, "hf_hook_name", f"{hf_name} is {hf_site}, hook_name {name} is {site}", "one place")
     if name and not hf_site and aliases.is_ambiguous(name):
-        raise wrong(file, "hook_name", f"{name}, on either side of the norm", "an hf_hook_name beside it")
+        raise wrong(file, "hook_name", f"{name}, on either side of the norm", "an hf_hook_name as well")
     reshape = cfg.get("reshape_activations") or "none"
     if reshape != "none" and not (reshape == "hook_z" and str(hf_site or site).startswith("z.")):
         raise wrong(file, "reshape_activations", repr(reshape), "none, or hook_z at a hook_z")

@@ -1,12 +1,12 @@
-"""Vector files -> VectorSet: .safetensors, .npy, .gguf and .pt; it knows no models, no requests, no dictionaries.
+"""Vector files -> VectorSet: .safetensors, .npy, .gguf and .pt. Knows no models, no requests and no dictionaries.
 
     one array [d]                     one vector, for any site
     one array [layers, d]             row i belongs to layer i; at least two rows
     arrays [d] named by their layer   12, layer.12, layers.12, layer_12 or direction.12; all of one width
-    bias, a scalar beside them        of a probe: x . v + bias
+    bias, a scalar next to them       makes a probe: x . v + bias
 
-Layers count from 0, as in ``resid_post.12``. GGUF's direction.N is what llama.cpp adds behind its layer N, counted from
-0; N = 0 it never uses. A .pt file holds a tensor or a dict of them; nothing else is unpickled. All becomes float32.
+Layers count from 0, as in ``resid_post.12``. llama.cpp adds GGUF's direction.N after its layer N, counted from 0, and
+never uses N = 0. A .pt file holds a tensor or a dict of tensors; nothing else is unpickled. All values become float32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from saesteer.dictionaries.vectors import Row, VectorSet, vector_set
 from saesteer.errors import LoadError
 from saesteer.loaders.arrays import Arrays, open_arrays
-from saesteer.loaders.files import fetch, wrong
+from saesteer.loaders.files import fetch, readable, wrong
 from saesteer.loaders.vectors import gguf
 
 MAX_FILE_BYTES = 64 << 20  # 126 layers of 16,384 in float32 are 8 MB
@@ -37,7 +36,7 @@ BIAS = "bias"
 Rows = dict[int | None, Row]  # by layer; None: for any site
 
 _LAYER = re.compile(r"(?:(?:layers?|direction)[._])?(0|[1-9]\d{0,3})")
-_ONLY = "the array's own name"  # of a .npy file's one array
+_ONLY = "the array's own name"  # for the one array of a file without names
 
 
 def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
@@ -45,7 +44,7 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
 
     Args:
         place: a .safetensors, .npy, .gguf (control vector) or .pt file, or one on the hub as ``org/repo/file``.
-        bias: of a probe, in place of the file's own; a file without one has 0.
+        bias: a probe's bias, in place of the file's, which is 0 if it has none.
 
     Raises:
         LoadError: naming the file, the array, what is there and what was expected.
@@ -57,7 +56,7 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
         raise LoadError(f"{path}: the suffix {path.suffix!r}; expected a file of vectors, one of {', '.join(READERS)}")
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise LoadError(f"{path}: {size} bytes; expected vectors, of at most {MAX_FILE_BYTES} bytes")
-    with _translated(path):
+    with readable(str(path), f"a complete {path.suffix} file"):
         arrays = dict(READERS[path.suffix](path))
     own = _scalar(path, arrays.pop(BIAS)) if BIAS in arrays else 0.0
     rows = _rows(path, arrays)
@@ -66,7 +65,7 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
         if not np.isfinite(row).all():
             raise wrong(path, at, "holds NaN, infinity or a number beyond float32", "finite values")
         if not row.any():
-            raise wrong(path, at, "all zeros", "a direction; a layer without one is left out")
+            raise wrong(path, at, "all zeros", "a direction; leave out a layer without one")
     if bias is not None and not math.isfinite(bias):
         raise LoadError(f"{place}: bias {bias}; expected a finite number")
     return vector_set(rows, own if bias is None else bias)
@@ -112,21 +111,21 @@ def _one(path: Path, array: Row) -> Rows:
 
 def _safetensors(path: Path) -> dict[str, Row]:
     arrays = open_arrays(path)
-    return {key: _values(arrays, key) for key in arrays.entries}
+    return {key: _values(arrays, key) for key in arrays.index}
 
 
 def _values(arrays: Arrays, key: str) -> Row:
-    entry = arrays.entries[key]
-    if entry.shape == ():  # a scalar is read as a vector of one
-        arrays = replace(arrays, entries={key: replace(entry, shape=(1,))})
-    if len(entry.shape) == 2:
+    array = arrays.index[key]
+    if array.shape == ():  # a scalar is read as a vector of one
+        arrays = replace(arrays, index={key: replace(array, shape=(1,))})
+    if len(array.shape) == 2:
         rows, columns = arrays.shape(key, 2)
         return arrays.matrix(key, (rows, columns), torch.float32).numpy()
     return arrays.vector(key).numpy()
 
 
 def _npy(path: Path) -> dict[str, Row]:
-    # Mapped, so that a header with a shape beyond the file is refused before memory is asked for.
+    # Mapped, so that a header whose shape exceeds the file is refused before memory is allocated.
     return {_ONLY: _float32(path, _ONLY, np.load(path, mmap_mode="r", allow_pickle=False))}
 
 
@@ -141,7 +140,7 @@ def _gguf(path: Path) -> dict[str, Row]:
 def _pt(path: Path) -> dict[str, Row]:
     with zipfile.ZipFile(path) as archive:
         packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
-    if packed:  # torch.save never does it; unpacked, a small file could fill the memory
+    if packed:  # torch.save compresses nothing, and a small compressed file could fill the memory
         raise wrong(path, packed[0], "compressed", "what torch.save writes")
     held = torch.load(path, map_location="cpu", weights_only=True)
     named = held if isinstance(held, Mapping) else {_ONLY: held}
@@ -164,7 +163,7 @@ def _from_torch(path: Path, key: str, value: Any) -> Row:
 def _float32(path: Path, key: str, array: NDArray[Any]) -> Row:
     if array.dtype.kind != "f" or array.dtype.itemsize > 8 or math.prod(array.shape) == 0:
         raise wrong(path, key, f"{array.dtype} {list(array.shape)}", "floats of 16, 32 or 64 bits")
-    with np.errstate(over="ignore"):  # what does not fit becomes infinity, and is refused
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, which is refused
         return np.array(array, np.float32, order="C")  # a copy: the file may change under a map
 
 
@@ -174,15 +173,3 @@ READERS: dict[str, Callable[[Path], dict[str, Row]]] = {
     ".gguf": _gguf,
     ".pt": _pt,
 }
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Broken bytes make the libraries raise almost anything; all of it means that the file is broken."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except Exception as exc:
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        raise LoadError(f"{path}: not readable ({reason}); expected a complete {path.suffix} file") from exc

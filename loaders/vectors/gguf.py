@@ -1,7 +1,7 @@
-"""GGUF control vectors, as llama.cpp and its kin write them; it knows no other GGUF file and needs no package.
+"""GGUF control vectors, as llama.cpp writes them. Knows no other GGUF file and needs no package.
 
-A reader of its own, because a broken file must not hold up a server: the gguf package walks an array of 2^40 items that
-a file of 49 bytes merely claims. Every count here is paid for by bytes that are there.
+A broken file must not block a server, and the gguf package walks an array of 2^40 items that a file of 49 bytes merely
+claims. This reader believes no count that the file has no bytes for.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.errors import LoadError
-from saesteer.loaders.files import wrong
+from saesteer.loaders.files import readable, wrong
 
 ARCHITECTURE = "controlvector"
 _VERSIONS = (2, 3)
 _FLOAT32 = 0  # ggml's number of the type
 _STRING, _ARRAY = 8, 9
-# The format's number of a plain type -> how struct reads it.
+# The format's number of a plain type -> struct's format.
 _PLAIN = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
 class _Cursor:
-    """The bytes of a file, read from the front; beyond the end is an EOFError."""
+    """The bytes of a file, read from the front; raises EOFError beyond the end."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -44,7 +43,7 @@ class _Cursor:
         return self.take(self.plain("<Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A value of metadata; an array is passed over."""
+        """A value of the metadata; arrays are skipped, and are None."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -62,17 +61,13 @@ def read(path: Path) -> dict[str, NDArray[np.float32]]:
     """The arrays by name, such as ``direction.12``, float32 [d] each.
 
     Raises:
-        LoadError: when it is no control vector, broken or cut short.
+        LoadError: the file is not a control vector, or is broken or cut short.
     """
     data = path.read_bytes()
     if data[:4] != b"GGUF":
         raise wrong(path, "header", f"begins with {data[:4]!r}", "a GGUF file")
-    try:
+    with readable(f"{path}: header", "a complete GGUF file of version 2 or 3"):
         return _read(path, _Cursor(data))
-    except (EOFError, KeyError, ValueError, struct.error) as exc:
-        if isinstance(exc, LoadError):
-            raise
-        raise wrong(path, "header", f"not readable ({exc})", "a complete GGUF file of version 2 or 3") from exc
 
 
 def _read(path: Path, cursor: _Cursor) -> dict[str, NDArray[np.float32]]:
@@ -80,14 +75,14 @@ def _read(path: Path, cursor: _Cursor) -> dict[str, NDArray[np.float32]]:
     version, tensors, pairs = cursor.plain("<I"), cursor.plain("<Q"), cursor.plain("<Q")
     if version not in _VERSIONS:
         raise wrong(path, "version", version, "2 or 3, little-endian")
-    said: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for _ in range(pairs):
         key = cursor.text()
-        said[key] = cursor.value(cursor.plain("<I"))
-    if said.get("general.architecture") != ARCHITECTURE:
-        raise wrong(path, "general.architecture", repr(said.get("general.architecture")), repr(ARCHITECTURE))
+        metadata[key] = cursor.value(cursor.plain("<I"))
+    if (kind := metadata.get("general.architecture")) != ARCHITECTURE:
+        raise wrong(path, "general.architecture", repr(kind), repr(ARCHITECTURE))
     places = [_place(path, cursor) for _ in range(tensors)]
-    step = said.get("general.alignment", 32)
+    step = metadata.get("general.alignment", 32)
     if type(step) is not int or step < 1:
         raise wrong(path, "general.alignment", repr(step), "a whole number above 0")
     base = -(-cursor.at // step) * step

@@ -1,4 +1,4 @@
-"""HTTP clients for a server with saesteer. They know the wire, and neither an engine nor torch."""
+"""HTTP clients for a server with saesteer. This room knows HTTP, but no engine and no torch."""
 
 from saesteer.client.client import AsyncClient, Client
 from saesteer.client.responses import Answer

@@ -1,12 +1,12 @@
-"""Client and AsyncClient: steered requests to an OpenAI server with saesteer. Knows the wire, no engine and no torch.
+"""Client and AsyncClient: steered requests to an OpenAI server with saesteer. Knows HTTP, but no engine and no torch.
 
-A request's own fields (temperature, max_tokens, ...) go into the body as they are; ``steer`` is checked before anything
-is sent. What the server refuses is a RequestRefused with the field, the code and the message.
+A request's other fields (temperature, max_tokens, ...) go into the body unchanged. ``steer`` is checked before anything
+is sent. If the server refuses, RequestRefused has the field, the code and the message.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -23,21 +23,16 @@ Prompt = str | Sequence[int]
 NewVector = Sequence[float] | InlineVector | Mapping[str, Any]
 
 Method = Literal["GET", "POST", "DELETE"]
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may be long; a server that is not there is told soon
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may be long; an absent server is noticed soon
+KEY = "saesteer"  # the field of bodies that holds the spec
 
 
-class Client:
-    """A server's OpenAI routes, with ``steer`` beside each request.
+class _Connection(Generic[H]):
+    """What both clients have."""
 
-    Args:
-        base_url: of the server, with or without ``/v1`` at its end.
-        api_key: what ``--api-key`` asks for.
-        admin_key: what ``--saesteer-admin-key`` asks for, where vectors and modules are registered, listed and deleted.
-        model: its name on the server; default the first that the server serves.
-        timeout: in seconds, or httpx's own.
-        transport: httpx's, for tests and proxies.
-    """
+    _KIND: type[H]
 
     def __init__(
         self,
@@ -47,75 +42,94 @@ class Client:
         admin_key: str | None = None,
         model: str | None = None,
         timeout: float | httpx.Timeout = TIMEOUT,
-        transport: httpx.BaseTransport | None = None,
+        transport: Any = None,
     ) -> None:
-        self._http = httpx.Client(**_options(base_url, api_key, timeout), transport=transport)
+        """Opens no connection before the first request.
+
+        Args:
+            base_url: the server's URL, with or without ``/v1`` at its end.
+            api_key: the key that ``--api-key`` sets.
+            admin_key: the key that ``--saesteer-admin-key`` sets, to register, list and delete vectors and modules.
+            model: the model's name on the server; by default the first that the server serves.
+            timeout: in seconds, or httpx's own.
+            transport: httpx's, for tests and proxies.
+        """
+        self._http: H = self._KIND(**_options(base_url, api_key, timeout), transport=transport)
         self._model = model
         self._admin = _bearer(admin_key)
+
+    def _steered(self, body: Mapping[str, Any]) -> str | None:
+        """The URL that a body with a spec is sent to; None if the body has no spec."""
+        return str(self._http.base_url) if KEY in body or KEY in (body.get("vllm_xargs") or ()) else None
+
+
+class Client(_Connection[httpx.Client]):
+    """A server's OpenAI routes, each with the argument ``steer``."""
+
+    _KIND = httpx.Client
 
     def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A chat completion.
 
         Args:
             messages: the conversation, or one user message as text.
-            steer: a spec, its JSON object, one edit or a list of edits; of these a spec and a JSON object,
-                ``{"edits": [...], "return": {"dose": True}}``, may ask for doses as well.
-            model: default the client's.
-            **fields: of the body, as the OpenAI API and vLLM have them.
+            steer: a spec, its JSON object, one edit or a list of edits. A spec or a JSON object,
+                ``{"edits": [...], "return": {"dose": True}}``, may also ask for doses.
+            model: by default the client's.
+            **fields: other fields of the body, as in the OpenAI API and vLLM.
 
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
             RequestRefused: the server refused the request.
-            ServerError: it failed, did not answer, or runs without saesteer and did not steer.
+            ServerError: the server failed, did not answer, or runs without saesteer and did not steer.
         """
-        return self._ask("chat/completions", {"messages": _messages(messages)}, steer, model, fields)
+        return self._ask("chat/completions", _chat(messages, steer, fields), model)
 
     def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A completion of a text or of token ids; arguments and errors as ``chat``."""
-        return self._ask("completions", {"prompt": prompt}, steer, model, fields)
+        return self._ask("completions", _body({"prompt": prompt}, steer, fields), model)
 
     def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """An answer over the responses API; arguments and errors as ``chat``."""
-        return self._ask("responses", {"input": input}, steer, model, fields)
+        return self._ask("responses", _body({"input": input}, steer, fields), model)
 
     def stream(
         self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
-        """A chat completion piece by piece; arguments and errors as ``chat``. What is left unread is given up."""
-        return self._stream("chat/completions", {"messages": _messages(messages)}, steer, model, fields)
+        """A chat completion piece by piece; arguments and errors as ``chat``. Closing it early ends the request."""
+        return self._stream("chat/completions", _chat(messages, steer, fields), model)
 
     def stream_complete(
         self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
         """A completion piece by piece; arguments and errors as ``chat``."""
-        return self._stream("completions", {"prompt": prompt}, steer, model, fields)
+        return self._stream("completions", _body({"prompt": prompt}, steer, fields), model)
 
     def models(self) -> list[str]:
         """The names of the server's models.
 
         Raises:
-            ServerError: it failed, or did not answer.
+            ServerError: the server failed, or did not answer.
         """
-        with _translated():
-            response = self._http.get("models")
-        return model_names(document_of(response.status_code, response.content))
+        return model_names(self._send("GET", "models"))
 
     def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
-        """Register or replace a vector; the entry that ``vectors`` lists from now on, and whether it was ``replaced``.
+        """Registers or replaces a vector. Returns its entry in ``vectors``, and whether one was ``replaced``.
 
         Args:
-            name: for requests and modules.
-            vector: numbers for any site, or an ``InlineVector``, which may have a row for each of some layers.
-            bias: of a probe, which reads x · v + bias.
+            name: the vector's name in requests and modules.
+            vector: numbers for any site, or an ``InlineVector``, which may have a row for each of several layers.
+            bias: a probe's bias: it reads x · v + bias.
 
         Raises:
-            RequestRefused: no such key (401), the routes are off (403), it is wrong (400) or does not fit (409).
+            RequestRefused: the key is wrong (401), the routes are off (403), the vector is wrong (400) or does not fit
+                (409).
             ServerError: the server failed, or did not answer.
         """
         return self._administer("POST", "vectors", _vector_body(name, vector, bias))
 
     def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
-        """Register or replace a module, a spec as ``chat`` takes it; answer and errors as ``register_vector``.
+        """Registers or replaces a module, a spec as for ``chat``; result and errors as ``register_vector``.
 
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
@@ -123,11 +137,11 @@ class Client:
         return self._administer("POST", "modules", _module_body(name, steer))
 
     def delete_vector(self, name: str) -> None:
-        """Delete a vector; requests that run keep it. Errors as ``register_vector``, and 404 where there is none."""
+        """Deletes a vector; running requests keep it. Errors as ``register_vector``, and 404 if there is none."""
         self._administer("DELETE", f"vectors/{quote(name, safe='')}")
 
     def delete_module(self, name: str) -> None:
-        """Delete a module; errors as ``delete_vector``."""
+        """Deletes a module; errors as ``delete_vector``."""
         self._administer("DELETE", f"modules/{quote(name, safe='')}")
 
     def vectors(self) -> list[dict[str, Any]]:
@@ -138,13 +152,8 @@ class Client:
         """The modules, with version and uses; errors as ``register_vector``."""
         return list(self._administer("GET", "modules")["modules"])
 
-    def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
-        with _translated():
-            response = self._http.request(method, f"saesteer/{path}", json=body, headers=self._admin)
-        return dict(document_of(response.status_code, response.content))
-
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -153,27 +162,25 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any) -> Answer:
-        body = _body(body, steer, fields)
-        body["model"] = model or self._known_model()
+    def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
+        """The JSON of the response."""
         with _translated():
-            response = self._http.post(kind, json=body)
-        steered = _steered(body, self._http.base_url)
-        return answer_of(kind, document_of(response.status_code, response.content), steered)
+            response = self._http.request(method, path, json=body, **options)
+        return document_of(response.status_code, response.content)
 
-    def _stream(
-        self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any
-    ) -> Iterator[Piece]:
-        # Checked when it is called, not when the first piece is asked for.
-        body = _body(body, steer, {**fields, "stream": True})
-        return self._pieces(kind, body, model)
+    def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
+        return dict(self._send(method, f"saesteer/{path}", body, headers=self._admin))
 
-    def _pieces(self, kind: Route, body: dict[str, Any], model: str | None) -> Iterator[Piece]:
+    def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
         body["model"] = model or self._known_model()
+        return answer_of(kind, self._send("POST", kind, body), self._steered(body))
+
+    def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> Iterator[Piece]:
+        body |= {"model": model or self._known_model(), "stream": True}
         with _translated(), self._http.stream("POST", kind, json=body) as response:
             if response.status_code != 200:
                 document_of(response.status_code, response.read())
-            events = Events(kind, _steered(body, self._http.base_url))
+            events = Events(kind, self._steered(body))
             for data in response.iter_bytes():
                 yield from events.feed(data)
             events.end()
@@ -184,61 +191,38 @@ class Client:
         return self._model
 
 
-class AsyncClient:
-    """``Client`` for asyncio: the same methods to await; the streams are async iterators.
+class AsyncClient(_Connection[httpx.AsyncClient]):
+    """``Client`` for asyncio: the same methods, to be awaited; the streams are async iterators."""
 
-    Args:
-        base_url: of the server, with or without ``/v1`` at its end.
-        api_key: what ``--api-key`` asks for.
-        admin_key: what ``--saesteer-admin-key`` asks for, where vectors and modules are registered, listed and deleted.
-        model: its name on the server; default the first that the server serves.
-        timeout: in seconds, or httpx's own.
-        transport: httpx's, for tests and proxies.
-    """
-
-    def __init__(
-        self,
-        base_url: str = "http://localhost:8000",
-        *,
-        api_key: str | None = None,
-        admin_key: str | None = None,
-        model: str | None = None,
-        timeout: float | httpx.Timeout = TIMEOUT,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._http = httpx.AsyncClient(**_options(base_url, api_key, timeout), transport=transport)
-        self._model = model
-        self._admin = _bearer(admin_key)
+    _KIND = httpx.AsyncClient
 
     async def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.chat``."""
-        return await self._ask("chat/completions", {"messages": _messages(messages)}, steer, model, fields)
+        return await self._ask("chat/completions", _chat(messages, steer, fields), model)
 
     async def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.complete``."""
-        return await self._ask("completions", {"prompt": prompt}, steer, model, fields)
+        return await self._ask("completions", _body({"prompt": prompt}, steer, fields), model)
 
     async def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.respond``."""
-        return await self._ask("responses", {"input": input}, steer, model, fields)
+        return await self._ask("responses", _body({"input": input}, steer, fields), model)
 
     def stream(
         self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> AsyncIterator[Piece]:
         """As ``Client.stream``."""
-        return self._stream("chat/completions", {"messages": _messages(messages)}, steer, model, fields)
+        return self._stream("chat/completions", _chat(messages, steer, fields), model)
 
     def stream_complete(
         self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> AsyncIterator[Piece]:
         """As ``Client.stream_complete``."""
-        return self._stream("completions", {"prompt": prompt}, steer, model, fields)
+        return self._stream("completions", _body({"prompt": prompt}, steer, fields), model)
 
     async def models(self) -> list[str]:
         """As ``Client.models``."""
-        with _translated():
-            response = await self._http.get("models")
-        return model_names(document_of(response.status_code, response.content))
+        return model_names(await self._send("GET", "models"))
 
     async def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
         """As ``Client.register_vector``."""
@@ -264,13 +248,8 @@ class AsyncClient:
         """As ``Client.modules``."""
         return list((await self._administer("GET", "modules"))["modules"])
 
-    async def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
-        with _translated():
-            response = await self._http.request(method, f"saesteer/{path}", json=body, headers=self._admin)
-        return dict(document_of(response.status_code, response.content))
-
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -279,27 +258,25 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any) -> Answer:
-        body = _body(body, steer, fields)
-        body["model"] = model or await self._known_model()
+    async def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
         with _translated():
-            response = await self._http.post(kind, json=body)
-        steered = _steered(body, self._http.base_url)
-        return answer_of(kind, document_of(response.status_code, response.content), steered)
+            response = await self._http.request(method, path, json=body, **options)
+        return document_of(response.status_code, response.content)
 
-    def _stream(
-        self, kind: Route, body: dict[str, Any], steer: Steer, model: str | None, fields: Any
-    ) -> AsyncIterator[Piece]:
-        body = _body(body, steer, {**fields, "stream": True})
-        return self._pieces(kind, body, model)
+    async def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
+        return dict(await self._send(method, f"saesteer/{path}", body, headers=self._admin))
 
-    async def _pieces(self, kind: Route, body: dict[str, Any], model: str | None) -> AsyncIterator[Piece]:
+    async def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
         body["model"] = model or await self._known_model()
+        return answer_of(kind, await self._send("POST", kind, body), self._steered(body))
+
+    async def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> AsyncIterator[Piece]:
+        body |= {"model": model or await self._known_model(), "stream": True}
         with _translated():
             async with self._http.stream("POST", kind, json=body) as response:
                 if response.status_code != 200:
                     document_of(response.status_code, await response.aread())
-                events = Events(kind, _steered(body, self._http.base_url))
+                events = Events(kind, self._steered(body))
                 async for data in response.aiter_bytes():
                     for piece in events.feed(data):
                         yield piece
@@ -331,24 +308,19 @@ def _module_body(name: str, steer: Steer) -> dict[str, Any]:
     return {"name": name, "spec": (as_spec(steer) or Spec()).to_json()}
 
 
-def _messages(messages: Messages) -> list[dict[str, Any]]:
-    if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
-    return [dict(message) for message in messages]
+def _chat(messages: Messages, steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:
+    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*map(dict, messages)]
+    return _body({"messages": turns}, steer, fields)
 
 
 def _body(body: dict[str, Any], steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request; made when a method is called, so a wrong spec is an error before a stream is read."""
     spec = as_spec(steer)
-    return {**fields, **body, **({} if spec is None else {"saesteer": spec.to_json()})}
-
-
-def _steered(body: Mapping[str, Any], url: httpx.URL) -> str | None:
-    """Where a body with a spec is sent to; None where the body has none."""
-    return str(url) if "saesteer" in body or "saesteer" in (body.get("vllm_xargs") or ()) else None
+    return {**fields, **body, **({} if spec is None else {KEY: spec.to_json()})}
 
 
 class _translated:
-    """The seam where httpx's errors become ours; a class, since an async generator may be closed inside it."""
+    """Turns httpx's errors into ours; a class, since an async generator may be closed inside it."""
 
     def __enter__(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What an OpenAI server says, read into answers, pieces of a stream, and errors. Knows no connection and no request."""
+"""Turns a server's responses into answers, pieces of a stream, and errors. Knows no connection and no request."""
 
 import json
 import re
@@ -10,46 +10,46 @@ from saesteer.errors import RequestRefused, ServerError
 
 Route = Literal["chat/completions", "completions", "responses"]
 
-_CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, where the error has no place for a word
+_CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, if the error has no field for the code
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; of several choices (``n``) the first, all of them are in ``raw``, each with its ``saesteer``."""
+    """A whole answer. Of several choices (``n``) it is the first; ``raw`` has them all, each with its ``saesteer``."""
 
     text: str
     finish_reason: str | None
     usage: Mapping[str, Any]
     raw: Mapping[str, Any]  # the response's JSON
-    applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, one for each edit; None: the server is silent
-    dose: tuple[Mapping[str, Any], ...] | None = None  # how strong that was, one for each site; None: it was not asked
+    applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, for each edit; None: the server does not say
+    dose: tuple[Mapping[str, Any], ...] | None = None  # how strong that was, for each site; None: nobody asked
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a streamed answer; of several choices that of ``index``."""
+    """A piece of a streamed answer, of the choice ``index``."""
 
     text: str
     finish_reason: str | None  # only in the last piece
     raw: Mapping[str, Any]  # the event's JSON
     index: int = 0
     applied: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
-    dose: tuple[Mapping[str, Any], ...] | None = None  # beside it
+    dose: tuple[Mapping[str, Any], ...] | None = None  # in the same piece
 
 
 def document_of(status: int, content: bytes) -> Any:
     """The JSON of a response.
 
     Raises:
-        RequestRefused: a status from 400 to 499.
-        ServerError: another that is not 200, or no JSON.
+        RequestRefused: the status is 400 to 499.
+        ServerError: the status is another one except 200, or the content is not JSON.
     """
     try:
         document = json.loads(content)
     except ValueError as exc:
         if status != 200:
             _refuse(status, None, content.decode("utf-8", "replace"))
-        raise ServerError("the server answered with something that is no JSON", status=200) from exc
+        raise ServerError("the server answered with something that is not JSON", status=200) from exc
     if status != 200:
         _refuse(status, document, content.decode("utf-8", "replace"))
     return document
@@ -57,11 +57,11 @@ def document_of(status: int, content: bytes) -> Any:
 
 def _refuse(status: int, document: Any, text: str) -> NoReturn:
     error = document.get("error", document) if isinstance(document, Mapping) else None
-    told = error if isinstance(error, Mapping) else {}
-    message = str(told.get("message") or told.get("detail") or text[:500] or "no message")
+    details = error if isinstance(error, Mapping) else {}
+    message = str(details.get("message") or details.get("detail") or text[:500] or "no message")
     if not 400 <= status < 500:
         raise ServerError(f"the server answered with {status}: {message}", status=status)
-    field, code = told.get("param"), told.get("code")
+    field, code = details.get("param"), details.get("code")
     if not isinstance(code, str):
         found = _CODE.search(message)
         code = found[1] if found else None
@@ -69,20 +69,21 @@ def _refuse(status: int, document: Any, text: str) -> NoReturn:
 
 
 def _silent(url: str) -> ServerError:
-    told = "answered without saying what was applied: it runs without saesteer, so nothing was steered"
-    return ServerError(f"the server at {url} {told}", status=200)
+    why = "answered without saying what was applied: it runs without saesteer, so nothing was steered"
+    return ServerError(f"the server at {url} {why}", status=200)
 
 
 def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
     """The answer in a response's JSON.
 
     Args:
-        kind: of the route.
+        kind: the route.
         document: the JSON.
-        steered: where a request with a spec was sent to, whose answer has to say what was applied; None without one.
+        steered: the URL that a request with a spec was sent to, whose answer must say what was applied; None without
+            a spec.
 
     Raises:
-        ServerError: there is none in it, or it does not say what was applied.
+        ServerError: the JSON holds no answer, or does not say what was applied.
     """
     try:
         if kind == "responses":
@@ -90,10 +91,10 @@ def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
         else:
             choice = document["choices"][0]
             text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
-        answer = Answer(text, reason, document.get("usage") or {}, document, *_told(document))
+        answer = Answer(text, reason, document.get("usage") or {}, document, *_reports(document))
     except (KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's answer has no {kind} in it", status=200) from exc
-    made = kind != "responses" or reason in ("completed", "incomplete")  # others are not there yet, or never will be
+    made = kind != "responses" or reason in ("completed", "incomplete")  # others have no answer yet, or never will
     if steered is not None and answer.applied is None and made:
         raise _silent(steered)
     return answer
@@ -109,19 +110,19 @@ def _response_text(document: Mapping[str, Any]) -> str:
 
 
 class Events:
-    """A stream of events, cut at line feeds alone: httpx's lines also end at U+2028, which texts may hold."""
+    """A stream of events, split at line feeds only: httpx's lines also end at U+2028, which texts may contain."""
 
     def __init__(self, kind: Route, steered: str | None = None) -> None:
-        """Kind and steered as ``answer_of``."""
+        """Arguments as ``answer_of``."""
         self._kind = kind
-        self._steered = steered  # None as well once the stream has said what was applied
-        self._rest = b""  # the beginning of a line that has not come whole
+        self._steered = steered  # None also after the stream has said what was applied
+        self._rest = b""  # the beginning of an incomplete line
 
     def feed(self, data: bytes) -> Iterator[Piece]:
-        """The pieces that are whole with these bytes.
+        """The pieces that these bytes complete.
 
         Raises:
-            RequestRefused, ServerError: the stream tells an error, or holds something else.
+            RequestRefused, ServerError: the stream reports an error, or holds something unexpected.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -131,10 +132,10 @@ class Events:
                     yield piece
 
     def end(self) -> None:
-        """The stream has ended.
+        """Checks, at the end of the stream, that a piece has said what was applied.
 
         Raises:
-            ServerError: the request had a spec, and no piece says what was applied.
+            ServerError: the request had a spec, and no piece has said it.
         """
         if self._steered is not None:
             raise _silent(self._steered)
@@ -150,30 +151,30 @@ def _pieces(kind: Route, data: str) -> Iterator[Piece]:
         choices = event["choices"]
         for choice in choices:
             text, reason = _choice_text(kind, choice, "delta"), choice.get("finish_reason")
-            yield Piece(text, reason, event, choice.get("index", 0), *_told(event))
-        if not choices and any(told := _told(event)):
-            yield Piece("", None, event, 0, *told)
+            yield Piece(text, reason, event, choice.get("index", 0), *_reports(event))
+        if not choices and any(reports := _reports(event)):
+            yield Piece("", None, event, 0, *reports)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's stream has no {kind} in it: {data[:200]}", status=200) from exc
 
 
-def _told(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ...] | None]:
-    """What is said to be applied, and the doses."""
-    told = document.get("saesteer")
-    found = told if isinstance(told, Mapping) else {}
+def _reports(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ...] | None]:
+    """What was applied, and the doses, as far as the server reports them."""
+    report = document.get("saesteer")
+    found = report if isinstance(report, Mapping) else {}
     return [tuple(found[key]) if key in found else None for key in ("applied", "dose")]
 
 
 def model_names(document: Any) -> list[str]:
-    """The names in a list of models; at least one.
+    """The names in a list of at least one model.
 
     Raises:
-        ServerError: it is no such list, or empty.
+        ServerError: the JSON is not such a list.
     """
     try:
         names = [str(model["id"]) for model in document["data"]]
     except (KeyError, TypeError) as exc:
-        raise ServerError("the server's list of models is none", status=200) from exc
+        raise ServerError("the server's list of models is not one", status=200) from exc
     if not names:
         raise ServerError("the server serves no model", status=200)
     return names

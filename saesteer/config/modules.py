@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing
 from saesteer.language.spec import MAX_CHARACTERS, Return, Spec, from_json
 from saesteer.planning.digests import names_in
@@ -39,12 +38,14 @@ def read_modules(
     known = {"dictionary": set(dictionaries), "vector": set(vectors), "probe": set(vectors)}
     for name, spec in modules.items():
         for i, edit in enumerate(spec.edits):
-            gates = [(f"when[{n}].", gate) for n, gate in enumerate(getattr(edit, "when", ()))]
-            for path, one in [("", edit), *gates]:
-                _check_names(f"module {name!r}: saesteer.edits[{i}].{path}", one, known)
-            if getattr(edit, "scope", Scope()).messages is not None:
-                at = f"module {name!r}: saesteer.edits[{i}].scope.messages"
-                raise ConfigError(f"{at}: is not served in modules by this version, expected positions or flags")
+            at = f"module {name!r}: saesteer.edits[{i}]"
+            for kind, path, used in edit.mentions():
+                if used not in (names := known.get(kind, {used})):
+                    message = f"got {used!r}{closest(used, names)}, expected one of: {listing(names)}"
+                    raise ConfigError(f"{at}.{path}: {message}")
+            if edit.scope.messages is not None:
+                message = "is not served in modules by this version, expected positions or flags"
+                raise ConfigError(f"{at}.scope.messages: {message}")
         try:
             list(steps(spec.edits, modules, (name,)))
         except SpecError as exc:
@@ -118,10 +119,3 @@ def _read(name: str, source: str | Mapping[str, Any]) -> Spec:
 def _text(path: Path) -> str:
     with path.open(encoding="utf-8") as stream:
         return stream.read(MAX_CHARACTERS + 1)  # one too many is refused by the language
-
-
-def _check_names(at: str, one: object, known: Mapping[str, set[str]]) -> None:
-    for kind, names in known.items():
-        name = getattr(one, kind, None)
-        if isinstance(name, str) and name not in names:
-            raise ConfigError(f"{at}{kind}: got {name!r}{closest(name, names)}, expected one of: {listing(names)}")

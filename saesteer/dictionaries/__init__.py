@@ -1,1 +1,1 @@
-"""What weights are: sparse dictionaries and steering vectors in one form each, whatever file they came from."""
+"""Sparse dictionaries and steering vectors, each in one form whatever file they came from; knows no file format."""

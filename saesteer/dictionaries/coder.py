@@ -1,16 +1,17 @@
-"""SparseCoder, the canonical dictionary every loader returns; it knows no file format, no engine and no request.
+"""SparseCoder, the canonical dictionary that every loader returns. Knows no file format, no engine and no request.
 
-The plain torch methods here are the definition of what the fields mean: fp32, no tricks beyond memory.
+Its plain torch methods define what the fields mean, in fp32; only memory is saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from saesteer.errors import LoadError
@@ -19,19 +20,24 @@ Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
 FeatureUnit = Literal["raw", "normalised"]
 
-RANKED = ("topk", "abstopk", "groupmax")  # a feature is active or not by what the others are
+RANKED = ("topk", "abstopk", "groupmax")  # whether a feature is active depends on the others
 
 LAYER_NORM_EPS = 1e-5  # added to the standard deviation, outside the root
 SMALLEST_NORM = 1e-12  # a zero token stays zero instead of becoming NaN
 ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time: a 10 GB bf16 dictionary is never held twice
 
 
+def blocks(rows: int) -> Iterator[slice]:
+    """All rows of a matrix, ROWS_AT_ONCE at a time."""
+    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE))
+
+
 @dataclass(frozen=True, slots=True)
 class CoderInfo:
-    """All that is known of a dictionary without its weights in memory; plain Python values.
+    """What is known about a dictionary without its weights in memory, as plain Python values.
 
-    ``feature_ids`` is None when row i of the weights is feature i. A file that holds only some features of a dictionary
-    (a manifest) names them in row order; requests use the original index, ``row_of`` finds its row.
+    ``feature_ids`` is None if row i of the weights is feature i. A file that holds only some features of a dictionary
+    (a manifest) lists them in row order; requests use the original index, and ``row_of`` finds its row.
     """
 
     format: str
@@ -39,18 +45,18 @@ class CoderInfo:
     d_out: int
     features: int  # rows of w_enc and w_dec
     activation: Activation
-    k: int | None = None  # features that are active at most; only where they are ranked
+    k: int | None = None  # features that are active at most; only if they are ranked
     in_norm: InNorm = "none"  # per token, before the encoder
-    site_in: str | None = None  # "resid_post.20", or None when the files do not say
+    site_in: str | None = None  # "resid_post.20", or None if the files do not say
     site_out: str | None = None
-    feature_unit: FeatureUnit = "raw"  # what a clamp value is measured in
+    feature_unit: FeatureUnit = "raw"  # the unit of a clamp's value
     has_max_act: bool = False
-    skip_first: int = 1  # first positions that the format leaves alone
+    skip_first: int = 1  # first positions that the format leaves unedited
     source: str = ""  # the path or hub id as given
-    fingerprint: str = ""  # of the files' content, see loaders.files.fingerprint
+    fingerprint: str = ""  # digest of the files' content, see loaders.files.fingerprint
     feature_ids: tuple[int, ...] | None = None
-    can_reconstruct: bool = True  # False: decode() lacks features or the output bias, only deltas mean something
-    model: str | None = None  # the language model it was trained on, where the files say
+    can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
+    model: str | None = None  # the language model that it was trained on, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
 
@@ -86,7 +92,7 @@ class CoderInfo:
         """The inverse of ``to_json``.
 
         Raises:
-            LoadError: when it is no such object.
+            LoadError: the object is not a CoderInfo.
         """
         if not isinstance(document, Mapping):
             raise LoadError(f"dictionary info: {type(document).__name__}; expected a JSON object")
@@ -103,7 +109,7 @@ class CoderInfo:
 class SparseCoder:
     """An SAE or transcoder: ``f = act(in_norm(x) @ w_enc.T + b_enc)``, ``x_hat = un_norm(f @ w_dec + b_dec)``.
 
-    Whatever a format subtracts, scales or gates is folded in by its loader, so that these two lines always hold.
+    The loader folds in whatever a format subtracts, scales or gates, so these two formulas always hold.
     """
 
     w_enc: Tensor  # [F, d_in]   row i = encoder direction of row i; fp16, bf16 or fp32, contiguous
@@ -129,7 +135,7 @@ class SparseCoder:
                 assert tuple(vector.shape) == (length,), f"{name} is {list(vector.shape)}, expected [{length}]"
                 assert vector.dtype == torch.float32, f"{name} is {vector.dtype}, expected float32"
         assert (self.threshold is not None) == (info.activation == "jumprelu"), "a threshold belongs to jumprelu"
-        assert (self.max_act is not None) == info.has_max_act, "has_max_act does not tell the truth"
+        assert (self.max_act is not None) == info.has_max_act, "has_max_act contradicts max_act"
 
     def pre(self, x: Tensor) -> Tensor:
         """Pre-activations ``in_norm(x) @ w_enc.T + b_enc``.
@@ -144,13 +150,12 @@ class SparseCoder:
         """
         normed = self._in_norm(x.float())
         out = normed.new_empty((*normed.shape[:-1], self.info.features))
-        for start in range(0, self.info.features, ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        for rows in blocks(self.info.features):
             out[..., rows] = torch.nn.functional.linear(normed, self.w_enc[rows].float(), self.b_enc[rows])
         return out
 
     def encode(self, x: Tensor) -> Tensor:
-        """Feature activations of ``p = pre(x)``; what is not active is exactly 0.
+        """Feature activations of ``p = pre(x)``; features that are not active are exactly 0.
 
         ``relu`` p where p > 0;  ``jumprelu`` p where p > threshold (strict);  ``topk`` p where p > 0 and p is among the
         k largest of its token, ties going to the lowest row;  ``abstopk`` p where |p| is among the k largest, whatever
@@ -170,27 +175,26 @@ class SparseCoder:
         if kind == "topk":
             active &= _largest(pre, k)
         elif kind == "groupmax":
-            groups = pre.view(*pre.shape[:-1], k, pre.shape[-1] // k)
-            active &= _largest(groups, 1).flatten(-2)
+            groups = rearrange(pre, "... (group member) -> ... group member", group=k)
+            active &= rearrange(_largest(groups, 1), "... group member -> ... (group member)")
         return torch.where(active, pre, 0.0)
 
     def decode(self, f: Tensor, like: Tensor | None = None) -> Tensor:
-        """The reconstruction ``y = f @ w_dec + b_dec``, taken back out of the input norm.
+        """The reconstruction ``y = f @ w_dec + b_dec``, with the input norm undone.
 
         un_norm with the statistics of ``like``: ``none`` y;  ``layer_norm`` y * std(like, ddof=1) + mean(like);
         ``l2_sqrt_d`` y * |like| / sqrt(d).
 
         Args:
             f: [..., F].
-            like: [..., d_in], the input that f was encoded from; needed when ``info.in_norm`` is not none.
+            like: [..., d_in], the input that f was encoded from; needed unless ``info.in_norm`` is none.
 
         Returns:
             [..., d_out] float32.
         """
         f = f.float()
         out = self.b_dec.expand(*f.shape[:-1], -1).clone()
-        for start in range(0, self.info.features, ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
+        for rows in blocks(self.info.features):
             out += f[..., rows] @ self.w_dec[rows].float()
         if self.info.in_norm == "none":
             return out
@@ -202,7 +206,7 @@ class SparseCoder:
 
 
 def _largest(pre: Tensor, k: int) -> Tensor:
-    """True at the k largest of the last axis, ties to the lowest index (torch.topk leaves ties open)."""
+    """True at the k largest of the last axis; ties go to the lowest index, which torch.topk does not promise."""
     kth = pre.topk(k, dim=-1).values[..., -1:]
     above, equal = pre > kth, pre == kth
     return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))

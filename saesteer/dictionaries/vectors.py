@@ -1,6 +1,6 @@
-"""VectorSet: one direction for any site, or one for each of some layers, from a file or from a request.
+"""VectorSet: one direction for any site, or one for each of several layers, from a file or a request.
 
-It knows no model, no site's name and no table. ``saesteer.loaders.vectors`` reads the files.
+Knows no model, no site and no table. ``saesteer.loaders.vectors`` reads the files.
 """
 
 import hashlib
@@ -15,30 +15,30 @@ from numpy.typing import NDArray
 from saesteer.errors import ConfigError
 from saesteer.language.inline import InlineVector
 
-Row = NDArray[np.float32]  # [d], not to be written to
+Row = NDArray[np.float32]  # [d], read-only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VectorSet:
-    """Directions as they were given, neither scaled nor turned; made by ``vector_set``."""
+    """Directions with the length and sign that they were given in; ``vector_set`` makes them."""
 
-    rows: Mapping[int | None, Row]  # by layer, ascending; the key None, then alone, stands for any site
+    rows: Mapping[int | None, Row]  # by layer, ascending; or one row with the key None, for any site
     width: int  # d
-    fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever the stored dtype was
+    fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever dtype was stored
     digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
     bias: float = 0.0  # a probe reads x · v + bias
 
     @property
     def layers(self) -> tuple[int, ...] | None:
-        """The layers that have a row, ascending; None where one vector stands for any site."""
+        """The layers that have a row, ascending; None if one vector fits any site."""
         return None if None in self.rows else tuple(layer for layer in self.rows if layer is not None)
 
     def at(self, layer: int) -> Row | None:
-        """The row for a layer ``[d]``, or None where the set has none."""
+        """The row for a layer ``[d]``, or None if the set has none."""
         return self.rows.get(layer, self.rows.get(None))
 
     def unit(self, layer: int) -> Row | None:
-        """``at(layer)`` at length 1; reckoned in float64, since squares of float32 numbers vanish or overflow."""
+        """``at(layer)`` at length 1, computed in float64, since squares of float32 numbers underflow or overflow."""
         row = self.at(layer)
         if row is None:
             return None
@@ -47,11 +47,11 @@ class VectorSet:
 
 
 def vector_set(rows: Mapping[int | None, Row], bias: float = 0.0) -> VectorSet:
-    """The set of checked rows, which nobody may write to from now on.
+    """A set of checked rows, which become read-only.
 
     Args:
         rows: ``[d]`` each, by layer; finite and not zero.
-        bias: of a probe.
+        bias: a probe's bias.
     """
     layers = sorted(rows, key=lambda one: -1 if one is None else one)
     width = rows[layers[0]].size
@@ -64,15 +64,15 @@ def vector_set(rows: Mapping[int | None, Row], bias: float = 0.0) -> VectorSet:
 
 
 def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -> VectorSet:
-    """A vector that stands in a request; float32 bytes are viewed, not copied. A bias makes it a probe.
+    """A vector from a request; float32 bytes are viewed, not copied. A bias makes it a probe.
 
-    Both forms were checked when the request was read: they are finite, and no row is zero.
+    The request language has checked it: its values are finite, and no row is zero.
     """
     return vector_set(rows_of(value), bias)
 
 
 def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
-    """The rows of a vector that stands in a request, by layer, in its own order."""
+    """The rows of a vector from a request, by layer, in its own order."""
     if not isinstance(value, InlineVector):
         return {None: np.array(value, np.float32)}
     array = _VIEWS[value.dtype](value.data).reshape(value.shape)
@@ -81,9 +81,9 @@ def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
 
 @lru_cache(16)
 def fingerprint_of(value: tuple[float, ...] | InlineVector) -> str:
-    """Hex digest of a vector that stands in a request, over its bytes as they came.
+    """Hex digest of the bytes of a vector from a request.
 
-    The last ones are remembered, since an answer reports it for each site.
+    The last ones are remembered, since an answer reports the digest at each site.
     """
     if not isinstance(value, InlineVector):
         return from_inline(value).fingerprint
@@ -93,9 +93,9 @@ def fingerprint_of(value: tuple[float, ...] | InlineVector) -> str:
 
 @lru_cache(16)
 def row_digests(value: tuple[float, ...] | InlineVector) -> Mapping[int | None, str]:
-    """Hex digests of the rows of a vector that stands in a request, by layer, over their bytes as they came.
+    """Hex digests of the rows of a vector from a request, by layer.
 
-    A row of float32 numbers has the digest that a named one has; the same numbers in another dtype have another.
+    A float32 row has the same digest as a row of a named vector; in another dtype the same numbers have another.
     """
     if not isinstance(value, InlineVector):
         return {None: hashlib.sha256(np.array(value, np.float32).data).hexdigest()}
@@ -107,10 +107,10 @@ def row_digests(value: tuple[float, ...] | InlineVector) -> Mapping[int | None, 
 
 
 def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
-    """Refuse vectors that the model does not have the place for.
+    """Refuses vectors that do not fit the model.
 
     Raises:
-        ConfigError: naming the vector, and what the model has.
+        ConfigError: the message names the vector and what the model has.
     """
     for name, found in vectors.items():
         if found.width != width:

@@ -17,6 +17,7 @@ from saesteer.dictionaries.vectors import VectorSet, from_inline
 from saesteer.engine.pool import Pool
 from saesteer.engine.table import Arrow, unit_of
 from saesteer.errors import RegistryError, SpecError
+from saesteer.language.edits import VectorEdit
 from saesteer.language.inline import Vector
 from saesteer.language.sites import parse
 from saesteer.language.spec import Spec
@@ -137,13 +138,11 @@ def _pinned(
     sets: dict[Vector, VectorSet] = {}
     for module in catalog.modules.values():
         for edit in module.edits:
-            vector: Vector | None = getattr(edit, "vector", None)
-            if vector is None or isinstance(vector, str):
+            if not isinstance(edit, VectorEdit) or isinstance(vector := edit.vector, str):
                 continue
             sets[vector] = known.get(vector) or sets.get(vector) or from_inline(vector)
             try:
-                sites: tuple[str, ...] = edit.site  # type: ignore[attr-defined]  # whatever has a vector has sites
-                places = list(places_of(catalog, vector, sites, ""))
+                places = list(places_of(catalog, vector, edit.site, ""))
             except SpecError:
                 continue
             for site, direction in places:

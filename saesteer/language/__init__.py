@@ -1,1 +1,1 @@
-"""What a request may say, checked value by value. Knows no server, and needs only the standard library."""
+"""What a request may say, checked value by value. This room knows no server and needs only the standard library."""

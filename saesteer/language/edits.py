@@ -1,9 +1,10 @@
-"""What a request may ask for: one record for each edit, and the scopes and gates they carry. Knows no server.
+"""What a request may ask for: a record for each kind of edit, with its scope and its gates. Knows no server.
 
-Each record is checked when it is made (saesteer/checks.py); what needs the server's dictionaries is checked in plan.py.
+A record is checked when it is made (fields.py). ``saesteer.planning`` checks what depends on the server's dictionaries.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,6 @@ from saesteer.language.fields import (
     INT32_MAX,
     Record,
     by,
-    closest,
     fail,
     flag,
     integer,
@@ -21,33 +21,35 @@ from saesteer.language.fields import (
     one_of,
     optional,
     read,
+    record,
     show,
     sites,
     text,
 )
 from saesteer.language.inline import Vector, vector
 
-MAX_POSITIONS = 4096  # intervals of one scope, and of all scopes of a spec together
-MAX_CONDITIONS = 16  # of one `when`
+MAX_POSITIONS = 4096  # intervals in one scope, and in all scopes of a spec together
+MAX_CONDITIONS = 16  # in one `when`
+NAMES = ("dictionary", "vector", "probe", "module")  # the fields that may hold a name
 
 Mode = Literal["set", "add", "scale", "min", "max"]
-Unit = Literal["raw", "max_act"]
+ClampUnit = Literal["raw", "max_act"]
 Interval = tuple[int, int | None]
 
 _feature = integer(0, INT32_MAX)
-_start = integer(1 - INT32_MAX, INT32_MAX - 1)
+_place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
 
 def interval(value: Any, at: str) -> Interval:
-    """``[start, end]``, half-open; end may be null, negative ones count from the end of the prompt."""
+    """``[start, end]``, half-open; end may be null, and negative numbers count from the end of the prompt."""
     if not isinstance(value, list | tuple):
         fail(at, "wrong_type", f"got {show(value)}, expected [start, end]")
     if len(value) != 2:
         fail(at, "wrong_type", f"got {show(value)}, expected two numbers, [start, end]")
-    start = _start(value[0], f"{at}[0]")
+    start = _place(value[0], f"{at}[0]")
     if value[1] is None:
         return start, None
-    end = _start(value[1], f"{at}[1]")
+    end = _place(value[1], f"{at}[1]")
     if end == 0 or ((start < 0) == (end < 0) and end <= start):
         fail(
             at,
@@ -57,9 +59,7 @@ def interval(value: Any, at: str) -> Interval:
     return start, end
 
 
-Message = int | str  # the place of a chat message, or the role of all that have it
-
-_place = integer(1 - INT32_MAX, INT32_MAX - 1)
+Message = int | str  # the index of a chat message, or the role of all messages that have it
 
 
 def _message(value: Any, at: str) -> Message:
@@ -71,29 +71,25 @@ def _message(value: Any, at: str) -> Message:
     return place
 
 
+_messages = list_of(_message, MAX_POSITIONS, least=("empty_scope", "role or index of a message"))
+
+
 def messages(value: Any, at: str) -> tuple[Message, ...]:
     """A role, the index of a message, or a list of them; negative indices count from the last message."""
     if not isinstance(value, list | tuple):
         return (_message(value, at),)
-    found: tuple[Message, ...] = list_of(_message, MAX_POSITIONS)(value, at)
-    if not found:
-        fail(at, "empty_scope", "got an empty list, expected at least one role or index of a message")
+    found: tuple[Message, ...] = _messages(value, at)
     return found
 
 
-def intervals(value: Any, at: str) -> tuple[Interval, ...]:
-    """At least one interval."""
-    found: tuple[Interval, ...] = list_of(interval, MAX_POSITIONS)(value, at)
-    if not found:
-        fail(at, "empty_scope", "got an empty list, expected at least one [start, end]")
-    return found
+intervals = list_of(interval, MAX_POSITIONS, least=("empty_scope", "[start, end]"))
 
 
 @dataclass(frozen=True, slots=True)
 class Scope(Record):
-    """The tokens that an edit touches, by absolute position; the meaning is in ``saesteer.planning.windows``.
+    """The tokens that an edit touches. ``saesteer.planning.windows`` turns a scope into absolute positions.
 
-    Chat messages become positions where the conversation is at hand: ``saesteer.planning.messages``.
+    ``saesteer.planning.messages`` turns chat messages into positions, where the conversation is available.
     """
 
     label: ClassVar[str] = "scope"
@@ -111,18 +107,13 @@ class Scope(Record):
             fail(
                 at,
                 "empty_scope",
-                "has messages, whose tokens are all of the prompt, expected prompt not to be left out",
+                "has messages, whose tokens are all in the prompt, expected prompt not to be left out",
             )
-
-    @classmethod
-    def check(cls, value: Any, at: str) -> "Scope":
-        """A scope; null is the default one."""
-        return Scope() if value is None else read(cls, value, at)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate(Record):
-    """One condition of a `when`: a feature or a probe strictly above and/or below a bound, at the same token."""
+    """One condition of a `when`: a feature or probe strictly above a bound, below one, or both, at the same token."""
 
     label: ClassVar[str] = "when"
 
@@ -134,55 +125,88 @@ class Gate(Record):
 
     def _whole(self, at: str) -> None:
         if self.probe is not None and (self.dictionary is not None or self.feature is not None):
-            fail(f"{at}.probe", "conflict", "stands beside a dictionary's feature, expected one of the two")
+            fail(f"{at}.probe", "conflict", "stands next to a dictionary's feature, expected one of the two")
         if self.probe is None and self.dictionary is None:
             fail(f"{at}.dictionary", "missing_field", "is missing, expected dictionary and feature, or probe")
         if self.probe is None and self.feature is None:
-            fail(f"{at}.feature", "missing_field", "is missing, expected beside dictionary")
+            fail(f"{at}.feature", "missing_field", "is missing, expected next to dictionary")
         if self.above is None and self.below is None:
             fail(f"{at}.above", "missing_field", "is missing, expected above, below or both")
         if self.above is not None and self.below is not None and self.above >= self.below:
             fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
 
-    @classmethod
-    def check(cls, value: Any, at: str) -> tuple["Gate", ...]:
-        """One condition or a list of them, which must all hold; null and the empty list are no condition."""
-        if value is None:
-            return ()
-        if isinstance(value, list | tuple):
-            found: tuple[Gate, ...] = list_of(lambda one, path: read(cls, one, path), MAX_CONDITIONS)(value, at)
-            return found
-        return (read(cls, value, at),)
+
+_gates = list_of(record(Gate), MAX_CONDITIONS)
+
+
+def gates(value: Any, at: str) -> tuple[Gate, ...]:
+    """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
+    if value is None:
+        return ()
+    found: tuple[Gate, ...] = _gates(value, at) if isinstance(value, list | tuple) else (read(Gate, value, at),)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Edit(Record):
-    """One thing a request asks for."""
+    """One change that a request asks for."""
 
     op: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        self._settle(self.op)
+
+    @property
+    def when(self) -> tuple[Gate, ...]:
+        """The conditions on which it depends; ``use`` has none of its own."""
+        return ()
+
+    @property
+    def scope(self) -> Scope:
+        """The tokens that it touches; ``use`` leaves them to the edits of its module."""
+        return Scope()
+
+    def mentions(self) -> Iterator[tuple[str, str, str]]:
+        """Every name in the edit and its gates: its kind, one of ``NAMES``, its path below the edit, and the name."""
+        for path, one in [("", self), *((f"when[{n}].", gate) for n, gate in enumerate(self.when))]:
+            for kind in NAMES:
+                if isinstance(name := getattr(one, kind, None), str):
+                    yield kind, f"{path}{kind}", name
+
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON object: ``op`` first, fields at their default are left out."""
+        """The canonical JSON object: ``op`` comes first, fields with their default value are left out."""
         return {"op": self.op, **Record.to_json(self)}
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp(Edit):
-    """f' from f for one feature; x' = x + Σ (f' − f) d over a group of neighbouring clamps."""
+class TokenEdit(Edit):
+    """An edit of the tokens of a scope, where the conditions hold."""
+
+    _: KW_ONLY
+    when: tuple[Gate, ...] = field(default=(), metadata=by(gates, single=True))
+    scope: Scope = field(default=Scope(), metadata=by(record(Scope, null=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class VectorEdit(TokenEdit):
+    """An edit along a vector, at one site or several."""
+
+    vector: Vector = field(metadata=by(vector))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp(TokenEdit):
+    """Changes one feature from f to f'; a group of neighbouring clamps makes x' = x + Σ (f' − f) d."""
 
     op: ClassVar[str] = "clamp"
-    label: ClassVar[str] = "clamp"
 
     dictionary: str = field(metadata=by(text))
     feature: int = field(metadata=by(_feature))
-    value: float = field(
-        metadata=by(number)
-    )  # in the dictionary's unit, or in max_act of the feature; a factor in mode scale
+    value: float = field(metadata=by(number))  # in units of `unit`; in mode scale a factor
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
-    unit: Unit = field(default="raw", metadata=by(one_of("raw", "max_act")))
+    unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
     only_if_active: bool = field(default=False, metadata=by(flag))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
     def _whole(self, at: str) -> None:
         if self.mode == "scale" and self.unit == "max_act":
@@ -190,34 +214,24 @@ class Clamp(Edit):
 
 
 @dataclass(frozen=True, slots=True)
-class Add(Edit):
-    """x' = x + scale · v, with v scaled to the length of x first when norm is match."""
+class Add(VectorEdit):
+    """x' = x + scale · v; with norm match, v is first scaled to the length of x."""
 
     op: ClassVar[str] = "add"
-    label: ClassVar[str] = "add"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     scale: float = field(default=1.0, metadata=by(number))
     norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
-class Cap(Edit):
+class Cap(VectorEdit):
     """p = x · v̂; x' = x + strength · (clip(p, min, max) − p) · v̂."""
 
     op: ClassVar[str] = "cap"
-    label: ClassVar[str] = "cap"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     min: float | None = field(default=None, metadata=by(optional(number)))
     max: float | None = field(default=None, metadata=by(optional(number)))
     strength: float = field(default=1.0, metadata=by(number))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
     def _whole(self, at: str) -> None:
         if self.min is None and self.max is None:
@@ -227,56 +241,43 @@ class Cap(Edit):
 
 
 @dataclass(frozen=True, slots=True)
-class Ablate(Edit):
+class Ablate(VectorEdit):
     """x' = x − strength · (x · v̂) · v̂; strength 1 removes, 2 mirrors, −1 doubles."""
 
     op: ClassVar[str] = "ablate"
-    label: ClassVar[str] = "ablate"
 
-    vector: Vector = field(metadata=by(vector))
-    site: tuple[str, ...] = field(metadata=by(sites, single=True))
     strength: float = field(default=1.0, metadata=by(number))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
-class Reconstruct(Edit):
-    """The dictionary's reconstruction in place of x, with the group of clamps that stands before it."""
+class Reconstruct(TokenEdit):
+    """Puts the dictionary's reconstruction in place of x, with the group of clamps directly before it."""
 
     op: ClassVar[str] = "reconstruct"
-    label: ClassVar[str] = "reconstruct"
 
     dictionary: str = field(metadata=by(text))
     error: Literal["keep", "drop"] = field(default="drop", metadata=by(one_of("keep", "drop")))
-    when: tuple[Gate, ...] = field(default=(), metadata=by(Gate.check, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(Scope.check))
 
 
 @dataclass(frozen=True, slots=True)
 class Use(Edit):
-    """The edits of a registered module, every delta multiplied by scale."""
+    """Applies the edits of a registered module, every delta multiplied by scale."""
 
     op: ClassVar[str] = "use"
-    label: ClassVar[str] = "use"
 
     module: str = field(metadata=by(text))
     scale: float = field(default=1.0, metadata=by(number))
 
 
 OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, Reconstruct, Use)}
+_op = one_of(*OPS)
 
 
 def edit(value: Any, at: str) -> Edit:
-    """An edit from its JSON object, by its op."""
+    """Reads an edit from its JSON object; ``op`` says which kind it is."""
     if isinstance(value, Edit):
         return value
     mapping(value, at)
     if "op" not in value:
         fail(f"{at}.op", "missing_field", f"is missing, expected one of {', '.join(OPS)}")
-    op = value["op"]
-    if not isinstance(op, str):
-        fail(f"{at}.op", "wrong_type", f"got {show(op)}, expected one of {', '.join(OPS)}")
-    if op not in OPS:
-        fail(f"{at}.op", "unknown_name", f"got {show(op)}{closest(op, OPS)}, expected one of {', '.join(OPS)}")
-    return read(OPS[op], value, at, extra="op")
+    return read(OPS[_op(value["op"], f"{at}.op")], value, at, extra="op")

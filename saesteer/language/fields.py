@@ -1,8 +1,8 @@
-"""Reading one value of a request: checks that need only the value and its path. Knows no edit and no dictionary.
+"""Checks of single values in a request, which need only the value and its path. Knows no edit and no dictionary.
 
-A check takes a value and its path, returns the value in canonical form, and raises SpecError when it is wrong. A
-Record is an object with known fields, each with its check; it cannot exist with a wrong value in it, whether it comes
-from JSON or is made in Python, and two equal records have equal JSON.
+A check takes a value and its path and returns the value in canonical form, or raises SpecError. A Record is an object
+with known fields, each with a check. A record never holds a wrong value, whether it comes from JSON or is made in
+Python, and equal records have equal JSON.
 """
 
 import re
@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from heapq import nlargest
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 from saesteer.errors import ConfigError, SpecError
@@ -19,17 +20,17 @@ from saesteer.language.sites import KINDS, canonical, parse
 MAX_NAME = 128  # characters
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38
-_COMPARABLE = 64  # characters of a name that a suggestion is looked for
-_COMPARED = 32  # known names at most that are compared with it letter by letter
+_COMPARABLE = 64  # characters; a longer name gets no suggestion
+_COMPARED = 32  # known names that are compared with it letter by letter, at most
 
 Code = Literal[
-    "bad_json",  # the text is no JSON
+    "bad_json",  # the text is not JSON
     "conflict",  # two values that are fine alone do not go together
-    "duplicate",  # the same thing twice where it may stand once
+    "duplicate",  # something appears twice that may appear once
     "empty_scope",  # no token could ever be edited
     "missing_field",
     "not_finite",  # NaN or infinity
-    "not_served",  # right, and a later version may do it
+    "not_served",  # correct, but this version cannot do it
     "out_of_range",
     "too_many",  # over a limit on size or count
     "unknown_field",
@@ -46,12 +47,12 @@ R = TypeVar("R", bound="Record")
 
 
 def fail(at: str, code: Code, message: str) -> NoReturn:
-    """Raise the SpecError for the field at this path."""
+    """Raises SpecError for the field at this path."""
     raise SpecError(message, field=at, code=code)
 
 
 def show(value: object) -> str:
-    """A value as messages tell it: short, printable, and safe to encode."""
+    """A value as messages show it: short, printable, and safe to encode."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)}"
     if isinstance(value, list | tuple):
@@ -68,17 +69,17 @@ def show(value: object) -> str:
 
 
 def listing(names: Iterable[Any], most: int = 20) -> str:
-    """Known names or numbers in one phrase, not all of them when they are many."""
+    """Known names or numbers in one phrase; of many, only the first."""
     known = sorted(names)
     rest = f" and {len(known) - most} more" if len(known) > most else ""
     return (", ".join(map(str, known[:most])) or "none") + rest
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` where a known name is close, else nothing.
+    """``" (did you mean 'x'?)"`` if a known name is close, else an empty text.
 
-    difflib takes as long for a name as it is long, squared, and looks at every known one. So long names get no
-    suggestion, and where many are known it sees only those that share most pairs of letters with this one.
+    difflib's time grows with the square of a name's length and with the number of known names. So long names get no
+    suggestion, and of many known names it compares only those that share the most pairs of letters with this one.
     """
     if len(name) > _COMPARABLE:
         return ""
@@ -89,7 +90,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def step(at: str, key: object) -> str:
-    """The path of a field below ``at``; a key that is no plain word is quoted and cut short."""
+    """The path of a field below ``at``; a key that is not a plain word is quoted and shortened."""
     plain = isinstance(key, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", key, re.ASCII)
     if isinstance(key, str) and len(key) > MAX_NAME:
         key = f"{key[:40]}..."
@@ -106,14 +107,14 @@ def text(value: Any, at: str) -> str:
 
 
 def flag(value: Any, at: str) -> bool:
-    """A boolean; 0 and 1 are none."""
+    """A boolean; 0 and 1 are refused."""
     if not isinstance(value, bool):
         fail(at, "wrong_type", f"got {show(value)}, expected true or false")
     return value
 
 
 def number(value: Any, at: str) -> float:
-    """A finite number within float32; a boolean is none. −0.0 becomes 0.0, as equal specs have equal JSON."""
+    """A finite number within float32, not a boolean. −0.0 becomes 0.0, since equal specs have equal JSON."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fail(at, "wrong_type", f"got {show(value)}, expected a number")
     if value != value or value in (float("inf"), float("-inf")):
@@ -124,7 +125,7 @@ def number(value: Any, at: str) -> float:
 
 
 def integer(low: int, high: int) -> Check:
-    """An integer from ``low`` to ``high``; neither a boolean nor 34.0 is one."""
+    """An integer from ``low`` to ``high``; booleans and 34.0 are refused."""
 
     def check(value: Any, at: str) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
@@ -151,31 +152,45 @@ def one_of(*words: str) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """The same check, where null stands for absent."""
+    """The same check, except that null means absent."""
     return lambda value, at: None if value is None else check(value, at)
 
 
-def list_of(check: Check, most: int, key: Callable[[Any], object] | None = None) -> Check:
-    """A list of at most ``most`` items; with ``key``, no two of them have the same key."""
+def list_of(
+    check: Check,
+    most: int,
+    key: Callable[[Any], object] | None = None,
+    least: tuple[Code, str] | None = None,
+) -> Check:
+    """A list of at most ``most`` items.
+
+    Args:
+        check: of each item.
+        most: items.
+        key: no two items have the same.
+        least: the code with which an empty list is refused, and what an item is.
+    """
 
     def check_all(value: Any, at: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             fail(at, "wrong_type", f"got {show(value)}, expected a list")
         if len(value) > most:
             fail(at, "too_many", f"got {len(value)} items, expected at most {most}")
+        if least and not value:
+            fail(at, least[0], f"got an empty list, expected at least one {least[1]}")
         items = tuple(check(item, f"{at}[{i}]") for i, item in enumerate(value))
         if key is not None:
             first: dict[object, int] = {}
             for i, one in enumerate(map(key, items)):
                 if first.setdefault(one, i) != i:
-                    fail(f"{at}[{i}]", "duplicate", f"stands at {at}[{first[one]}] already, expected it once")
+                    fail(f"{at}[{i}]", "duplicate", f"is at {at}[{first[one]}] already, expected it once")
         return items
 
     return check_all
 
 
 def site(value: Any, at: str) -> str:
-    """A site with its layer, as written; ``canonical`` is for those who compare."""
+    """A site with its layer, as written; use ``canonical`` to compare sites."""
     try:
         parse(text(value, at))
     except ConfigError as error:
@@ -189,10 +204,11 @@ def sites(value: Any, at: str) -> tuple[str, ...]:
         return (value,) if value in KINDS else (site(value, at),)
     if isinstance(value, tuple) and len(value) == 1 and value[0] in KINDS:
         return value  # canonical already
-    if value in ([], ()):
-        fail(at, "out_of_range", "got an empty list, expected at least one site")
-    found: tuple[str, ...] = list_of(site, 1024, key=canonical)(value, at)
+    found: tuple[str, ...] = _sites(value, at)
     return found
+
+
+_sites = list_of(site, 1024, key=canonical, least=("out_of_range", "site"))
 
 
 def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[str, Any]:
@@ -200,14 +216,14 @@ def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[st
 
     Args:
         check: of its value.
-        key: its name in JSON, where that is another than in Python.
-        single: a list of one is written as that one.
+        key: its name in JSON, if it has another name in Python.
+        single: a list of one item is written as that item.
     """
     return {"check": check, "key": key, "single": single}
 
 
 def plain(value: Any) -> Any:
-    """A checked value as JSON has it."""
+    """A checked value in the types of JSON."""
     if isinstance(value, Record):
         return value.to_json()
     return [plain(item) for item in value] if isinstance(value, tuple) else value
@@ -215,27 +231,27 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object with known fields; checked when made, in Python or from JSON."""
+    """An object with known fields, checked when it is made, in Python or from JSON."""
 
-    label: ClassVar[str]  # the path of a record that stands in no list yet
+    label: ClassVar[str]  # the path of a record that is not part of a spec yet
 
     def __post_init__(self) -> None:
         self._settle(self.label)
 
     def _settle(self, at: str) -> None:
-        for key, one in _table(type(self)).items():
+        for key, one in table(type(self)).items():
             value = getattr(self, one.name)
-            if value is not one.default:  # which is right as it is, and most fields have it
+            if value is not one.default:  # a default needs no check, and most fields have it
                 object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
         self._whole(at)
 
     def _whole(self, at: str) -> None:
-        """Refuse what is fine field by field and wrong together."""
+        """Refuses values that are right alone and contradict each other."""
 
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON object: fields at their default are left out."""
+        """The canonical JSON object: fields with their default value are left out."""
         found: dict[str, Any] = {}
-        for key, one in _table(type(self)).items():
+        for key, one in table(type(self)).items():
             value = getattr(self, one.name)
             if one.default is MISSING or value != one.default:
                 found[key] = plain(value[0] if one.metadata["single"] and len(value) == 1 else value)
@@ -249,7 +265,7 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
         cls: the record's class.
         value: the object.
         at: its path.
-        extra: a field that the caller has read already.
+        extra: a field that the caller has already read.
 
     Raises:
         SpecError: anything about it is wrong.
@@ -257,21 +273,26 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     if isinstance(value, cls):
         return value
     mapping(value, at)
-    table = _table(cls)
+    known = table(cls)
     for key in value:
-        if key not in table and (key != extra or extra is None):
-            known_field(key, at, [*([extra] if extra else []), *table])
-    record = object.__new__(cls)
-    for key, one in table.items():
+        if key not in known and (key != extra or extra is None):
+            known_field(key, at, [*([extra] if extra else []), *known])
+    made = object.__new__(cls)
+    for key, one in known.items():
         if key not in value and one.default is MISSING:
-            fail(f"{at}.{key}", "missing_field", f"is missing, expected beside {listing(map(str, value))}")
-        object.__setattr__(record, one.name, value.get(key, one.default))
-    record._settle(at)
-    return record
+            fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
+        object.__setattr__(made, one.name, value.get(key, one.default))
+    made._settle(at)
+    return made
+
+
+def record(cls: type[Record], *, null: bool = False) -> Check:
+    """A record of this class; with ``null``, null is the record with every default."""
+    return lambda value, at: cls() if null and value is None else read(cls, value, at)
 
 
 def mapping(value: Any, at: str) -> Mapping[str, Any]:
-    """A JSON object with names for keys."""
+    """A JSON object whose keys are strings."""
     if not isinstance(value, Mapping):
         fail(at, "wrong_type", f"got {show(value)}, expected an object")
     for key in value:
@@ -281,7 +302,7 @@ def mapping(value: Any, at: str) -> Mapping[str, Any]:
 
 
 def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
-    """Refuse a field that does not exist."""
+    """Refuses a field that does not exist."""
     known = list(known)
     fail(step(at, key), "unknown_field", f"is not a field{closest(key, known)}, expected only {', '.join(known)}")
 
@@ -289,7 +310,8 @@ def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
 _TABLES: dict[type, dict[str, Field[Any]]] = {}
 
 
-def _table(cls: type[Record]) -> dict[str, Field[Any]]:
+def table(cls: type[Record]) -> dict[str, Field[Any]]:
+    """The fields of a record by their names in JSON, in order; those that every edit has come last."""
     if cls not in _TABLES:
-        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in fields(cls)}
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
     return _TABLES[cls]

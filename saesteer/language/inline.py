@@ -1,8 +1,8 @@
-"""Vectors that stand in the request itself: their shape and bytes are checked here; knows no server and no numpy.
+"""Vectors in the request itself, and the checks of their shape and bytes. Knows no server and no numpy.
 
-Two forms: a short list of numbers, or raw little-endian bytes in base64 with dtype and shape, since 87,000 Python
-floats a request cost 290 ms to parse. The bytes are decoded once and looked at as a whole, never item by item: a set of
-34 bfloat16 rows of 2560 costs 0.07 ms. ``saesteer.dictionaries.vectors.from_inline`` views them as arrays.
+A vector is a short list of numbers, or little-endian bytes in base64 with dtype and shape, since 87,000 Python floats
+take 290 ms to parse. The bytes are decoded once and checked as a whole, never item by item: 34 bfloat16 rows of 2560
+take 0.07 ms. ``saesteer.dictionaries.vectors.from_inline`` views them as arrays.
 """
 
 import binascii
@@ -32,7 +32,7 @@ from saesteer.language.sites import MAX_LAYER
 MAX_LIST = 4096  # numbers in the list form
 MAX_BYTES = 4 * 2**20  # of one vector in the base64 form, decoded
 
-# Bytes of one item; and which bits of its last two bytes are all set in infinity and NaN (the last also has the sign).
+# Bytes of one item, and the bits of its last two bytes that are all set in infinity and NaN. The sign is in the last.
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MASKS = {"float32": (0x80, 0x7F), "float16": (0x00, 0x7C), "bfloat16": (0x80, 0x7F)}
 
@@ -56,7 +56,7 @@ def _bytes(value: Any, at: str) -> bytes:
 class InlineVector(Record):
     """One vector ``[d]``, or one row per layer ``[layers, d]``, as little-endian bytes.
 
-    In Python ``data`` may be given as the bytes themselves, so ``InlineVector("float32", v.shape, v.tobytes())``.
+    In Python, ``data`` may be the bytes themselves: ``InlineVector("float32", v.shape, v.tobytes())``.
     """
 
     label: ClassVar[str] = "vector"
@@ -66,10 +66,10 @@ class InlineVector(Record):
     data: bytes = field(metadata=by(_bytes))  # prod(shape) items; base64 text in JSON
     layers: tuple[int, ...] | None = field(
         default=None, metadata=by(optional(list_of(integer(0, MAX_LAYER), MAX_LAYER + 1, key=int)))
-    )  # of the rows; only with two dimensions
+    )  # one for each row; only with two dimensions
 
     def __hash__(self) -> int:
-        # Dictionaries ask for it at every site: of a megabyte its beginning is enough, as equal hashes are compared.
+        # Dicts ask for it at every site. The first bytes of a megabyte are enough, as equal hashes are compared.
         return hash((self.dtype, self.shape, self.layers, self.data[:64]))
 
     def to_json(self) -> dict[str, Any]:
@@ -96,18 +96,18 @@ class InlineVector(Record):
 
 
 def _is_finite(data: bytes, size: int, before: int, last: int) -> bool:
-    """Whether no item has all bits of an exponent set."""
+    """True if no item has all bits of its exponent set."""
     full = _marks(data[size - 1 :: size], last)
     if not full:
         return True
-    # Two whole numbers with one byte for each item: a bit is left where both parts of the exponent are full.
+    # Two integers with one byte for each item: a bit remains where both parts of the exponent are full.
     return full & _marks(data[size - 2 :: size], before) == 0
 
 
 def _marks(column: bytes, mask: int) -> int:
-    """A whole number with a 1 in the place of every byte that has all bits of the mask; 0 when there is none."""
+    """An integer with the byte 1 for every byte that has all bits of the mask, and 0 for the others."""
     if not any(byte in column for byte, marked in enumerate(_TABLES[mask]) if marked):
-        return 0  # found in a twentieth of the time
+        return 0  # takes a twentieth of the time
     return int.from_bytes(column.translate(_TABLES[mask]), "little")
 
 
@@ -115,7 +115,7 @@ _TABLES = {mask: bytes(byte & mask == mask for byte in range(256)) for mask in (
 
 
 def _is_zero(row: bytes, size: int) -> bool:
-    """Whether all items are 0 or −0, whose last byte is 0x80."""
+    """True if all items are 0 or −0, whose last byte is 0x80."""
     if row.lstrip(b"\x00\x80"):
         return False
     return not any(row[place::size].strip(b"\x00") for place in range(size - 1))
@@ -125,7 +125,7 @@ Vector = str | tuple[float, ...] | InlineVector
 
 
 def vector(value: Any, at: str) -> Vector:
-    """A vector's name, or the vector itself."""
+    """The name of a vector, or the vector itself."""
     if isinstance(value, str):
         return text(value, at)
     if not isinstance(value, list | tuple):
@@ -137,11 +137,11 @@ def vector(value: Any, at: str) -> Vector:
 
 
 def _plain_numbers(value: list[Any] | tuple[Any, ...]) -> tuple[float, ...] | None:
-    """The numbers of a list in which nothing is wrong; None leaves it to the check that says what is."""
+    """The numbers of a list in which nothing is wrong; None if the slower check has to find what is wrong."""
     if len(value) > MAX_LIST or not set(map(type, value)) <= {float, int}:
         return None
     try:
         found = tuple([one + 0.0 for one in value])
     except OverflowError:
         return None
-    return found if all(-FLOAT32_MAX <= one <= FLOAT32_MAX for one in found) else None  # false for NaN, too
+    return found if all(-FLOAT32_MAX <= one <= FLOAT32_MAX for one in found) else None  # false for NaN as well

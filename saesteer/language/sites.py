@@ -1,6 +1,6 @@
-"""The names of sites, such as ``resid_post.20``: which exist, and which two are one place. Knows no model and no layer.
+"""The names of sites, such as ``resid_post.20``: which names exist and which mean the same place. Knows no model.
 
-A site is a kind and a layer, counted from 0. What a layer calls resid_pre is what the layer before it calls resid_post.
+A site is a kind and a layer, counted from 0. A layer's resid_pre is the resid_post of the layer before it.
 """
 
 import re
@@ -30,7 +30,7 @@ def parse(name: str) -> tuple[str, int]:
     """``"resid_post.20"`` → ``("resid_post", 20)``.
 
     Raises:
-        ConfigError: it is no name of a site.
+        ConfigError: it is not a site.
     """
     found = _SITE.fullmatch(name)
     if found is None or found[1] not in KINDS:
@@ -42,34 +42,34 @@ def parse(name: str) -> tuple[str, int]:
 
 
 def canonical(name: str) -> str:
-    """The one name of a place: ``resid_pre.16`` is ``resid_post.15``; ``resid_pre.0`` has no layer before it and stays.
+    """The one name of a place: ``resid_pre.16`` becomes ``resid_post.15``; ``resid_pre.0`` stays.
 
     Raises:
-        ConfigError: it is no name of a site.
+        ConfigError: it is not a site.
     """
     kind, layer = parse(name)
     return f"resid_post.{layer - 1}" if kind == "resid_pre" and layer > 0 else name
 
 
 def order(name: str) -> tuple[int, int]:
-    """A key that sorts sites as a forward pass comes to them.
+    """A key that sorts sites in the order of the forward pass.
 
     Raises:
-        ConfigError: it is no name of a site.
+        ConfigError: it is not a site.
     """
     kind, layer = parse(canonical(name))
     return layer, KINDS.index(kind)
 
 
 def expand_sites(sites: Iterable[str], layers: int) -> tuple[str, ...]:
-    """The sites of a list in which ``resid_post.all`` stands for that kind at every layer.
+    """The sites of a list, in which ``resid_post.all`` means resid_post at every layer.
 
     Args:
         sites: names, as an operator writes them.
         layers: of the model.
 
     Raises:
-        ConfigError: one is no name of a site.
+        ConfigError: one of them is not a site.
     """
     found: list[str] = []
     for name in sites:

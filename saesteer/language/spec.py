@@ -1,14 +1,16 @@
-"""The request language: a whole spec, from JSON and back, and the helpers that build edits. Knows no server.
+"""The request language: a whole spec, from JSON and to JSON, and the functions that build edits. Knows no server.
 
-``from_json`` is the door: what comes through it is well-formed in every field. Whether the names in it exist, and which
-tokens it touches, says ``saesteer.planning``. The edits are in edits.py, the error codes in fields.py.
+``from_json`` returns a spec that is well-formed in every field. ``saesteer.planning`` checks that its names exist, and
+finds the tokens that it touches. The edits are in edits.py, the error codes in fields.py.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
+from saesteer.errors import SpecError
 from saesteer.language.edits import (
     MAX_POSITIONS,
     OPS,
@@ -16,18 +18,18 @@ from saesteer.language.edits import (
     Add,
     Cap,
     Clamp,
+    ClampUnit,
     Edit,
     Gate,
     Interval,
     Mode,
     Reconstruct,
     Scope,
-    Unit,
     Use,
     edit,
     intervals,
 )
-from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, show, site, text
+from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, record, show, site, text
 from saesteer.language.inline import InlineVector, Vector
 
 __all__ = [
@@ -63,7 +65,7 @@ __all__ = [
 
 VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
-MAX_EDITS = 4096  # of one spec; a server's own limit is lower
+MAX_EDITS = 4096  # in one spec; a server's own limit is lower
 MAX_READS = 256  # of each kind in `return`
 
 
@@ -71,15 +73,13 @@ def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
     words = ("all", "prompt", "generated")
     if not isinstance(value, str | list | tuple):
         fail(at, "wrong_type", f"got {show(value)}, expected {', '.join(words)} or a list of [start, end]")
-    if isinstance(value, str):
-        word: str = one_of(*words)(value, at)
-        return word
-    return intervals(value, at)
+    found: str | tuple[Interval, ...] = (one_of(*words) if isinstance(value, str) else intervals)(value, at)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureRead(Record):
-    """Return the strongest features of each token."""
+    """Returns the strongest features of each token."""
 
     label: ClassVar[str] = "features"
 
@@ -89,7 +89,7 @@ class FeatureRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class ActivationRead(Record):
-    """Return the tensor at a site, after the edits there."""
+    """Returns the tensor at a site, after the edits there."""
 
     label: ClassVar[str] = "activations"
 
@@ -99,25 +99,20 @@ class ActivationRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class Return(Record):
-    """What the request wants to know of its own forward pass."""
+    """What a request wants back from its own forward pass."""
 
     label: ClassVar[str] = "return"
 
     features: tuple[FeatureRead, ...] = field(
         default=(),
-        metadata=by(list_of(lambda one, at: read(FeatureRead, one, at), MAX_READS, key=lambda one: one.dictionary)),
+        metadata=by(list_of(record(FeatureRead), MAX_READS, key=attrgetter("dictionary"))),
     )
     probes: tuple[str, ...] = field(default=(), metadata=by(list_of(text, MAX_READS, key=str)))
     activations: tuple[ActivationRead, ...] = field(
         default=(),
-        metadata=by(list_of(lambda one, at: read(ActivationRead, one, at), MAX_READS, key=lambda one: one.site)),
+        metadata=by(list_of(record(ActivationRead), MAX_READS, key=attrgetter("site"))),
     )
     dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
-
-    @classmethod
-    def check(cls, value: Any, at: str) -> "Return":
-        """A return; null returns nothing."""
-        return Return() if value is None else read(cls, value, at)
 
 
 def _version(value: Any, at: str) -> int:
@@ -134,8 +129,7 @@ def _edits(value: Any, at: str) -> tuple[Edit, ...]:
     def counted(one: Any, path: str) -> Edit:
         nonlocal total
         found = edit(one, path)
-        scope = getattr(found, "scope", None)
-        total += len(scope.positions) if scope and scope.positions else 0
+        total += len(found.scope.positions or ())
         if total > MAX_POSITIONS:
             fail(
                 f"{path}.scope.positions",
@@ -150,20 +144,20 @@ def _edits(value: Any, at: str) -> tuple[Edit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Spec(Record):
-    """All that a request asks for."""
+    """Everything that a request asks for."""
 
     label: ClassVar[str] = "saesteer"
 
     edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
-    returns: Return = field(default=Return(), metadata=by(Return.check, key="return"))
+    returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
 
 def from_json(value: str | Mapping[str, Any]) -> Spec:
-    """Read a spec from a JSON object, or from its text.
+    """Reads a spec from a JSON object, or from its text.
 
     Raises:
-        SpecError: anything about it is wrong; ``field`` is the path, ``code`` one of ``CODES`` in language/fields.py.
+        SpecError: it is wrong; ``field`` is the path, ``code`` one of ``CODES`` in language/fields.py.
     """
     return read(Spec, _load(value) if isinstance(value, str) else value, "saesteer")
 
@@ -174,33 +168,28 @@ def _load(document: str) -> Any:
     try:
         return json.loads(document, object_pairs_hook=_unique)
     except RecursionError:
-        fail("saesteer", "bad_json", "is nested too deep, expected the JSON object of a spec")
+        fail("saesteer", "bad_json", "is nested too deeply, expected the JSON object of a spec")
     except json.JSONDecodeError as error:
-        fail("saesteer", "bad_json", f"is no JSON ({error}), expected the JSON object of a spec")
-    except ValueError as error:
-        if isinstance(error, _Twice):
-            fail("saesteer", "duplicate", f"got the key {show(error.key)} twice in one object, expected it once")
+        fail("saesteer", "bad_json", f"is not JSON ({error}), expected the JSON object of a spec")
+    except SpecError:
+        raise
+    except ValueError:
         fail(
             "saesteer", "out_of_range", "got an integer of thousands of digits, expected a number that float32 can hold"
         )
-
-
-class _Twice(ValueError):
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Twice(key)
+            fail("saesteer", "duplicate", f"got the key {show(key)} twice in one object, expected it once")
         found[key] = value
     return found
 
 
 def as_spec(steer: Any) -> Spec | None:
-    """A spec from whatever Python users have at hand: a spec, its JSON, one edit or a list of edits; None stays None.
+    """A spec from what Python callers pass: a spec, its JSON, one edit or a list of edits; None stays None.
 
     Raises:
         SpecError: it is wrong.
@@ -223,27 +212,27 @@ def clamp(
     feature: int,
     value: float,
     mode: Mode = "set",
-    unit: Unit = "raw",
+    unit: ClampUnit = "raw",
     only_if_active: bool = False,
     when: When = None,
     scope: Within = None,
 ) -> Clamp:
-    """Clamp one feature of a dictionary: set it, add to it, scale it, or bound it by min or max.
+    """Clamps one feature of a dictionary: sets it, adds to it, scales it, or bounds it by min or max.
 
     Args:
-        dictionary: its name on the server.
-        feature: its index.
+        dictionary: the dictionary's name on the server.
+        feature: the feature's index.
         value: in the dictionary's unit; with ``unit="max_act"`` in multiples of the feature's largest known activation.
         mode: ``set`` f' = v, ``add`` f' = f + v, ``scale`` f' = f · v, ``min`` f' = max(f, v), ``max`` f' = min(f, v).
         unit: of the value.
         only_if_active: leave tokens alone where the feature is 0.
-        when: condition or conditions, as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
-        scope: the tokens, as ``{"generated": True}``; default all except the first.
+        when: a condition or several, such as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
+        scope: the tokens, such as ``{"generated": True}``; by default all except the first.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Clamp(dictionary, feature, value, mode, unit, only_if_active, *_shared(when, scope))
+    return Clamp(dictionary, feature, value, mode, unit, only_if_active, when=_any(when), scope=_any(scope))
 
 
 def add(
@@ -254,12 +243,12 @@ def add(
     when: When = None,
     scope: Within = None,
 ) -> Add:
-    """Add a vector at a site or several; ``norm="match"`` scales it to the stream's length first.
+    """Adds a vector at one site or several; ``norm="match"`` first scales it to the stream's length.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Add(_any(vector), _any(site), scale, norm, *_shared(when, scope))
+    return Add(_any(vector), _any(site), scale, norm, when=_any(when), scope=_any(scope))
 
 
 def cap(
@@ -271,36 +260,36 @@ def cap(
     when: When = None,
     scope: Within = None,
 ) -> Cap:
-    """Keep the projection on a vector at most ``max`` and at least ``min``.
+    """Keeps the projection on a vector at most ``max`` and at least ``min``.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Cap(_any(vector), _any(site), min, max, strength, *_shared(when, scope))
+    return Cap(_any(vector), _any(site), min, max, strength, when=_any(when), scope=_any(scope))
 
 
 def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = None, scope: Within = None) -> Ablate:
-    """Remove the projection on a vector.
+    """Removes the projection on a vector.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Ablate(_any(vector), _any(site), strength, *_shared(when, scope))
+    return Ablate(_any(vector), _any(site), strength, when=_any(when), scope=_any(scope))
 
 
 def reconstruct(
     dictionary: str, error: Literal["keep", "drop"] = "drop", when: When = None, scope: Within = None
 ) -> Reconstruct:
-    """Put the dictionary's reconstruction in place of the stream, with the clamps that stand directly before.
+    """Puts the dictionary's reconstruction in place of the stream, with the clamps directly before it.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Reconstruct(dictionary, error, *_shared(when, scope))
+    return Reconstruct(dictionary, error, when=_any(when), scope=_any(scope))
 
 
 def use(module: str, scale: float = 1.0) -> Use:
-    """Use a registered module, every delta of it multiplied by ``scale``.
+    """Uses a registered module, each of its deltas multiplied by ``scale``.
 
     Raises:
         SpecError: a value is wrong.
@@ -309,9 +298,5 @@ def use(module: str, scale: float = 1.0) -> Use:
 
 
 def _any(value: Any) -> Any:
-    """The record's own check decides, and brings the value into form."""
+    """The record checks the value and brings it into canonical form, which types cannot express."""
     return value
-
-
-def _shared(when: When, scope: Within) -> tuple[Any, Any]:
-    return _any(when), _any(scope)

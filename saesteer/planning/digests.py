@@ -13,12 +13,13 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from saesteer.dictionaries.vectors import fingerprint_of
-from saesteer.language.edits import Edit, Use
+from saesteer.language.edits import Edit, Use, VectorEdit
 from saesteer.language.spec import Spec
 from saesteer.planning.plan import Catalog
 
 Kind = Literal["vector", "module"]
 Name = tuple[Kind, str]
+_KINDS: dict[str, Kind] = {"vector": "vector", "probe": "vector", "module": "module"}  # fields of names that change
 
 
 def digest(content: object) -> str:
@@ -84,27 +85,18 @@ def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool
 
 
 def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
-    found: list[Name] = []
-    for edit in edits:
-        if isinstance(edit, Use):
-            found.append(("module", edit.module))
-        vector = getattr(edit, "vector", None)
-        probes = [gate.probe for gate in getattr(edit, "when", ())]
-        found += [("vector", name) for name in (vector, *probes) if isinstance(name, str)]
-    return [one for one in found if kind in (None, one[0])]
+    named = ((_KINDS[key], name) for edit in edits for key, _, name in edit.mentions() if key in _KINDS)
+    return [one for one in named if kind in (None, one[0])]
 
 
 def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(edit, Use):
         return {**edit.to_json(), "module": modules[edit.module]}
-    told = edit
-    vector = getattr(edit, "vector", None)
-    if vector is not None:
-        told = replace(edit, vector="its fingerprint stands beside it")  # type: ignore[call-arg]
-    found = told.to_json()
-    if vector is not None:
-        found["vector"] = _fingerprint(vector, catalog)
-    probes = [gate.probe for gate in getattr(edit, "when", ()) if gate.probe is not None]
+    if isinstance(edit, VectorEdit):
+        found = replace(edit, vector="not encoded").to_json() | {"vector": _fingerprint(edit.vector, catalog)}
+    else:
+        found = edit.to_json()
+    probes = [gate.probe for gate in edit.when if gate.probe is not None]
     if probes:
         found["probes"] = [_fingerprint(name, catalog) for name in probes]
     return found

@@ -5,9 +5,8 @@ Knows roles and windows, no text, no template and no tokenizer: where a message 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from saesteer.language.edits import MAX_POSITIONS, Edit, Message, Scope
+from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.spec import Spec
 from saesteer.planning.plan import END, Catalog, Window
@@ -18,7 +17,7 @@ Spans = Callable[[Sequence[tuple[int, int]], str], Sequence[Window]]
 
 def named(spec: Spec) -> bool:
     """Whether a scope of the spec names messages."""
-    return any(_scope(edit).messages is not None for edit in spec.edits)
+    return any(edit.scope.messages is not None for edit in spec.edits)
 
 
 def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str], spans: Spans) -> Spec:
@@ -47,7 +46,7 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     known: dict[tuple[Message, ...], list[tuple[int, int]]] = {}
     edits: list[Edit] = []
     for i, edit in enumerate(spec.edits):
-        scope, at = _scope(edit), f"saesteer.edits[{i}].scope"
+        scope, at = edit.scope, f"saesteer.edits[{i}].scope"
         if scope.messages is not None:
             runs = known.get(scope.messages)
             if runs is None:
@@ -55,7 +54,7 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             if len(runs) > catalog.max_entries:
                 expected = f"at most {catalog.max_entries}, as many entries as the server takes"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
-            info = catalog.dictionaries.get(getattr(edit, "dictionary", ""))
+            info = catalog.dictionaries.get(edit.dictionary) if isinstance(edit, Clamp | Reconstruct) else None
             whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
             found = _meet(whole, spans(runs, f"{at}.messages"))
             total += len(found)
@@ -64,15 +63,10 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             if total > most:
                 message = f"makes {total} intervals up to here, expected at most {most}"
                 fail(f"{at}.messages", "too_many", message)
-            changed: Any = edit  # every edit but `use` has a scope
-            edit = replace(changed, scope=Scope(positions=found))
+            assert isinstance(edit, TokenEdit), "`use` has no scope"
+            edit = replace(edit, scope=Scope(positions=found))
         edits.append(edit)
     return replace(spec, edits=tuple(edits))
-
-
-def _scope(edit: Edit) -> Scope:
-    found: Scope = getattr(edit, "scope", Scope())
-    return found
 
 
 def _runs(wanted: Sequence[Message], places: Mapping[str, list[int]], count: int, at: str) -> list[tuple[int, int]]:

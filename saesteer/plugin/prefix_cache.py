@@ -1,16 +1,16 @@
-"""Keys of the prefix cache's blocks: what is edited within a block is part of its key. Knows runs, and no spec.
+"""Keys of the prefix cache's blocks: a block's edits are part of its key. Knows runs of edited positions, but no spec.
 
-vLLM hashes a block with the hash of the block before it, its tokens, and extra keys such as a LoRA adapter's name. Here
-the edits of the block's positions join these keys, so two requests share a block exactly where their tokens and their
-edits agree, up to there. A block without an edit has stock's own key: whoever edits only what it generates shares its
-prompt with requests that edit nothing.
+vLLM hashes a block from the previous block's hash, its tokens, and extra keys such as a LoRA adapter's name. The edits
+of its positions become extra keys here, so two requests share a block exactly if their tokens and edits agree up to its
+end. A block without an edit keeps stock's key: a request that edits only generated tokens shares its prompt's blocks
+with requests that edit nothing.
 
-A key/value entry depends on the tokens up to its own position, hence on edits up to there. Images are the exception:
-some models let the tokens of one image attend to each other both ways, so a block that meets an image is keyed by the
+Keys and values depend on the tokens up to their own position, and so on the edits up to there. Images are an exception:
+in some models the tokens of an image attend to each other both ways, so a block that overlaps an image is keyed by the
 edits up to the image's end.
 
 Wraps, in the process that schedules:
-    generate_block_hash_extra_keys   also where it was imported by name before
+    generate_block_hash_extra_keys   also in modules that have imported it by name
 """
 
 import sys
@@ -22,12 +22,12 @@ from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
 from saesteer.plugin import contract
 
-RUNS = f"{KEY}_runs"  # beside the spec in extra_args, from the front end to the scheduler (admission.keyed)
+RUNS = f"{KEY}_runs"  # next to the spec in extra_args, from the front end to the scheduler (admission.keyed)
 _HOOK = "generate_block_hash_extra_keys"
 
 
 def install() -> None:
-    """Put the wrap in place, in every module that has the function by name already."""
+    """Installs the wrap, also in modules that have imported the function by name."""
     original = contract.HOOKS[_HOOK].find()
     contract.wrap(_HOOK, _keying)
     wrapped = contract.HOOKS[_HOOK].find()
@@ -37,19 +37,19 @@ def install() -> None:
 
 
 def runs_of(request: Any) -> Sequence[Run]:
-    """The runs of a request in the scheduler; none where it edits nothing."""
+    """The runs of a request in the scheduler; none if it edits nothing."""
     extra = getattr(request.sampling_params, "extra_args", None)
     found: Sequence[Run] = extra.get(RUNS, ()) if extra else ()
     return found
 
 
 def key_of(request: Any, start: int, end: int) -> str | None:
-    """What the edits of a block add to its key; None where it has none.
+    """What the edits of a block add to its key; None if it has no edits.
 
     Args:
         request: vLLM's, in the scheduler.
         start: first position of the block.
-        end: the one behind its last.
+        end: the position after its last.
     """
     found = runs_of(request)
     if not found:
@@ -63,11 +63,11 @@ def key_of(request: Any, start: int, end: int) -> str | None:
 
 
 def edited_blocks(manager: Any, request: Any) -> set[int]:
-    """Ids of the blocks of a request that its edits have changed: from the first edited one on.
+    """The ids of a request's blocks that its edits have changed: the first edited block and all after it.
 
     Args:
         manager: vLLM's KVCacheManager.
-        request: vLLM's, which it holds blocks for.
+        request: vLLM's, with blocks in it.
     """
     found = runs_of(request)
     if not found:

@@ -234,7 +234,7 @@ FAILURES: list[tuple[int, bytes, type[ServerError], str]] = [
     (413, b"", RequestRefused, "no message"),
     (500, b"<html>", ServerError, "answered with 500: <html>"),
     (302, b"", ServerError, "302"),
-    (200, b"<html>", ServerError, "no JSON"),
+    (200, b"<html>", ServerError, "not JSON"),
     (200, b"{}", ServerError, "no chat/completions in it"),
     (200, b"[]", ServerError, "no chat/completions in it"),
     (200, b'{"choices": []}', ServerError, "no chat/completions in it"),

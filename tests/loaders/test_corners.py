@@ -55,7 +55,7 @@ def test_many_blocks_are_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     places = [case.write(tmp_path / case.name) for case in CASES if case.name in BLOCKED]
     whole = [load(str(place)) for place in places]
     monkeypatch.setattr("saesteer.loaders.arrays.BLOCK_BYTES", 7 * D * 4)
-    monkeypatch.setattr("saesteer.loaders.folds.ROWS_AT_ONCE", 3)
+
     monkeypatch.setattr("saesteer.dictionaries.coder.ROWS_AT_ONCE", 3)
     for before, place in zip(whole, places, strict=True):
         after = load(str(place))

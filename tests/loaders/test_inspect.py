@@ -133,7 +133,7 @@ def test_the_positions_that_are_left_alone(skip_first: int, tmp_path: Path) -> N
     )
     left = change.windows[0][0]
     assert lines(place)["leaves alone"] == [f"the first {left} position(s), unless a scope names them"]
-    scope = from_json({"edits": [{**CLAMP, "scope": {"positions": [[0, 2]]}}]}).edits[0].scope  # type: ignore[attr-defined]
+    scope = from_json({"edits": [{**CLAMP, "scope": {"positions": [[0, 2]]}}]}).edits[0].scope
     assert windows(scope, 20, skip_first) == ((0, 2),)
 
 

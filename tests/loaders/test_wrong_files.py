@@ -259,7 +259,7 @@ def test_cut_short_while_it_is_read(name: str, tmp_path: Path) -> None:
     file = GOOD[name](tmp_path)
     opened = open_arrays(file)
     file.write_bytes(file.read_bytes()[:-4])
-    last = max(opened.entries, key=lambda key: opened.entries[key].start)
+    last = max(opened.index, key=lambda key: opened.index[key].start)
     with pytest.raises(LoadError, match=f"{last}: not readable .the file is cut short."):
         list(opened._blocks(last))
 

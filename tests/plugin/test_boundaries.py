@@ -74,5 +74,5 @@ def test_the_bound_is_the_request_s_and_not_each_edit_s() -> None:
 def test_a_few_messages_are_found_in_a_prompt_of_any_length() -> None:
     chat, ids, rendered = conversation(FEW + 2, MOST_RENDERED)
     assert chat.spans(ids, apart(FEW // 2), AT) and len(rendered) == FEW
-    with pytest.raises(SpecError, match=f"expected at most {FEW} in a prompt so long"):
+    with pytest.raises(SpecError, match=f"expected at most {FEW} in a prompt of this length"):
         chat.spans(ids, apart(FEW // 2 + 1), AT)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from saesteer.language.edits import Mode, Unit
+from saesteer.language.edits import ClampUnit, Mode
 from saesteer.language.sites import KINDS
 from saesteer.language.spec import (
     Ablate,
@@ -96,17 +96,16 @@ def inline_vectors(draw: st.DrawFn) -> InlineVector:
 
 vectors = st.one_of(names, inline_vectors(), st.lists(numbers, min_size=1, max_size=6).filter(any).map(tuple))
 modes: st.SearchStrategy[Mode] = st.sampled_from(["set", "add", "scale", "min", "max"])
-units: st.SearchStrategy[Unit] = st.sampled_from(["raw", "max_act"])
+units: st.SearchStrategy[ClampUnit] = st.sampled_from(["raw", "max_act"])
 
 
 @st.composite
 def clamps(draw: st.DrawFn) -> Clamp:
     """A clamp of any mode, unit, gate and scope."""
     mode = draw(modes)
-    unit: Unit = "raw" if mode == "scale" else draw(units)
-    return Clamp(
-        draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), draw(whens), draw(all_scopes)
-    )
+    unit: ClampUnit = "raw" if mode == "scale" else draw(units)
+    token: dict[str, Any] = {"when": draw(whens), "scope": draw(all_scopes)}
+    return Clamp(draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), **token)
 
 
 @st.composite
@@ -115,12 +114,13 @@ def caps(draw: st.DrawFn) -> Cap:
     low, high = sorted((draw(numbers), draw(numbers)))
     which = draw(st.sampled_from(["min", "max", "both"]))
     low_bound, high_bound = (None if which == "max" else low), (None if which == "min" else high)
-    return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), draw(whens), draw(all_scopes))
+    token: dict[str, Any] = {"when": draw(whens), "scope": draw(all_scopes)}
+    return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), **token)
 
 
-adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), whens, all_scopes)
-ablates = st.builds(Ablate, vectors, placed, numbers, whens, all_scopes)
-reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), whens, all_scopes)
+adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), when=whens, scope=all_scopes)
+ablates = st.builds(Ablate, vectors, placed, numbers, when=whens, scope=all_scopes)
+reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), when=whens, scope=all_scopes)
 uses = st.builds(Use, names, numbers)
 edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
 

@@ -1,1 +1,1 @@
-"""The front end: a request is checked, refused with 400, or sent on with what it edits. Knows no tensor."""
+"""The front end: checks a request, and refuses it with 400 or sends it on with what it edits. Knows no tensor."""

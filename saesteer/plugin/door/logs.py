@@ -1,17 +1,16 @@
-"""What vLLM's logs say of a spec: how many edits of which op, since a spec holds vectors. Knows vLLM's loggers.
+"""Keeps vectors out of vLLM's logs, which show only how many edits of each op a spec has. Knows vLLM's loggers.
 
-``--enable-log-requests`` prints the parameters of every request, and an engine that fails prints those of its batch;
-the text of SamplingParams is the one place that both come through. What travels to the engine stays as it is.
+``--enable-log-requests`` prints the parameters of every request, and an engine that fails prints its batch's; both use
+the text of SamplingParams. What travels to the engine does not change.
 
-A refused spec is the client's mistake, and prints nothing: vLLM logs whatever ends a stream with its traceback.
+A refused spec is the client's mistake and is not logged; vLLM would log it with a traceback if it ends a stream.
 """
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from functools import wraps
 from typing import Any
 
 from saesteer.config.config import KEY
@@ -19,6 +18,7 @@ from saesteer.language.fields import show
 from saesteer.language.spec import OPS
 from saesteer.plugin import contract
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.wrap import Original, around
 
 _BODY = "RequestLogger.log_request_body"
 _OF_STREAMS = (
@@ -29,12 +29,12 @@ _OF_STREAMS = (
 
 
 def install() -> None:
-    """Put the wrap in place that every process needs."""
+    """Installs the wrap that every process needs."""
     contract.wrap("SamplingParams.__repr__", _of_params)
 
 
 def install_server() -> None:
-    """The same where HTTP is answered: newer versions of vLLM print whole bodies when they log at DEBUG."""
+    """Installs the wraps of a process that answers HTTP: at DEBUG, newer versions of vLLM print whole bodies."""
     for name in _OF_STREAMS:
         logging.getLogger(name).addFilter(_is_fit)
     if contract.HOOKS[_BODY].exists():
@@ -42,7 +42,7 @@ def install_server() -> None:
 
 
 def summary(wire: Any) -> str:
-    """A spec in a few words, whatever it is; it holds nothing but numbers and the names of ops."""
+    """A spec, right or wrong, in a few words that contain only numbers and names of ops."""
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     if not isinstance(edits, list | tuple):
         return f"a text of {len(wire)} characters" if isinstance(wire, str) else show(wire)
@@ -51,37 +51,33 @@ def summary(wire: Any) -> str:
     return ", ".join(f"{count} {op}" for op, count in counts.items()) or "no edits"
 
 
-def _of_params(original: Callable[..., str]) -> Callable[..., str]:
-    @wraps(original)
-    def __repr__(self: Any) -> str:
-        extra = self.extra_args
-        if not extra or KEY not in extra:
-            return original(self)
-        shown = copy(self)  # another thread may be sending the parameters themselves
-        shown.extra_args = {**extra, KEY: summary(extra[KEY])}
-        return original(shown)
-
-    return __repr__
+@around
+def _of_params(original: Original, self: Any) -> str:
+    extra = self.extra_args
+    if not extra or KEY not in extra:
+        return original(self)
+    shown = copy(self)  # a copy, since another thread may be sending the parameters
+    shown.extra_args = {**extra, KEY: summary(extra[KEY])}
+    return original(shown)
 
 
-def _of_body(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def log_request_body(self: Any, request: Any) -> None:
-        short: dict[str, Any] = {}
-        if KEY in (getattr(request, "model_extra", None) or ()):
-            short[KEY] = summary(request.model_extra[KEY])
-        arguments = getattr(request, "vllm_xargs", None) or {}
-        if KEY in arguments:
-            short["vllm_xargs"] = {**arguments, KEY: summary(arguments[KEY])}
-        original(self, request.model_copy(update=short) if short else request)
-
-    return log_request_body
+@around
+def _of_body(original: Original, self: Any, request: Any) -> None:
+    short: dict[str, Any] = {}
+    if KEY in (getattr(request, "model_extra", None) or ()):
+        short[KEY] = summary(request.model_extra[KEY])
+    arguments = getattr(request, "vllm_xargs", None) or {}
+    if KEY in arguments:
+        short["vllm_xargs"] = {**arguments, KEY: summary(arguments[KEY])}
+    original(self, request.model_copy(update=short) if short else request)
 
 
 def _is_fit(record: logging.LogRecord) -> bool:
-    """Whether a record of a serving class may be logged: it tells no refusal, and prints no body with a spec."""
+    """False for a log record of a refusal, or of a body with a spec."""
     error = record.exc_info[1] if record.exc_info else None
-    about = getattr(getattr(error, "error_info", None), "param", None)  # 0.33 wraps what ends a stream of /v1/messages
+    about = getattr(
+        getattr(error, "error_info", None), "param", None
+    )  # 0.33 wraps errors that end a stream of /v1/messages
     if isinstance(error, SpecRefused) or (isinstance(about, str) and re.match(rf"{KEY}\b", about)):
         return False
     return not any(isinstance(one, str) and f'"{KEY}"' in one for one in record.args or ())

@@ -1,1 +1,1 @@
-"""The HTTP surface: the field in answers and streams, the guard, the admin routes, the OpenAPI document."""
+"""What HTTP clients see: the field in answers and streams, the guard, the admin routes, the OpenAPI document."""

@@ -1,35 +1,36 @@
-"""The field ``saesteer`` of /v1/messages, Anthropic's form of a chat: to the chat completion it becomes, and back.
+"""The field ``saesteer`` of /v1/messages, Anthropic's form of a chat: into the chat completion, and back.
 
-vLLM makes a chat completion of such a request, field by field, which drops ours, and converts the answer back in the
-same way. Knows both forms, and of an answer only what the chat completion says (bodies.py).
+vLLM turns such a request into a chat completion field by field, which drops ours, and converts the answer back in the
+same way. Knows both forms, and no more of an answer than the chat completion says (bodies.py).
 
-    create_messages           a refusal becomes vLLM's error; as an exception it would be logged with its traceback
-    create_chat_completion    the request gets the field of the body, also from vllm_xargs where vLLM (0.26) drops them
+    create_messages           a refusal becomes vLLM's error; vLLM would log an exception with its traceback
+    create_chat_completion    the request gets the body's field, and its vllm_xargs if vLLM (0.26) drops them
     messages_full_converter   the answer gets what the chat completion says
-    message_stream_converter  the same in a stream, on the message_delta that brings stop_reason
+    message_stream_converter  the same in a stream, on the message_delta with stop_reason
 """
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from pydantic import create_model
 
 from saesteer.config.config import KEY
 from saesteer.plugin import contract
-from saesteer.plugin.http.bodies import Watched, is_steered
+from saesteer.plugin.http.bodies import OutputRecorder, is_steered
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.wrap import Original, around
 
 _OWN = "AnthropicServingMessages"
-_FIELD = f',"{KEY}":'  # as bodies.py writes it; in a text its quotes would be escaped
+_FIELD = f',"{KEY}":'  # as bodies.py writes it; in a text the quotes would be escaped
 _ENDS = "event: message_delta\n"
 
 
 @cache
 def install() -> None:
-    """Put the wraps in place, after those of bodies.py and streams.py, which these call; safe to call again."""
+    """Installs the wraps, after those of bodies.py and streams.py, which they call; safe to call again."""
     contract.wrap(f"{_OWN}.create_messages", _answering)
     contract.wrap(f"{_OWN}.create_chat_completion", _forwarding)
     contract.wrap(f"{_OWN}.messages_full_converter", _whole)
@@ -39,52 +40,43 @@ def install() -> None:
         contract.wrap(chunks, _objects)
 
 
-def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
-        try:
-            return await original(self, request, raw_request)
-        except SpecRefused as error:
-            return self.create_error_response(error)
-
-    return create_messages
-
-
-def _forwarding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def create_chat_completion(self: Any, request: Any, raw_request: Any = None) -> Any:
-        body = {} if raw_request is None else await raw_request.json()
-        if KEY in body:
-            request.saesteer = body[KEY]
-        arguments = body.get("vllm_xargs")
-        if isinstance(arguments, Mapping) and KEY in arguments and request.vllm_xargs is None:
-            request.vllm_xargs = {KEY: arguments[KEY]}
+@around
+async def _answering(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
+    try:
         return await original(self, request, raw_request)
+    except SpecRefused as error:
+        return self.create_error_response(error)
 
-    return create_chat_completion
+
+@around
+async def _forwarding(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
+    body = {} if raw_request is None else await raw_request.json()
+    if KEY in body:
+        request.saesteer = body[KEY]
+    arguments = body.get("vllm_xargs")
+    if isinstance(arguments, Mapping) and KEY in arguments and request.vllm_xargs is None:
+        request.vllm_xargs = {KEY: arguments[KEY]}
+    return await original(self, request, raw_request)
 
 
 @cache
 def _with_field(model: Any) -> Any:
-    """Anthropic's models take no field that they do not know."""
+    """Anthropic's model with our field, since it accepts no others."""
     return create_model(model.__name__, __base__=model, saesteer=(dict[str, Any], ...))
 
 
-def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def messages_full_converter(self: Any, generator: Any) -> Any:
-        made = original(self, generator)
-        said = getattr(generator, KEY, None)
-        return made if said is None else _with_field(made.__class__)(**dict(made), saesteer=said)
-
-    return messages_full_converter
+@around
+def _whole(original: Original, self: Any, generator: Any) -> Any:
+    made = original(self, generator)
+    report = getattr(generator, KEY, None)
+    return made if report is None else _with_field(made.__class__)(**dict(made), saesteer=report)
 
 
-class _Heard:
-    """The chunks of a chat completion as they pass, and what they say was applied."""
+class _ChunkRecorder:
+    """Passes on the chunks of a chat completion, and records what they report."""
 
     def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
-        self.said: Any = None
+        self.report: Any = None
         self._chunks = chunks
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -93,40 +85,33 @@ class _Heard:
     async def __anext__(self) -> Any:
         chunk = await anext(self._chunks)
         if not isinstance(chunk, str):
-            self.said = getattr(chunk, KEY, self.said)
+            self.report = getattr(chunk, KEY, self.report)
         elif _FIELD in chunk:
-            self.said = json.loads(chunk.removeprefix("data: "))[KEY]
+            self.report = json.loads(chunk.removeprefix("data: "))[KEY]
         return chunk
 
 
-def _stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def message_stream_converter(self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        heard = _Heard(generator)
-        async with aclosing(generator), aclosing(original(self, heard)) as events:
-            async for event in events:
-                if heard.said is not None and event.startswith(_ENDS):
-                    own = json.dumps(heard.said, separators=(",", ":"))
-                    event = f"{event.rstrip().removesuffix('}')}{_FIELD}{own}}}\n\n"
-                yield event
-
-    return message_stream_converter
+@around
+async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
+    chunks = _ChunkRecorder(generator)
+    async with aclosing(generator), aclosing(original(self, chunks)) as events:
+        async for event in events:
+            if chunks.report is not None and event.startswith(_ENDS):
+                own = json.dumps(chunks.report, separators=(",", ":"))
+                event = f"{event.rstrip().removesuffix('}')}{_FIELD}{own}}}\n\n"
+            yield event
 
 
-def _objects(original: Callable[..., Any]) -> Callable[..., Any]:
-    """From 0.33 on, a stream's chunks become events before they become text."""
-
-    @wraps(original)
-    async def chat_completion_stream_generator_raw(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        steered = is_steered(request)
-        watched = Watched(result_generator, request.n or 1) if steered else result_generator
-        async with aclosing(original(self, request, watched, *args, **kwargs)) as chunks:
-            async for chunk in chunks:
-                ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))
-                if ended and 0 in watched.said:
-                    chunk.saesteer = watched.said[0]
-                yield chunk
-
-    return chat_completion_stream_generator_raw
+@around
+async def _objects(
+    original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[Any, None]:
+    """From 0.33 on, a stream's chunks become events before they are text."""
+    steered = is_steered(request)
+    outputs = OutputRecorder(result_generator, request.n or 1) if steered else result_generator
+    async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
+        async for chunk in chunks:
+            ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))
+            if ended and 0 in outputs.reports:
+                chunk.saesteer = outputs.reports[0]
+            yield chunk

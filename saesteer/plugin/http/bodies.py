@@ -1,17 +1,17 @@
-"""The field ``saesteer`` of HTTP answers: in bodies beside ``usage``, in streams on the chunk that ends a choice.
+"""The field ``saesteer`` of HTTP answers: next to ``usage`` in a body, on the chunk that ends a choice in a stream.
 
-Knows vLLM's serving classes, and of an answer only what ``CompletionOutput.saesteer`` says. An answer to a request
-without a spec passes through untouched. A body with several choices has the first one's on top, and each its own.
+Knows vLLM's serving classes, and no more of an answer than ``CompletionOutput.saesteer``. Answers to requests without a
+spec pass unchanged. In a body with several choices, each has its own field, and the body has the first one's.
 
-What is refused while it runs (failures.py) is a 400, or the last event of a stream; of responses it is made here.
-Anthropic's form of an answer is in anthropic.py.
+A request that is refused while it runs (failures.py) gets a 400, or an error as the last event of its stream; for the
+responses API that event is made here. anthropic.py serves Anthropic's form of an answer.
 """
 
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from saesteer.config.config import KEY
@@ -19,13 +19,14 @@ from saesteer.plugin import contract
 from saesteer.plugin.door import logs
 from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.wrap import Original, around
 
-_ENDS = re.compile(r'"finish_reason":\s*"')  # what a text says stands in it with escaped quotes
+_ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
 @cache
 def install() -> None:
-    """Put the wraps in place, in a process that answers HTTP; safe to call again.
+    """Installs the wraps in a process that answers HTTP; safe to call again.
 
     Raises:
         UnsupportedError: a hook is missing or changed.
@@ -46,186 +47,158 @@ def install() -> None:
 
 
 def is_steered(request: Any) -> bool:
-    """Whether a request of the OpenAI API brings a spec, in its body or in vllm_xargs."""
+    """True if a request of the OpenAI API has a spec, in its body or in vllm_xargs."""
     return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
 
 
-class Watched:
-    """The engine's outputs as they pass, and what they say by choice."""
+class OutputRecorder:
+    """Passes on the engine's outputs, and records what each choice reports."""
 
     def __init__(self, outputs: AsyncIterator[Any], choices: int) -> None:
-        self.said: dict[int, Any] = {}
+        self.reports: dict[int, Any] = {}
         self._outputs = outputs
         self._choices = choices  # of each prompt
 
-    def __aiter__(self) -> "Watched":
+    def __aiter__(self) -> "OutputRecorder":
         return self
 
     async def __anext__(self) -> Any:
         found = await self._outputs.__anext__()
         prompt, output = found if isinstance(found, tuple) else (0, found)
-        self.said |= _said(output, prompt * self._choices)
+        self.reports |= _reports_of(output, prompt * self._choices)
         return found
 
 
-def _said(output: Any, first: int) -> dict[int, Any]:
+def _reports_of(output: Any, first: int) -> dict[int, Any]:
     return {first + one.index: one.saesteer for one in output.outputs if hasattr(one, KEY)}
 
 
-def _tell(response: Any, said: Mapping[int, Any]) -> None:
-    """Put it into a body; an error has no choices, and beam search says nothing."""
+def _add_reports(response: Any, reports: Mapping[int, Any]) -> None:
+    """Adds the reports to a body; an error has no choices, and beam search no reports."""
     choices = getattr(response, "choices", None)
-    if not choices or not said:
+    if not choices or not reports:
         return
-    response.saesteer = said.get(choices[0].index)
+    response.saesteer = reports.get(choices[0].index)
     if len(choices) > 1:
         for choice in choices:
-            choice.saesteer = said.get(choice.index)
+            choice.saesteer = reports.get(choice.index)
 
 
-def _with_answer(chunk: str, said: Mapping[int, Any]) -> str:
-    """The chunk that ends a choice, with what was applied for it; any other as it is."""
+def _with_answer(chunk: str, reports: Mapping[int, Any]) -> str:
+    """The chunk that ends a choice, with its report added; any other chunk unchanged."""
     if not _ENDS.search(chunk):
         return chunk
     event = json.loads(chunk.removeprefix("data: "))
-    found = [
-        said[one["index"]] for one in event.get("choices", ()) if one.get("finish_reason") and one["index"] in said
-    ]
-    if not found:
+    ended = (one["index"] for one in event.get("choices", ()) if one.get("finish_reason"))
+    found = next((reports[choice] for choice in ended if choice in reports), None)
+    if found is None:
         return chunk
-    own = json.dumps(found[0], separators=(",", ":"))
-    return f'{chunk.rstrip().removesuffix("}")},"{KEY}":{own}}}\n\n'  # vLLM's own bytes stay as they are
+    own = json.dumps(found, separators=(",", ":"))
+    return f'{chunk.rstrip().removesuffix("}")},"{KEY}":{own}}}\n\n'  # vLLM's own bytes do not change
 
 
-async def _chunks(chunks: AsyncGenerator[str, None], said: Mapping[int, Any]) -> AsyncGenerator[str, None]:
-    async with aclosing(chunks):  # a client that is gone frees its request at once
+async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
+    async with aclosing(chunks):  # a client that disconnects frees its request at once
         async for chunk in chunks:
-            yield _with_answer(chunk, said)
+            yield _with_answer(chunk, reports)
 
 
-def _chat(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def chat_completion_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not is_steered(request):
-            return await original(self, request, result_generator, *args, **kwargs)
-        watched = Watched(result_generator, request.n or 1)
-        response = await original(self, request, watched, *args, **kwargs)
-        _tell(response, watched.said)
-        return response
-
-    return chat_completion_full_generator
+@around
+async def _chat(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_steered(request):
+        return await original(self, request, result_generator, *args, **kwargs)
+    outputs = OutputRecorder(result_generator, request.n or 1)
+    response = await original(self, request, outputs, *args, **kwargs)
+    _add_reports(response, outputs.reports)
+    return response
 
 
-def _chat_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def chat_completion_stream_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not is_steered(request):
-            return original(self, request, result_generator, *args, **kwargs)
-        watched = Watched(result_generator, request.n or 1)
-        return _chunks(original(self, request, watched, *args, **kwargs), watched.said)
-
-    return chat_completion_stream_generator
+@around
+def _chat_stream(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_steered(request):
+        return original(self, request, result_generator, *args, **kwargs)
+    outputs = OutputRecorder(result_generator, request.n or 1)
+    return _chunks(original(self, request, outputs, *args, **kwargs), outputs.reports)
 
 
-def _batch_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The request of one conversation has what the batch's has, also a null, which vLLM leaves out."""
-
-    @wraps(original)
-    def to_chat_completion_request(self: Any, messages: Any) -> Any:
-        request = original(self, messages)
-        if KEY in (self.model_extra or ()):
-            request.saesteer = self.model_extra[KEY]
-        return request
-
-    return to_chat_completion_request
+@around
+def _batch_request(original: Original, self: Any, messages: Any) -> Any:
+    """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
+    request = original(self, messages)
+    if KEY in (self.model_extra or ()):
+        request.saesteer = self.model_extra[KEY]
+    return request
 
 
-def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A choice for each conversation, in its own stream of outputs."""
-
-    @wraps(original)
-    async def chat_completion_full_generator_batch(
-        self: Any, request: Any, generators: Sequence[AsyncGenerator[Any, None]], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not is_steered(request):
-            return await original(self, request, generators, *args, **kwargs)
-        said: dict[int, Any] = {}
-        heard = [_heard(outputs, number, said) for number, outputs in enumerate(generators)]
-        response = await original(self, request, heard, *args, **kwargs)
-        _tell(response, said)
-        return response
-
-    return chat_completion_full_generator_batch
+@around
+async def _batch(original: Original, self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
+    """Each conversation is a choice with its own stream of outputs."""
+    if not is_steered(request):
+        return await original(self, request, generators, *args, **kwargs)
+    reports: dict[int, Any] = {}
+    recorded = [_recorded(outputs, number, reports) for number, outputs in enumerate(generators)]
+    response = await original(self, request, recorded, *args, **kwargs)
+    _add_reports(response, reports)
+    return response
 
 
-async def _heard(outputs: AsyncGenerator[Any, None], choice: int, said: dict[int, Any]) -> AsyncGenerator[Any, None]:
-    async with aclosing(outputs):  # where another conversation fails, vLLM closes the rest
+async def _recorded(
+    outputs: AsyncGenerator[Any, None], choice: int, reports: dict[int, Any]
+) -> AsyncGenerator[Any, None]:
+    async with aclosing(outputs):  # if one conversation fails, vLLM closes the others
         async for output in outputs:
-            said |= _said(output, choice)
+            reports |= _reports_of(output, choice)
             yield output
 
 
-def _completion(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def request_output_to_completion_response(
-        self: Any, final_res_batch: Sequence[Any], request: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        response = original(self, final_res_batch, request, *args, **kwargs)
-        if is_steered(request):
-            said: dict[int, Any] = {}
-            for number, output in enumerate(final_res_batch):
-                said |= _said(output, number * (request.n or 1))
-            _tell(response, said)
-        return response
-
-    return request_output_to_completion_response
+@around
+def _completion(original: Original, self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    response = original(self, final_res_batch, request, *args, **kwargs)
+    if is_steered(request):
+        reports: dict[int, Any] = {}
+        for number, output in enumerate(final_res_batch):
+            reports |= _reports_of(output, number * (request.n or 1))
+        _add_reports(response, reports)
+    return response
 
 
-def _completion_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def completion_stream_generator(
-        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not is_steered(request):
-            return original(self, request, engine_inputs, result_generator, *args, **kwargs)
-        watched = Watched(result_generator, request.n or 1)
-        return _chunks(original(self, request, engine_inputs, watched, *args, **kwargs), watched.said)
-
-    return completion_stream_generator
+@around
+def _completion_stream(
+    original: Original, self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_steered(request):
+        return original(self, request, engine_inputs, result_generator, *args, **kwargs)
+    outputs = OutputRecorder(result_generator, request.n or 1)
+    return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), outputs.reports)
 
 
-def _response(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Also what ends a stream: its last event holds the body."""
+@around
+async def _response(
+    original: Original,
+    self: Any,
+    request: Any,
+    sampling_params: Any,
+    result_generator: Any,
+    context: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Serves streams as well: their last event holds the body."""
+    try:
+        response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
+    except SpecRefused as error:
+        return self.create_error_response(error)  # a response that runs in the background shows it as well
+    reports = getattr(context, KEY, None)
+    if reports is not None and hasattr(response, "output"):
+        response.saesteer = reports
+    return response
 
-    @wraps(original)
-    async def responses_full_generator(
-        self: Any, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        try:
-            response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
-        except SpecRefused as error:
-            return self.create_error_response(error)  # also known to one that runs in the background
-        said = getattr(context, KEY, None)
-        if said is not None and hasattr(response, "output"):
-            response.saesteer = said
-        return response
 
-    return responses_full_generator
-
-
-def _response_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An error that is not vLLM's own would break the connection."""
-
-    @wraps(original)
-    def responses_stream_generator(self: Any, request: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        events = original(self, request, sampling_params, *args, **kwargs)
-        return _ending(events) if is_steered(request) else events
-
-    return responses_stream_generator
+@around
+def _response_stream(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection."""
+    events = original(self, request, *args, **kwargs)
+    return _ending(events) if is_steered(request) else events
 
 
 async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -243,14 +216,10 @@ async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None
             )
 
 
-def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where tools are called between, each turn is a request of its own; the last one's stays."""
-
-    @wraps(original)
-    def append_output(self: Any, output: Any) -> Any:
-        said = getattr(output.outputs[0], KEY, None)
-        if said is not None:
-            self.saesteer = said
-        return original(self, output)
-
-    return append_output
+@around
+def _remembering(original: Original, self: Any, output: Any) -> Any:
+    """Keeps the report of the last turn; with tool calls, each turn is a request of its own."""
+    reports = getattr(output.outputs[0], KEY, None)
+    if reports is not None:
+        self.saesteer = reports
+    return original(self, output)

@@ -1,17 +1,17 @@
-"""The field ``saesteer`` in vLLM's OpenAPI document, for generated clients. Knows the language, and no request.
+"""The field ``saesteer`` in vLLM's OpenAPI document, for generated clients. Knows the language, but no request.
 
-vLLM's own models take the field as one that they do not know, so it is added to the document they make. The schema of a
-spec is read off the records of saesteer/spec.py and saesteer/edits.py; what a schema cannot say, the server checks.
+vLLM's own models do not declare the field, so it is added to the document that they produce. The schema of a spec comes
+from the records of ``saesteer.language``; the server also checks what a schema cannot express.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from saesteer.config.config import KEY
 from saesteer.language.edits import OPS, Edit, Gate, Scope
-from saesteer.language.fields import Record
+from saesteer.language.fields import Record, table
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import ActivationRead, FeatureRead, Return, Spec
 from saesteer.plugin.http.routes import SERVED
@@ -27,7 +27,7 @@ _PLAIN: dict[Any, dict[str, str]] = {
 _RECORDS = (Spec, Return, FeatureRead, ActivationRead, Scope, Gate, InlineVector, *OPS.values())
 _ANSWER = {
     "title": "SaesteerAnswer",
-    "description": "What was done for a steered request; of several choices the first, and each has its own.",
+    "description": "What was done for a steered request. Of several choices, each has its own; the body has the first.",
     "type": "object",
     "required": ["applied"],
     "properties": {
@@ -37,10 +37,10 @@ _ANSWER = {
             "items": {
                 "type": "object",
                 "properties": {
-                    "edit": {"type": "string", "description": "Its path in the request."},
+                    "edit": {"type": "string", "description": "The edit's path in the request."},
                     "op": {"type": "string"},
                     "site": {"type": "string"},
-                    "version": {"type": "string", "description": "Of the dictionary or vector behind it."},
+                    "version": {"type": "string", "description": "The version of its dictionary or vector."},
                     "positions": {"type": "array", "items": {"type": "array"}},
                     "tokens_edited": {"type": "integer"},
                     "tokens_cached": {"type": "integer"},
@@ -48,7 +48,7 @@ _ANSWER = {
             },
         },
         "dose": {
-            "description": "How strong the edits were, one object for each site, where the request asks for it.",
+            "description": "How strong the edits were: one object for each site, if the request asks for it.",
             "type": "array",
             "items": {"type": "object", "properties": {"site": {"type": "string"}}},
         },
@@ -57,10 +57,10 @@ _ANSWER = {
 
 
 def document(app: Any) -> None:
-    """Let the app's OpenAPI document have the field in the bodies and answers of all served routes.
+    """Adds the field to the bodies and answers of all served routes in the app's OpenAPI document.
 
     Args:
-        app: vLLM's FastAPI app; what it has got so far and what it gets later is documented.
+        app: vLLM's FastAPI app; routes that it gets later are documented as well.
     """
     original = app.openapi
 
@@ -78,12 +78,12 @@ def document(app: Any) -> None:
 
 
 def components() -> dict[str, Any]:
-    """The schemas of a spec and of what answers say, by name."""
+    """The schemas of a spec and of the field in answers, by name."""
     return {_name(record): _schema_of(record) for record in _RECORDS} | {"SaesteerAnswer": _ANSWER}
 
 
 def _add(body: Mapping[str, Any], field: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Add the field to the schemas of a body or an answer, behind their references."""
+    """Adds the field to the schemas that a body or an answer refers to."""
     found = [content["schema"] for content in body.get("content", {}).values() if "schema" in content]
     while found:
         schema = found.pop()
@@ -109,9 +109,9 @@ def _schema_of(record: type[Record]) -> dict[str, Any]:
     if issubclass(record, Edit):
         properties["op"] = {"type": "string", "const": record.op}
     required = list(properties)
-    for one in fields(record):
-        key, schema = one.metadata["key"] or one.name, _schema(hints[one.name])
-        if one.metadata["single"] or one.name == "messages":  # one alone stands for a list of one
+    for key, one in table(record).items():
+        schema = _schema(hints[one.name])
+        if one.metadata["single"] or one.name == "messages":  # one item stands for a list of one
             schema = _any_of(_item(hints[one.name]), hints[one.name])
         if one.default is MISSING:
             required.append(key)
@@ -141,13 +141,13 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def _item(hint: Any) -> Any:
-    """What a list holds, or one of several types that is a list."""
+    """The items of a list, or of the first list among several types."""
     first = get_args(hint)[0]
     return first if get_origin(hint) is tuple else _item(first)
 
 
 def _any_of(*hints: Any) -> dict[str, Any]:
-    """One of several types; None stands last, and a union in it is flat."""
+    """The schema of one of several types; a union among them is flattened."""
     flat: list[Any] = []
     for hint in hints:
         inner = get_args(hint) if get_origin(hint) not in (tuple, Literal, None) else (hint,)

@@ -1,7 +1,7 @@
-"""Which of vLLM's routes serve the field ``saesteer``, and the guard in front of all others. Knows bodies, and no spec.
+"""The routes of vLLM that serve the field ``saesteer``, and the guard for all others. Knows bodies, but no spec.
 
-Most of vLLM's routes drop fields that they do not know, so a spec in their body would run unsteered in silence. The
-guard answers such a body with 400. What is not on the list of served routes is guarded, also what a later vLLM adds.
+Most of vLLM's routes drop unknown fields, so a spec in their body would be ignored in silence. The guard answers such
+a body with 400. It guards every route that is not on the list, including those that a later vLLM adds.
 """
 
 import json
@@ -21,7 +21,7 @@ from saesteer.errors import SpecError
 from saesteer.language.fields import show
 from saesteer.plugin.results.failures import SpecRefused
 
-# /invocations, SageMaker's, hands a body on to chat completions or completions.
+# SageMaker's /invocations passes a body on to chat completions or completions.
 SERVED = (
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
@@ -30,15 +30,15 @@ SERVED = (
     "/v1/messages",
     "/invocations",
 )
-OURS = "/v1/saesteer/"  # the admin routes refuse fields that they do not know
-LIMIT = 16 * 2**20  # bytes of a body that the guard holds: as many as the longest spec
+OURS = "/v1/saesteer/"  # the admin routes refuse unknown fields themselves
+LIMIT = 16 * 2**20  # bytes of a body that the guard reads: the length of the longest spec
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 _WORD = KEY.encode()
-# What a body with the key has in it: the word, a letter of it as \u0073, or UTF-16's zeros.
+# A body with the key contains one of these: the word, one of its letters as \u0073, or the zeros of UTF-16.
 _MARKS = (_WORD, b"\\u006", b"\\u007", b"\0")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
-# Where vLLM's bodies hold what travels to the engine beside the prompt.
+# Where vLLM's bodies hold what travels to the engine with the prompt.
 _PLACES: tuple[tuple[str, ...], ...] = (
     (),
     ("vllm_xargs",),
@@ -50,13 +50,13 @@ _PLACES: tuple[tuple[str, ...], ...] = (
 
 
 class Guard:
-    """ASGI middleware: a body that asks for steering is a 400 on every route that is not served.
+    """ASGI middleware that answers 400 if a body asks for steering on a route that does not serve the field.
 
-    Requests to served routes pass untouched. The body of any other is read before the app sees it, up to LIMIT, and
-    parsed only if it may hold the key. What is longer is passed on as it comes, and refused at the word itself.
+    Requests to served routes pass unchanged. Other bodies are read before the app gets them, up to LIMIT, and parsed
+    only if they may contain the key. A longer body is passed on as it arrives, and refused once it contains the word.
 
     Args:
-        app: behind it.
+        app: the app behind the guard.
         served: paths of the routes that serve the field; none on a server that cannot steer.
     """
 
@@ -65,7 +65,7 @@ class Guard:
         self.served = tuple(served)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the refusal, or hand the request on."""
+        """Refuses the request, or passes it on."""
         kind = scope["type"]
         path, root = str(scope.get("path", "")), str(scope.get("root_path", "")).rstrip("/")
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path
@@ -81,7 +81,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _passes(self, path: str) -> bool:
-        return path.rstrip("/") in self.served or path.startswith(OURS)  # vLLM redirects a / at the end
+        return path.rstrip("/") in self.served or path.startswith(OURS)  # vLLM redirects a path with a / at its end
 
     def _refusal(self, path: str) -> str:
         if not self.served:
@@ -96,26 +96,26 @@ def _refused(message: str) -> SpecRefused:
 
 def _answer(message: str) -> JSONResponse:
     """vLLM's error object."""
-    told = {"message": str(_refused(message)), "type": "BadRequestError", "param": KEY, "code": 400}
-    return JSONResponse({"error": told}, 400)
+    error = {"message": str(_refused(message)), "type": "BadRequestError", "param": KEY, "code": 400}
+    return JSONResponse({"error": error}, 400)
 
 
 class _Body:
-    """The body of one request, of which the beginning has been looked at, as the app receives it."""
+    """Passes a request's body on to the app after its beginning has been read."""
 
     def __init__(self, receive: Receive, message: str) -> None:
         self.ended = False
         self._receive = receive
         self._message = message
         self._held: deque[Message] = deque()
-        self._tail = b""  # so that the word is found across the borders of messages
+        self._tail = b""  # to find the word across two messages
 
     async def begin(self) -> bytes:
-        """The body if it ends within LIMIT, or what has come when it is longer."""
+        """The body if it ends within LIMIT, or the part read so far if it is longer."""
         parts, size = [], 0
         while not self.ended and size <= LIMIT:
             message = await self._receive()
-            if message["type"] != "http.request":  # the client has gone
+            if message["type"] != "http.request":  # the client has disconnected
                 self._held.append(message)
                 break
             parts.append(message.get("body", b""))
@@ -134,13 +134,13 @@ class _Body:
             self.ended = not message.get("more_body", False)
             passing = self._tail + message.get("body", b"")
             if _WORD in passing:
-                raise HTTPException(400, str(_refused(self._message)))  # vLLM's app makes its error object of it
+                raise HTTPException(400, str(_refused(self._message)))  # vLLM's app turns it into its error object
             self._tail = passing[-len(_WORD) :]
         return message
 
 
 async def _asks(scope: Scope, body: bytes) -> bool:
-    """Whether a whole body asks for steering; one that vLLM could not read either does not."""
+    """True if a whole body asks for steering; False if it does not, or vLLM could not read it either."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if content_type.decode("latin-1").partition(";")[0].strip().lower() not in _FORMS:
         return _json_asks(body)
@@ -164,7 +164,7 @@ def _at(found: Any, place: Sequence[str]) -> Any:
 
 
 async def _form_asks(scope: Scope, body: bytes) -> bool:
-    """The same of a form, where clients flatten objects into names such as saesteer[edits][][op]."""
+    """The same for a form, in which clients flatten objects into names such as saesteer[edits][][op]."""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -183,7 +183,7 @@ async def _form_asks(scope: Scope, body: bytes) -> bool:
 
 
 def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
-    """What a WebSocket's client sends; in the place of an event with a spec goes an error back, as of /v1/realtime."""
+    """Drops a WebSocket client's events that contain a spec, and sends an error back, in the form of /v1/realtime."""
 
     async def receive_next() -> Message:
         while True:
@@ -191,7 +191,7 @@ def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
             sent = (event.get("text") or "").encode() or event.get("bytes") or b""
             if not _json_asks(sent):
                 return event
-            told = {"type": "error", "error": str(_refused(message)), "code": "not_served"}
-            await send({"type": "websocket.send", "text": json.dumps(told)})
+            error = {"type": "error", "error": str(_refused(message)), "code": "not_served"}
+            await send({"type": "websocket.send", "text": json.dumps(error)})
 
     return receive_next

@@ -1,35 +1,36 @@
-"""How a stream to a steered request begins: once the engine has taken it, so that what is wrong with it is a 400.
+"""Delays the stream of a steered request until the engine has admitted it, so that a wrong request gets a 400.
 
-vLLM makes a stream first and admits its request with the first look at it, when HTTP has said 200 already. Here that
-look is taken before, and HTTP says 200 while the first token is computed. Where doses above a limit are refused, it
-waits for that token, as the prompt's are known then. Knows vLLM's serving classes; a request without a spec is streamed
-as ever.
+vLLM returns the stream first and admits its request when the stream is first read, after HTTP has sent 200. Here the
+stream is read first, and HTTP sends 200 while the first token is computed. If the server refuses doses above a limit,
+HTTP waits for that token, since then the prompt's doses are known. Knows vLLM's serving classes; requests without a
+spec are streamed as in stock vLLM.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
 from saesteer.plugin import contract
 from saesteer.plugin.http.bodies import is_steered
+from saesteer.plugin.wrap import Original, around
 
-_EARLY = ("response.created", "response.in_progress")  # events that responses begin with, whatever comes
+_EARLY = ("response.created", "response.in_progress")  # events that every response begins with
 
 
 class _Admission:
-    """Whether the engine has taken all prompts of a streamed request."""
+    """Waits until the engine has admitted all prompts of a streamed request."""
 
     def __init__(self, prompts: int) -> None:
         self.done = asyncio.get_running_loop().create_future()
         self._left = prompts
 
     def one(self) -> None:
-        """It has taken one."""
+        """Counts a prompt that was admitted."""
         self._left -= 1
         if self._left == 0:
             self.done.set_result(None)
@@ -40,49 +41,46 @@ _admission: ContextVar[_Admission | None] = ContextVar("saesteer_admission", def
 
 @cache
 def install() -> None:
-    """Put the wraps in place, in a process that answers HTTP; safe to call again."""
+    """Installs the wraps in a process that answers HTTP; safe to call again."""
     contract.wrap("OpenAIServingChat.create_chat_completion", _looking)
     contract.wrap("OpenAIServingCompletion.create_completion", _looking)
     contract.wrap("OpenAIServingResponses.create_responses", _looking)
 
 
 def admitted() -> None:
-    """The engine has taken a prompt; to be called where that happens, in the context in which it was asked."""
+    """Records that the engine has admitted a prompt; called in the context of the request."""
     waiting = _admission.get()
     if waiting is not None:
         waiting.one()
 
 
-def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        made = await original(self, request, *args, **kwargs)
-        if not isinstance(made, AsyncGenerator) or not is_steered(request):
-            return made
-        admission = _Admission(_prompts(request))
-        before = _admission.set(admission)
-        begun = asyncio.create_task(_begun(made))  # with the context as it is now
-        _admission.reset(before)
-        awaited = {begun} if _refuses_doses(self) else {begun, admission.done}
-        try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            first = begun.result() if begun.done() else []
-        except BaseException:
-            begun.cancel()
-            await asyncio.wait({begun})
-            await made.aclose()  # a client that has gone meanwhile frees its request
-            raise
-        refusal = _refusal(first[-1]) if first else None
-        if refusal is None:
-            return _whole(begun, made)
-        await made.aclose()
-        return self.create_error_response(**refusal)
-
-    return create
+@around
+async def _looking(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    made = await original(self, request, *args, **kwargs)
+    if not isinstance(made, AsyncGenerator) or not is_steered(request):
+        return made
+    admission = _Admission(_prompts(request))
+    before = _admission.set(admission)
+    begun = asyncio.create_task(_begun(made))  # with the present context
+    _admission.reset(before)
+    awaited = {begun} if _refuses_doses(self) else {begun, admission.done}
+    try:
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        first = begun.result() if begun.done() else []
+    except BaseException:
+        begun.cancel()
+        await asyncio.wait({begun})
+        await made.aclose()  # a client that has disconnected frees its request
+        raise
+    refusal = _refusal(first[-1]) if first else None
+    if refusal is None:
+        return _whole(begun, made)
+    await made.aclose()
+    return self.create_error_response(**refusal)
 
 
 def _prompts(request: Any) -> int:
-    """How many there are in one request; a list of numbers is one of tokens."""
+    """The number of prompts in a request; a list of numbers is one prompt of tokens."""
     found = getattr(request, "prompt", None)
     return len(found) if isinstance(found, list) and found and not isinstance(found[0], int) else 1
 
@@ -93,7 +91,7 @@ def _refuses_doses(serving: Any) -> bool:
 
 
 async def _begun(made: AsyncGenerator[Any, None]) -> list[Any]:
-    """What a stream begins with, up to the first event that the engine was needed for."""
+    """The beginning of a stream, up to the first event that needed the engine."""
     first = []
     async for one in made:
         first.append(one)
@@ -111,20 +109,20 @@ async def _whole(begun: asyncio.Task[list[Any]], rest: AsyncGenerator[Any, None]
 
 
 def _refusal(event: Any) -> dict[str, Any] | None:
-    """What an error says that a stream begins with; None for anything else."""
+    """The arguments of vLLM's error for a stream that begins with one; None for other streams."""
     if not isinstance(event, str):
-        error = getattr(event, "type", None) == "error"
-        return {"message": event.message, "param": event.param} if error else None
-    if event.startswith("event: error\n"):  # of /v1/messages, which is made so from 0.33 on
-        told = json.loads(event.partition("data: ")[2])["error"]
-        wrong = told["type"] == "invalid_request_error"
-        return {"message": told["message"]} if wrong else None
+        failed = getattr(event, "type", None) == "error"
+        return {"message": event.message, "param": event.param} if failed else None
+    if event.startswith("event: error\n"):  # of /v1/messages, from vLLM 0.33 on
+        error = json.loads(event.partition("data: ")[2])["error"]
+        wrong = error["type"] == "invalid_request_error"
+        return {"message": error["message"]} if wrong else None
     if not event.startswith('data: {"error":'):
         return None
-    told = json.loads(event.removeprefix("data: "))["error"]
+    error = json.loads(event.removeprefix("data: "))["error"]
     return {
-        "message": told["message"],
-        "err_type": told["type"],
-        "status_code": HTTPStatus(told["code"]),
-        "param": told["param"],
+        "message": error["message"],
+        "err_type": error["type"],
+        "status_code": HTTPStatus(error["code"]),
+        "param": error["param"],
     }

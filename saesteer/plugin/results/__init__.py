@@ -1,1 +1,1 @@
-"""What comes back: counts, doses and failures, from the device to the answer of one request."""
+"""Counts, doses and failures on their way from the device to the answer of a request; this room knows no HTTP."""

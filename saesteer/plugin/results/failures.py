@@ -1,18 +1,18 @@
-"""How one request of a batch fails on a worker, and how its caller hears of it. Knows no text and no HTTP.
+"""How one request of a batch fails on a worker, and how its caller learns of it. Knows no text and no HTTP.
 
-    worker     a word for each such request leaves with the step's counts (counts.py)
-    scheduler  the request is finished before vLLM looks at the step, as one whose client has gone; an output with the
-               word goes out in the place of its tokens, also where the step had none for it. With it ends each request
-               that has taken one of its edited blocks from the prefix cache meanwhile
-    front end  a SpecRefused takes the place of whatever waits in the request's queue, and its other choices (n > 1)
-               end with it; LLM has no queues: all that it has begun ends, and its generate or chat raises
+    worker     a word for each failed request leaves with the step's counts (counts.py)
+    scheduler  finishes the request before vLLM processes the step, as if its client had disconnected, and sends an
+               output with the word instead of its tokens, even if the step had none. Requests that have meanwhile taken
+               one of its edited blocks from the prefix cache end with it
+    front end  puts a SpecRefused into the request's queue instead of what waits there, and ends its other choices
+               (n > 1). LLM has no queues: all its requests end, and generate or chat raises
 
-Other batchmates see what they see of a client that goes away in the middle of an answer.
+For the rest of the batch, it is as if a client had disconnected during its answer.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, wraps
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -24,36 +24,37 @@ from saesteer.errors import SpecError
 from saesteer.plugin import contract
 from saesteer.plugin.prefix_cache import edited_blocks
 from saesteer.plugin.results import metrics
+from saesteer.plugin.wrap import Original, around
 
 logger = logging.getLogger("vllm.saesteer")
 
 GONE = "gone"  # the version of the names with which the request was admitted
-DOSE = "dose"  # a token's was above the limit
-BROKEN = "broken"  # the worker could not make its row; what went wrong stands behind the word and a colon
-SHARED = "shared"  # it has taken blocks of a request that failed
-FAILED = f"{KEY}_failed"  # beside the counts in kv_transfer_params
+DOSE = "dose"  # the dose of a token was above the limit
+BROKEN = "broken"  # the worker could not make its row; after a colon, the word says what went wrong
+SHARED = "shared"  # it used cached blocks of a request that failed
+FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
 
 
 class SpecRefused(SpecError, VLLMValidationError):
-    """A SpecError that vLLM's front ends answer with 400, its field as ``param``."""
+    """A SpecError that vLLM's front ends answer with a 400 whose ``param`` is the field."""
 
     def __init__(self, error: SpecError) -> None:
         VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
         self.field = error.field
         self.code = error.code
-        metrics.refused(error.code)  # here, as every refusal becomes one of these
+        metrics.refused(error.code)  # here, since every refusal becomes a SpecRefused
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -> SpecError:
-    """What the client of a failed request is told.
+    """The error for the client of a failed request.
 
     Args:
         code: GONE, DOSE or SHARED, or BROKEN with what went wrong.
-        doses: of the request, as saesteer.engine.doses reports them.
-        limit: of a dose on this server.
+        doses: the request's doses, as saesteer.engine.doses reports them.
+        limit: the server's limit for a dose.
     """
     if code == DOSE:
         worst = max(doses, key=lambda one: one["max"] or 0.0)
@@ -70,11 +71,11 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
 
 
 def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
-    """Finish requests and give up what they have in the prefix cache; what has ended already stays as it is.
+    """Finishes requests and evicts their blocks from the prefix cache; requests that have ended are left alone.
 
     Args:
-        scheduler: of the engine, which has not looked at the step yet.
-        failed: the word for each request by id.
+        scheduler: the engine's, before it processes the step.
+        failed: id of a request → its word.
 
     Returns:
         vLLM's requests that have ended here, each with its word.
@@ -82,8 +83,8 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
     known = ((scheduler.requests.get(name), word) for name, word in failed.items())
     ended = {one.request_id: (one, word) for one, word in known if one is not None and not one.is_finished()}
     blocks = scheduler.kv_cache_manager
-    # It ran unsteered, or is refused for what it computed, under keys that say steered. The step behind this one may
-    # have been scheduled already, with requests that found these blocks.
+    # The request ran unsteered, or is refused for what it computed, while the keys of its blocks say steered. The next
+    # step may already have been scheduled, with requests that found these blocks.
     wrong = set().union(*(edited_blocks(blocks, request) for request, _ in ended.values()))
     for other in scheduler.requests.values() if wrong else ():
         if other.request_id not in ended and not other.is_finished():
@@ -96,13 +97,13 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
     return list(ended.values())
 
 
-def tell(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Mapping[str, bytes]) -> None:
-    """Add the last output of each request that has failed to those of the step.
+def add_outputs(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Mapping[str, bytes]) -> None:
+    """Adds a last output for each failed request to the outputs of the step.
 
     Args:
         outputs: by client, as vLLM's update_from_output returns them.
         ended: as ``end`` returns it.
-        counted: cached tokens and counters of some of them, by id.
+        counted: the cached tokens and counters of some of these requests, by id.
     """
     for request, word in ended:
         name = request.request_id
@@ -118,10 +119,10 @@ def tell(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Map
 
 
 def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None:
-    """Put each error where the request's caller waits; vLLM then drops what would have come behind it.
+    """Puts each error where the request's caller waits; vLLM drops what comes after it.
 
     Args:
-        processor: vLLM's OutputProcessor, which has not seen the step's outputs yet.
+        processor: vLLM's OutputProcessor, before it has the step's outputs.
         failed: states of requests, each with its error.
     """
     seen = set()
@@ -136,15 +137,15 @@ def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None
             state.queue.put(refused)
         elif call is not None:
             call.append(refused)
-        else:  # whoever calls LLMEngine.step sees finish_reason "error" alone
+        else:  # callers of LLMEngine.step see only finish_reason "error"
             logger.error("request %s was refused: %s", state.external_req_id, refused)
 
 
 def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[str]:
-    """End what belongs to requests that have failed, here: the other choices of each, or all of a call of LLM's.
+    """Ends what belongs to failed requests: the other choices of each, or all requests of a call to LLM.
 
     Returns:
-        Ids that the engine has still to abort.
+        Ids that the engine still has to abort.
     """
     if getattr(processor, "saesteer_refused", None):
         asked = {_asked(state) for state in processor.request_states.values()}
@@ -155,14 +156,14 @@ def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[st
 
 
 def _asked(state: Any) -> str:
-    """Id of what was asked for, of which a state may be one choice of several."""
+    """The id of the whole request, of which a state may be one choice."""
     found: str = state.request_id if state.parent_req is None else state.parent_req.request_id
     return found
 
 
 @cache
 def install_offline() -> None:
-    """Let vLLM's LLM raise what its requests were refused with; safe to call again.
+    """Makes vLLM's LLM raise the refusals of its requests; safe to call again.
 
     Raises:
         UnsupportedError: the hook is missing or changed.
@@ -171,18 +172,15 @@ def install_offline() -> None:
     contract.wrap("LLM._run_engine", _raising)
 
 
-def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def _run_engine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        processor = self.llm_engine.output_processor
-        refused: list[SpecRefused] = []
-        processor.saesteer_refused = refused
-        try:
-            outputs = original(self, *args, **kwargs)
-        finally:
-            del processor.saesteer_refused
-        if refused:
-            raise refused[0]
-        return outputs
-
-    return _run_engine
+@around
+def _raising(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    processor = self.llm_engine.output_processor
+    refused: list[SpecRefused] = []
+    processor.saesteer_refused = refused
+    try:
+        outputs = original(self, *args, **kwargs)
+    finally:
+        del processor.saesteer_refused
+    if refused:
+        raise refused[0]
+    return outputs

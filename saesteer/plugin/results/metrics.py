@@ -1,18 +1,18 @@
-"""What saesteer adds to vLLM's own /metrics. Knows numbers alone: no prompt, no vector, no name of a request.
+"""What saesteer adds to vLLM's /metrics: numbers only. Knows no prompt, no vector and no name in a request.
 
-prometheus_client sums over API server processes where vLLM has set its directory, as it does for vLLM's own metrics.
+If vLLM has set its directory, prometheus_client sums over the API server processes, as for vLLM's own metrics.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-_families: dict[str, Any] = {}  # empty where nobody serves metrics
+_families: dict[str, Any] = {}  # empty in processes that serve no metrics
 
 
 @cache
 def install() -> None:
-    """Begin to count in this process, which answers HTTP; safe to call again."""
+    """Starts counting in this process, which answers HTTP; safe to call again."""
     from prometheus_client import Counter, Gauge
 
     _families["edited"] = Counter(
@@ -28,23 +28,23 @@ def install() -> None:
 
 
 def edited(applied: Sequence[Mapping[str, Any]]) -> None:
-    """An answer has ended.
+    """Counts the edited tokens of an answer that has ended.
 
     Args:
-        applied: what it says.
+        applied: the answer's own.
     """
     if _families:
         _families["edited"].inc(sum(one.get("tokens_edited", 0) for one in applied))
 
 
 def refused(code: str) -> None:
-    """A spec was refused."""
+    """Counts a refused spec."""
     if _families:
         _families["refusals"].labels(code).inc()
 
 
 def pools(usage: Mapping[str, Sequence[int]]) -> None:
-    """How full the pools of named vectors are; to be told at start and after each change.
+    """Records how full the pools of named vectors are; called at start and after each change.
 
     Args:
         usage: site → slots in use, slots.

@@ -142,7 +142,9 @@ class Steering:
         self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
         self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
         self._stops: set[str] = set()  # steered requests with stop strings
-        self._listed: counts.Listed | None = None  # the last batch's steered requests, where somebody asked for them
+        self._listed: counts.SteeredBatch | None = (
+            None  # the last batch's steered requests, where somebody asked for them
+        )
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # of that batch
         self._kinds: NDArray[np.int32] | None = None
@@ -241,7 +243,7 @@ class Steering:
         """What was counted so far for the steered requests of the last batch."""
         if self._listed is None:
             names = [request for request in self._batch or () if request in self._places]
-            self._listed = counts.Listed(
+            self._listed = counts.SteeredBatch(
                 names,
                 [self._cached[name] for name in names],
                 [self._places[name] for name in names],
