@@ -160,14 +160,19 @@ def routes() -> str:
 
 
 def hook_table() -> str:
-    """Every function of vLLM that the plugin wraps or calls."""
-    rows = []
-    for one in contract.HOOKS.values():
-        places = (one.worker, "worker"), (one.server, "HTTP server"), (one.offline, "offline `LLM`")
-        process = next((name for is_there, name in places if is_there), "every process")
-        late = ", newer versions only" if one.late else ""
-        rows.append((code(f"{one.module}.{one.path}"), ", ".join(map(code, one.parameters)), process + late, one.why))
-    return table(("function", "parameters relied on", "checked in", "why"), rows)
+    """Every function of vLLM that the plugin replaces, calls or reads."""
+    uses = {"": "replaced by", "late": "replaced, in newer versions, by", "instance": "replaced on one object by"}
+    processes = {"every": "every process", "http": "HTTP server", "offline": "offline `LLM`", "worker": "worker"}
+    rows = (
+        (
+            code(f"{one.module}.{one.path}({', '.join(one.parameters)})"),
+            processes[one.process],
+            f"{uses.get(one.use, 'used by')} {code(one.place)}",
+            one.why,
+        )
+        for one in contract.HOOKS
+    )
+    return table(("function, with the parameters relied on", "in", "what happens", "why"), rows)
 
 
 def metric_table() -> str:

@@ -13,27 +13,14 @@ Wraps, in the process that schedules:
     generate_block_hash_extra_keys   also where it was imported by name before
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
-from saesteer.plugin import contract
 
 RUNS = f"{KEY}_runs"  # beside the spec in extra_args, from the front end to the scheduler (admission.keyed)
-_HOOK = "generate_block_hash_extra_keys"
-
-
-def install() -> None:
-    """Put the wrap in place, in every module that has the function by name already."""
-    original = contract.HOOKS[_HOOK].find()
-    contract.wrap(_HOOK, _keying)
-    wrapped = contract.HOOKS[_HOOK].find()
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__dict__", {}).get(_HOOK) is original:
-            setattr(module, _HOOK, wrapped)
 
 
 def runs_of(request: Any) -> Sequence[Run]:

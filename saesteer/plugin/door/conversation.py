@@ -13,7 +13,6 @@ from typing import Any
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
 from saesteer.planning.plan import Window
-from saesteer.plugin import contract
 
 CONVERSATION = "saesteer_conversation"  # in the engine's input, which vLLM reads by its own keys alone
 # Each place where a message begins or ends is a rendering of all before it, so many places in a long prompt cost as its
@@ -78,12 +77,6 @@ class Conversation:
             why = f"rendered alone, the messages up to there differ from the prompt at token {same}"
             fail(at, "not_served", f"{what}: {why}, expected {expected}")
         return len(beginning)
-
-
-def install() -> None:
-    """Put the wraps in place."""
-    contract.wrap("BaseRenderer.render_chat", _remembering)
-    contract.wrap("BaseRenderer.render_chat_async", _remembering_async)
 
 
 def conversation_of(prompt: Any) -> Conversation | None:

@@ -24,35 +24,16 @@ from saesteer.config.modules import check_modules
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.planning.messages import named
-from saesteer.plugin import contract, prefix_cache
-from saesteer.plugin.door import conversation as conversations
+from saesteer.plugin import contract
+from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Known, admit, resolved, without_ours
 from saesteer.plugin.door.conversation import conversation_of
-from saesteer.plugin.http import anthropic, bodies, streams
+from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
-from saesteer.plugin.results import counts, failures, metrics
+from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
-
-
-def install() -> None:
-    """Put the wraps in place."""
-    contract.wrap("InputProcessor.__init__", _reading_catalog)
-    contract.wrap("InputProcessor.process_inputs", _checking)
-    contract.wrap("AsyncLLM.add_request", _asking_ahead)
-    conversations.install()
-    counts.install()
-    prefix_cache.install()
-    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
-        contract.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
-    for request in ("ChatCompletionRequest", "CompletionRequest"):
-        contract.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
-    contract.wrap("VllmConfig.compute_hash", _salting_compile_cache)
-    contract.wrap("load_endpoint_plugins", _adding_admin_routes)
-    versions.install()
-    contract.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
-    contract.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
 
 
 def config_of(vllm_config: Any) -> SaesteerConfig | None:
@@ -283,7 +264,7 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
         # LLM asks this for every request: what is settled is not read again.
         config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
         if config is not None:
-            failures.install_offline()  # here LLM has been imported, if it is used at all
+            contract.install("offline")  # here LLM has been imported, if it is used at all
             try:
                 statuses = self.collective_rpc("saesteer_status")
             except Exception as exc:
@@ -301,9 +282,9 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         tasks = await original(self)
         config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
         if config is not None:
-            bodies.install()  # whoever asks this awaits answers over HTTP
-            streams.install()
-            anthropic.install()
+            contract.install("http")  # whoever asks this awaits answers over HTTP
+            metrics.install()
+            logs.filter_streams()
             metrics.pools(self.input_processor.saesteer_names.usage())
             self.input_processor.saesteer_names.begin()
             try:

@@ -17,10 +17,8 @@ from typing import Any
 from saesteer.config.config import KEY
 from saesteer.language.fields import show
 from saesteer.language.spec import OPS
-from saesteer.plugin import contract
 from saesteer.plugin.results.failures import SpecRefused
 
-_BODY = "RequestLogger.log_request_body"
 _OF_STREAMS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
@@ -28,17 +26,10 @@ _OF_STREAMS = (
 )
 
 
-def install() -> None:
-    """Put the wrap in place that every process needs."""
-    contract.wrap("SamplingParams.__repr__", _of_params)
-
-
-def install_server() -> None:
-    """The same where HTTP is answered: newer versions of vLLM print whole bodies when they log at DEBUG."""
+def filter_streams() -> None:
+    """Keep refusals and bodies with a spec out of what vLLM's serving classes log; safe to call again."""
     for name in _OF_STREAMS:
         logging.getLogger(name).addFilter(_is_fit)
-    if contract.HOOKS[_BODY].exists():
-        contract.wrap(_BODY, _of_body)
 
 
 def summary(wire: Any) -> str:
@@ -65,6 +56,8 @@ def _of_params(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _of_body(original: Callable[..., None]) -> Callable[..., None]:
+    """Newer versions of vLLM print whole bodies when they log at DEBUG."""
+
     @wraps(original)
     def log_request_body(self: Any, request: Any) -> None:
         short: dict[str, Any] = {}

@@ -11,11 +11,10 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from http import HTTPStatus
 from typing import Any
 
-from saesteer.plugin import contract
 from saesteer.plugin.http.bodies import is_steered
 
 _EARLY = ("response.created", "response.in_progress")  # events that responses begin with, whatever comes
@@ -36,14 +35,6 @@ class _Admission:
 
 
 _admission: ContextVar[_Admission | None] = ContextVar("saesteer_admission", default=None)
-
-
-@cache
-def install() -> None:
-    """Put the wraps in place, in a process that answers HTTP; safe to call again."""
-    contract.wrap("OpenAIServingChat.create_chat_completion", _looking)
-    contract.wrap("OpenAIServingCompletion.create_completion", _looking)
-    contract.wrap("OpenAIServingResponses.create_responses", _looking)
 
 
 def admitted() -> None:

@@ -12,7 +12,7 @@ Other batchmates see what they see of a client that goes away in the middle of a
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -21,7 +21,6 @@ from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin import contract
 from saesteer.plugin.prefix_cache import edited_blocks
 from saesteer.plugin.results import metrics
 
@@ -158,17 +157,6 @@ def _asked(state: Any) -> str:
     """Id of what was asked for, of which a state may be one choice of several."""
     found: str = state.request_id if state.parent_req is None else state.parent_req.request_id
     return found
-
-
-@cache
-def install_offline() -> None:
-    """Let vLLM's LLM raise what its requests were refused with; safe to call again.
-
-    Raises:
-        UnsupportedError: the hook is missing or changed.
-    """
-    contract.check_contract(offline=True)
-    contract.wrap("LLM._run_engine", _raising)
 
 
 def _raising(original: Callable[..., Any]) -> Callable[..., Any]:

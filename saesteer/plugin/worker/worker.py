@@ -10,7 +10,7 @@ Wraps, on instances after the worker has built its runner:
 
 import logging
 from collections.abc import Callable
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from operator import or_
 from typing import Any
 
@@ -33,15 +33,6 @@ from saesteer.plugin.worker.slots import Rows
 
 logger = logging.getLogger("vllm.saesteer")
 _RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
-
-
-def install() -> None:
-    """Put the wraps on the worker classes in place."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    contract.wrap("WorkerWrapperBase.init_device", _attaching)
-    WorkerBase.saesteer_status = status
-    WorkerBase.saesteer_names = changes.make_version
 
 
 def status(self: Any) -> dict[str, str]:
@@ -68,7 +59,7 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
     Raises:
         UnsupportedError: a hook is missing or changed.
     """
-    contract.check_contract(worker=True)
+    contract.install("worker")
     runner = worker.model_runner
     load_model = runner.load_model
     warm_up = worker.compile_or_warm_up_model
@@ -92,6 +83,8 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
 
     runner.load_model = load_with_dictionaries
     worker.compile_or_warm_up_model = warm_up_and_check
+    # Called by name over collective_rpc.
+    worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(changes.make_version, worker)
 
 
 def _build(runner: Any, config: SaesteerConfig) -> "Steering":
