@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
-from saesteer.config.modules import check_modules
 from saesteer.dictionaries.coder import SparseCoder
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
@@ -81,18 +81,18 @@ class Model:
         trunk, family = find_trunk(model, "transformers")
         self._config = SaesteerConfig.from_json(
             {
-                "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
-                "sites": list(sites),
+                "dictionaries": dictionaries or {},
+                "sites": sites,
                 "max_edits": max_edits,
-                "vectors": dict(vectors or {}),
-                "modules": dict(modules or {}),
+                "vectors": vectors or {},
+                "modules": modules or {},
                 "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
                 "max_dose": max_dose,
             }
         )
         text = model.config.get_text_config()
         self.engine = Engine(
-            self._config,
+            Assets.open(self._config),
             width=text.hidden_size,
             layers=len(trunk.layers),
             dtype=model.dtype,
@@ -100,7 +100,6 @@ class Model:
             max_rows=1,
             max_tokens=text.max_position_embeddings,
         )
-        check_modules(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row

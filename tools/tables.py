@@ -16,7 +16,7 @@ import prometheus_client
 import typer
 
 from saesteer.commands.cli import app
-from saesteer.config import config, settings
+from saesteer.config import assets, config, settings
 from saesteer.language import edits, fields, inline, sites, spec
 from saesteer.loaders import FORMATS
 from saesteer.loaders.vectors import READERS
@@ -95,7 +95,7 @@ def families() -> str:
 
 def kinds() -> str:
     """The kinds of sites."""
-    served = set(config.SERVED_KINDS)
+    served = set(assets.SERVED_KINDS)
     return table(("kind", "served"), ((code(one), "yes" if one in served else "not yet") for one in sites.KINDS))
 
 

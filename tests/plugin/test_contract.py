@@ -144,19 +144,20 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
 
 
 def test_a_worker_that_disagrees_is_refused() -> None:
+    from saesteer.config.assets import Assets
     from saesteer.config.config import SaesteerConfig
 
-    config = SaesteerConfig()
-    frontend._agree(config, [{"version": __version__, "fingerprint": frontend.fingerprint(config)}])
+    assets = Assets.open(SaesteerConfig())
+    frontend._agree(assets, [{"version": __version__, "fingerprint": frontend.fingerprint(assets)}])
     with pytest.raises(ConfigError, match="another saesteer"):
-        frontend._agree(config, [{"version": "0.0.0", "fingerprint": ""}])
+        frontend._agree(assets, [{"version": "0.0.0", "fingerprint": ""}])
 
 
 def test_a_disabled_server_refuses_instead_of_ignoring(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _Config({"saesteer": {"sites": ["resid_post.3"]}})
-    assert frontend.config_of(config) is not None
+    assert frontend.assets_of(config) is not None
     monkeypatch.setenv("SAESTEER_DISABLE", "1")
-    assert frontend.config_of(config) is None, "without a catalog every spec is refused, see above"
+    assert frontend.assets_of(config) is None, "without a catalog every spec is refused, see above"
 
 
 def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:

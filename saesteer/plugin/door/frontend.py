@@ -19,8 +19,8 @@ from functools import cache, wraps
 from typing import Any
 
 from saesteer import __version__
+from saesteer.config.assets import Assets
 from saesteer.config.config import KEY, SaesteerConfig
-from saesteer.config.modules import check_modules
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.planning.messages import named
@@ -36,33 +36,34 @@ from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
 
 
-def config_of(vllm_config: Any) -> SaesteerConfig | None:
-    """What the operator configured; None on a server without saesteer, or with SAESTEER_DISABLE=1."""
+def assets_of(vllm_config: Any) -> Assets | None:
+    """What the operator configured, opened once a process; None without saesteer, or with SAESTEER_DISABLE=1."""
     additional = vllm_config.additional_config
     raw = additional.get(KEY) if isinstance(additional, Mapping) else None
     if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
         return None
-    return SaesteerConfig.from_json(raw)
+    return opened(json.dumps(raw))
 
 
 @cache
-def _fingerprint(wire: str) -> str:
-    return SaesteerConfig.from_json(json.loads(wire)).fingerprint()
+def opened(wire: str) -> Assets:
+    """The assets of a wire form, as JSON."""
+    return Assets.open(SaesteerConfig.from_json(json.loads(wire)))
 
 
-def fingerprint(config: SaesteerConfig) -> str:
-    """Digest of saesteer's version and all that its graphs and caches depend on; files are looked at once."""
-    return hashlib.sha256((__version__ + _fingerprint(json.dumps(config.to_json()))).encode()).hexdigest()
+def fingerprint(assets: Assets) -> str:
+    """Digest of saesteer's version and all that its graphs and caches depend on."""
+    return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
 def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
     @wraps(original)
     def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
         stock = original(self, *args, **kwargs)
-        config = config_of(self)
-        if config is None:
+        assets = assets_of(self)
+        if assets is None:
             return stock
-        return hashlib.sha256((stock + fingerprint(config)).encode()).hexdigest()[: len(stock)]
+        return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
 
     return compute_hash
 
@@ -70,25 +71,23 @@ def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
 def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        config = config_of(vllm_config)
-        if config is not None:
+        assets = assets_of(vllm_config)
+        if assets is not None:
             refuse_unservable(vllm_config)
-        self.saesteer_config = config
-        self.saesteer_names = None if config is None else _names(config, vllm_config)
+        self.saesteer_config = None if assets is None else assets.config
+        self.saesteer_names = None if assets is None else _names(assets, vllm_config)
         self.saesteer_known = Known()
-        self.saesteer_fingerprint = "" if config is None else fingerprint(config)
+        self.saesteer_fingerprint = "" if assets is None else fingerprint(assets)
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
 
 
-def _names(config: SaesteerConfig, vllm_config: Any) -> versions.Names:
+def _names(assets: Assets, vllm_config: Any) -> versions.Names:
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers = model.hf_text_config.num_hidden_layers
-    config = config.with_depth(layers)
-    catalog = config.catalog(config.describe(), width=model.get_hidden_size())
-    check_modules(catalog)
-    return versions.Names(catalog, pool_rows=config.pool_rows, layers=layers, board=board)
+    catalog = assets.catalog(width=model.get_hidden_size(), layers=layers)
+    return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 
 def refuse_unservable(vllm_config: Any) -> None:
@@ -246,8 +245,8 @@ def _refusing_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_beam_search_params
 
 
-def _agree(config: SaesteerConfig, statuses: list[Any]) -> None:
-    expected = {"version": __version__, "fingerprint": fingerprint(config)}
+def _agree(assets: Assets, statuses: list[Any]) -> None:
+    expected = {"version": __version__, "fingerprint": fingerprint(assets)}
     for status in statuses:
         if status != expected:
             raise ConfigError(f"a worker runs another saesteer or other dictionaries: {status}, expected {expected}")
@@ -262,14 +261,14 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_supported_tasks(self: Any) -> Any:
         tasks = original(self)
         # LLM asks this for every request: what is settled is not read again.
-        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
-        if config is not None:
+        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+        if assets is not None:
             contract.install("offline")  # here LLM has been imported, if it is used at all
             try:
                 statuses = self.collective_rpc("saesteer_status")
             except Exception as exc:
                 raise _lost(exc) from exc
-            _agree(config, statuses)
+            _agree(assets, statuses)
             self.saesteer_agreed = True
         return tasks
 
@@ -280,8 +279,8 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def get_supported_tasks(self: Any) -> Any:
         tasks = await original(self)
-        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
-        if config is not None:
+        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+        if assets is not None:
             contract.install("http")  # whoever asks this awaits answers over HTTP
             metrics.install()
             logs.filter_streams()
@@ -291,7 +290,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
                 statuses = await ask_workers(self, "saesteer_status")
             except Exception as exc:
                 raise _lost(exc) from exc
-            _agree(config, statuses)
+            _agree(assets, statuses)
             self.saesteer_agreed = True
         return tasks
 

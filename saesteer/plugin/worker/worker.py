@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer import __version__
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.assets import Assets
+from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
@@ -37,23 +38,22 @@ _RECENT = 64  # rows that are remembered; of a 27B model one with a vector for e
 
 def status(self: Any) -> dict[str, str]:
     """What this worker runs, for the handshake; called by name over collective_rpc."""
-    config = frontend.config_of(self.vllm_config)
-    served = config is not None and hasattr(self, "saesteer")
-    return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
+    assets = frontend.assets_of(self.vllm_config) if hasattr(self, "saesteer") else None
+    return {"version": __version__, "fingerprint": "" if assets is None else frontend.fingerprint(assets)}
 
 
 def _attaching(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def init_device(self: Any) -> None:
         original(self)
-        config = frontend.config_of(self.vllm_config)
-        if config is not None:
-            attach(self.worker, config)
+        assets = frontend.assets_of(self.vllm_config)
+        if assets is not None:
+            attach(self.worker, assets)
 
     return init_device
 
 
-def attach(worker: Any, config: SaesteerConfig) -> None:
+def attach(worker: Any, assets: Assets) -> None:
     """Wrap this worker and its runner; the model is not loaded yet.
 
     Raises:
@@ -67,7 +67,7 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
     @wraps(load_model)
     def load_with_dictionaries(*args: Any, **kwargs: Any) -> Any:
         loaded = load_model(*args, **kwargs)
-        worker.saesteer = steering = _build(runner, config)
+        worker.saesteer = steering = _build(runner, assets)
         if hasattr(runner, "model_state"):
             _wrap_v2(runner.model_state, steering)
         else:
@@ -87,10 +87,10 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
     worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(changes.make_version, worker)
 
 
-def _build(runner: Any, config: SaesteerConfig) -> "Steering":
+def _build(runner: Any, assets: Assets) -> "Steering":
     model_config, scheduler = runner.vllm_config.model_config, runner.vllm_config.scheduler_config
     engine = Engine(
-        config,
+        assets,
         width=model_config.get_hidden_size(),
         layers=model_config.hf_text_config.num_hidden_layers,
         dtype=model_config.dtype,
