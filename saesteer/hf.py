@@ -6,6 +6,7 @@ It calls the same ops through the same tables as the server; it knows nothing of
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
-from saesteer.models.families import Family, find_trunk
+from saesteer.models.families import find_trunk
 from saesteer.planning.planner import plan
 
 _ROW = 1  # one sequence at a time holds the first row
@@ -104,21 +105,11 @@ class Model:
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
-            self._hook(trunk, family, site)
+            norm, _ = family.find(trunk, *parse(site.name))
+            norm.register_forward_pre_hook(partial(self._edit, site))
 
-    def _hook(self, trunk: Any, family: Family, site: Site) -> None:
-        kind, layer = parse(site.name)
-        block = trunk.layers[layer]
-        if kind == "resid_post":
-            block.register_forward_hook(lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out))
-        elif kind == "resid_pre":
-            block.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
-        else:
-            norm = getattr(block, family.mid_norm)
-            norm.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
-
-    def _edit(self, site: Site, hidden: Tensor) -> None:
-        stream = hidden.view(-1, hidden.shape[-1])
+    def _edit(self, site: Site, _norm: Any, inputs: tuple[Tensor]) -> None:
+        stream = inputs[0].view(-1, self.engine.width)
         if self._captured is not None:
             self._captured[site.name] = stream.clone()
         self.engine.edit(site, stream)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
-from saesteer.models.families import FAMILIES, Family, find_trunk
+from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
 
 WIDTH, LAYERS = 32, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -72,7 +72,17 @@ def test_the_layers_of_each_family_are_found(family: Family) -> None:
     model = made(family)
     trunk, found = find_trunk(model, "transformers")
     assert (trunk, found) == (model.model, family)
-    assert isinstance(getattr(trunk.layers[0], family.mid_norm), nn.Module)
+    norms = {}
+    for kind in SERVED_KINDS:
+        norms[kind], tap = family.find(trunk, kind, 0)
+        assert isinstance(norms[kind], nn.Module) and tap is family.taps[kind]
+    assert norms["resid_pre"] is trunk.layers[0].input_layernorm
+    assert norms["resid_post"] is trunk.layers[1].input_layernorm
+    assert family.find(trunk, "resid_post", LAYERS - 1)[0] is trunk.norm
+
+
+def test_each_family_has_each_site() -> None:
+    assert all(family.taps.keys() == set(SERVED_KINDS) for family in FAMILIES)
 
 
 @each_family
@@ -163,7 +173,11 @@ def test_the_installed_vllm_has_the_class_and_the_norm(family: Family) -> None:
     layer = getattr(module, family.vllm)
     assert layer.__name__ == family.vllm
     source = "".join(inspect.getsource(layer.forward).split())
-    steps = ["self.self_attn(", f"hidden_states,residual=self.{family.mid_norm}(hidden_states,residual)", "self.mlp("]
+    steps = [
+        "self.self_attn(",
+        f"hidden_states,residual=self.{family.taps['resid_mid'].norm}(hidden_states,residual)",
+        "self.mlp(",
+    ]
     places = [source.index(step) for step in steps]
     assert places == sorted(places)
     assert [source.count(step) for step in steps] == [1, 1, 1]

@@ -16,11 +16,11 @@ import prometheus_client
 import typer
 
 from saesteer.commands.cli import app
-from saesteer.config import assets, config, settings
+from saesteer.config import config, settings
 from saesteer.language import edits, fields, inline, sites, spec
 from saesteer.loaders import FORMATS
 from saesteer.loaders.vectors import READERS
-from saesteer.models.families import FAMILIES
+from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract
 from saesteer.plugin.results import metrics
@@ -89,13 +89,23 @@ def vector_files() -> str:
 
 def families() -> str:
     """The model families."""
-    head = ("family", "decoder layer in vLLM", "in Transformers", "norm after `resid_mid`")
-    return table(head, ((one.name, code(one.vllm), code(one.transformers), code(one.mid_norm)) for one in FAMILIES))
+    head = ("family", "decoder layer in vLLM", "in Transformers", *(f"norm after `{kind}`" for kind in SERVED_KINDS))
+    return table(
+        head,
+        (
+            (one.name, code(one.vllm), code(one.transformers), *(_tap(one.taps[kind]) for kind in SERVED_KINDS))
+            for one in FAMILIES
+        ),
+    )
+
+
+def _tap(tap: Tap) -> str:
+    return f"{code(tap.norm)}{' of the next layer' if tap.next else ''}"
 
 
 def kinds() -> str:
     """The kinds of sites."""
-    served = set(assets.SERVED_KINDS)
+    served = set(SERVED_KINDS)
     return table(("kind", "served"), ((code(one), "yes" if one in served else "not yet") for one in sites.KINDS))
 
 

@@ -14,9 +14,8 @@ from saesteer.language.sites import canonical, expand_sites, order, parse
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
+from saesteer.models.families import SERVED_KINDS
 from saesteer.planning.plan import Catalog
-
-SERVED_KINDS = ("resid_pre", "resid_mid", "resid_post")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,9 @@
-"""The model families that are served: what their layers are called, and where in them the residual stream is met.
+"""The model families that are served: what their layers are called, and where in them each site is met.
 
 Data, and the one way to find a family's layers in a model. Knows no vLLM, no Transformers and no torch.
 """
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,23 +13,57 @@ Library = Literal["vllm", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
+class Tap:
+    """A site is the stream that one of the norms consumes, which has the same name in both libraries.
+
+    In Transformers the stream is the norm's input. In vLLM the norm adds the last part to it first, and returns it: in
+    front of the norm it is the sum of two tensors, behind it one tensor, which stock has rounded already.
+    """
+
+    norm: str  # attribute of the layer
+    behind: bool = False  # in vLLM the op stands behind the norm
+    next: bool = False  # the norm of the layer behind this one; behind the last layer it is the final norm
+
+
+LLAMA = {
+    "resid_pre": Tap("input_layernorm"),
+    "resid_mid": Tap("post_attention_layernorm"),
+    "resid_post": Tap("input_layernorm", behind=True, next=True),
+}
+# Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
+GEMMA = LLAMA | {"resid_mid": Tap("pre_feedforward_layernorm")}
+SERVED_KINDS = tuple(LLAMA)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Models with the same decoder layer, which adds to a residual stream twice: attention's part, then the MLP's."""
 
     name: str
     vllm: str  # class of the decoder layer
     transformers: str  # the same there
-    mid_norm: str  # the layer's attribute whose input is resid_mid: the norm in front of the MLP, in both libraries
+    taps: Mapping[str, Tap]  # by kind of site
+
+    def find(self, trunk: Any, kind: str, layer: int) -> tuple[Any, Tap]:
+        """The norm that consumes the stream of a site, and how.
+
+        Args:
+            trunk: as ``find_trunk`` returns it.
+            kind: of the site.
+            layer: of the site.
+        """
+        tap = self.taps[kind]
+        place = layer + tap.next
+        return trunk.norm if place == len(trunk.layers) else getattr(trunk.layers[place], tap.norm), tap
 
 
 FAMILIES = (
-    Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", "post_attention_layernorm"),
-    Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", "post_attention_layernorm"),
-    Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", "post_attention_layernorm"),
-    Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", "post_attention_layernorm"),
-    # Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
-    Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", "pre_feedforward_layernorm"),
-    Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", "pre_feedforward_layernorm"),
+    Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", LLAMA),
+    Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", LLAMA),
+    Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", LLAMA),
+    Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
+    Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
+    Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
 )
 
 
