@@ -44,7 +44,8 @@ class Model:
     Args:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
-        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
+        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
+            ``{"path": ..., "site": ...}``.
         sites: sites to hook beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -64,7 +65,7 @@ class Model:
         model: Any,
         *,
         tokenizer: Any = None,
-        dictionaries: Mapping[str, str] | None = None,
+        dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,

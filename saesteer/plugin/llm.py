@@ -22,7 +22,8 @@ class LLM(vllm.LLM):
 
     Args:
         model: as vLLM takes it.
-        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
+        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
+            ``{"path": ..., "site": ...}``.
         sites: sites to instrument beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -43,7 +44,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
-        dictionaries: Mapping[str, str] | None = None,
+        dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,

@@ -42,7 +42,7 @@ def assets_of(vllm_config: Any) -> Assets | None:
     raw = additional.get(KEY) if isinstance(additional, Mapping) else None
     if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
         return None
-    return opened(json.dumps(raw))
+    return opened(json.dumps(raw, default=str))
 
 
 @cache
