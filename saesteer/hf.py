@@ -6,7 +6,6 @@ It calls the same ops through the same tables as the server; it knows nothing of
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,11 +105,18 @@ class Model:
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
-            norm, _ = family.find(trunk, *parse(site.name))
-            norm.register_forward_pre_hook(partial(self._edit, site))
+            self._hook(site, *family.find(trunk, "transformers", *parse(site.name)))
 
-    def _edit(self, site: Site, _norm: Any, inputs: tuple[Tensor]) -> None:
-        stream = inputs[0].view(-1, self.engine.width)
+    def _hook(self, site: Site, module: Any, side: str) -> None:
+        if side == "in":
+            module.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
+        else:
+            module.register_forward_hook(
+                lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out)
+            )
+
+    def _edit(self, site: Site, hidden: Tensor) -> None:
+        stream = hidden.view(-1, hidden.shape[-1])
         if self._captured is not None:
             self._captured[site.name] = stream.clone()
         self.engine.edit(site, stream)

@@ -89,18 +89,18 @@ def vector_files() -> str:
 
 def families() -> str:
     """The model families."""
-    head = ("family", "decoder layer in vLLM", "in Transformers", *(f"norm after `{kind}`" for kind in SERVED_KINDS))
+    head = ("family", "decoder layer in vLLM", "in Transformers", *(f"`{kind}` in vLLM" for kind in SERVED_KINDS))
     return table(
         head,
         (
-            (one.name, code(one.vllm), code(one.transformers), *(_tap(one.taps[kind]) for kind in SERVED_KINDS))
+            (one.name, code(one.vllm), code(one.transformers), *(_tap(one.sites[kind].vllm) for kind in SERVED_KINDS))
             for one in FAMILIES
         ),
     )
 
 
 def _tap(tap: Tap) -> str:
-    return f"{code(tap.norm)}{' of the next layer' if tap.next else ''}"
+    return f"{'before' if tap.side == 'in' else 'after'} {code(tap.module)}{' of the next layer' if tap.next else ''}"
 
 
 def kinds() -> str:

@@ -14,24 +14,32 @@ Library = Literal["vllm", "transformers"]
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """A site is the stream that one of the norms consumes, which has the same name in both libraries.
+    """The module that a site's stream goes into or comes out of."""
 
-    In Transformers the stream is the norm's input. In vLLM the norm adds the last part to it first, and returns it: in
-    front of the norm it is the sum of two tensors, behind it one tensor, which stock has rounded already.
+    module: str  # attribute of the layer; empty: the layer itself
+    side: Literal["in", "out"]
+    next: bool = False  # of the layer behind this one; behind the last layer it is the final norm
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Where a site is met in each library.
+
+    In vLLM a norm adds the last part to the stream before it reads it, and returns the sum: in front of the norm the
+    stream is two tensors, behind it one, which stock has rounded already.
     """
 
-    norm: str  # attribute of the layer
-    behind: bool = False  # in vLLM the op stands behind the norm
-    next: bool = False  # the norm of the layer behind this one; behind the last layer it is the final norm
+    vllm: Tap
+    transformers: Tap
 
 
 LLAMA = {
-    "resid_pre": Tap("input_layernorm"),
-    "resid_mid": Tap("post_attention_layernorm"),
-    "resid_post": Tap("input_layernorm", behind=True, next=True),
+    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
+    "resid_mid": Taps(Tap("post_attention_layernorm", "in"), Tap("post_attention_layernorm", "in")),
+    "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
 # Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
-GEMMA = LLAMA | {"resid_mid": Tap("pre_feedforward_layernorm")}
+GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
 SERVED_KINDS = tuple(LLAMA)
 
 
@@ -42,19 +50,22 @@ class Family:
     name: str
     vllm: str  # class of the decoder layer
     transformers: str  # the same there
-    taps: Mapping[str, Tap]  # by kind of site
+    sites: Mapping[str, Taps]  # by kind
 
-    def find(self, trunk: Any, kind: str, layer: int) -> tuple[Any, Tap]:
-        """The norm that consumes the stream of a site, and how.
+    def find(self, trunk: Any, library: Library, kind: str, layer: int) -> tuple[Any, str]:
+        """The module that meets a site, and the side of it where the stream is.
 
         Args:
             trunk: as ``find_trunk`` returns it.
+            library: that its classes come from.
             kind: of the site.
             layer: of the site.
         """
-        tap = self.taps[kind]
+        tap: Tap = getattr(self.sites[kind], library)
         place = layer + tap.next
-        return trunk.norm if place == len(trunk.layers) else getattr(trunk.layers[place], tap.norm), tap
+        if place == len(trunk.layers):
+            return trunk.norm, tap.side
+        return getattr(trunk.layers[place], tap.module) if tap.module else trunk.layers[place], tap.side
 
 
 FAMILIES = (

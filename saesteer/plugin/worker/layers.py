@@ -129,8 +129,8 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
 
 
 def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edited]]:
-    norm, tap = family.find(trunk, *parse(site.name))
-    return norm, _AfterNorm if tap.behind else _BeforeNorm
+    norm, side = family.find(trunk, "vllm", *parse(site.name))
+    return norm, _AfterNorm if side == "out" else _BeforeNorm
 
 
 def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
