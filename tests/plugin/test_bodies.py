@@ -174,7 +174,7 @@ def test_an_error_stays_one() -> None:
 
 def test_metrics_are_summed_over_processes(tmp_path: Path) -> None:
     code = (
-        "from saesteer.plugin import metrics\n"
+        "from saesteer.plugin.results import metrics\n"
         "metrics.refused('before')\n"
         "metrics.install(); metrics.install()\n"
         "metrics.edited([{'tokens_edited': 3}, {'tokens_edited': 4}, {'op': 'given up'}])\n"
