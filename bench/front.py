@@ -35,6 +35,7 @@ from bench.asks import BEGIN, DICTIONARY, FEATURES, MODULE, SCALE, Shape, vector
 from bench.dummy import MODELS
 from bench.engines import settings
 from bench.timing import machine, spread
+from saesteer.config.assets import Assets
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.language.spec import from_json
@@ -111,7 +112,7 @@ class Front:
         self.shape = Shape.of(model)
         self.config = SaesteerConfig.from_json(settings(model, folder))
         self.engine = Engine(
-            self.config,
+            Assets.open(self.config),
             width=self.shape.width,
             layers=self.shape.layers,
             dtype=torch.bfloat16,

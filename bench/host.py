@@ -146,6 +146,7 @@ def fake(steps: int = 2000) -> list[Row]:
     """The V2 worker's hooks, called as the runner calls them."""
     import torch
 
+    from saesteer.config.assets import Assets
     from saesteer.config.config import SaesteerConfig
     from saesteer.engine.engine import Engine
     from saesteer.kernels import ops
@@ -158,7 +159,7 @@ def fake(steps: int = 2000) -> list[Row]:
         place = f"{dictionary_file(64, 256, Path(folder))}"
         raw = {"dictionaries": {"random": {"path": place, "site": "resid_post.1"}}}
         engine = Engine(
-            SaesteerConfig.from_json(raw),
+            Assets.open(SaesteerConfig.from_json(raw)),
             width=64,
             layers=4,
             dtype=torch.float32,

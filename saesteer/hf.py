@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
-from saesteer.config.modules import check_modules
 from saesteer.dictionaries.coder import SparseCoder
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
@@ -21,7 +21,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
-from saesteer.models.families import Family, find_trunk
+from saesteer.models.families import find_trunk
 from saesteer.planning.planner import plan
 
 _ROW = 1  # the one sequence has the first row
@@ -43,7 +43,8 @@ class Model:
     Args:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
-        dictionaries: name → path or hub id, with ``@site`` if the files do not name their site.
+        dictionaries: name → path or hub id, with ``@site`` if the files do not name their site, or
+            ``{"path": ..., "site": ...}``.
         sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -63,7 +64,7 @@ class Model:
         model: Any,
         *,
         tokenizer: Any = None,
-        dictionaries: Mapping[str, str] | None = None,
+        dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
@@ -81,18 +82,18 @@ class Model:
         trunk, family = find_trunk(model, "transformers")
         self._config = SaesteerConfig.from_json(
             {
-                "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
-                "sites": list(sites),
+                "dictionaries": dictionaries or {},
+                "sites": sites,
                 "max_edits": max_edits,
-                "vectors": dict(vectors or {}),
-                "modules": dict(modules or {}),
+                "vectors": vectors or {},
+                "modules": modules or {},
                 "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
                 "max_dose": max_dose,
             }
         )
         text = model.config.get_text_config()
         self.engine = Engine(
-            self._config,
+            Assets.open(self._config),
             width=text.hidden_size,
             layers=len(trunk.layers),
             dtype=model.dtype,
@@ -100,23 +101,19 @@ class Model:
             max_rows=1,
             max_tokens=text.max_position_embeddings,
         )
-        check_modules(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
-            self._hook(trunk, family, site)
+            self._hook(site, *family.find(trunk, "transformers", *parse(site.name)))
 
-    def _hook(self, trunk: Any, family: Family, site: Site) -> None:
-        kind, layer = parse(site.name)
-        block = trunk.layers[layer]
-        if kind == "resid_post":
-            block.register_forward_hook(lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out))
-        elif kind == "resid_pre":
-            block.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
+    def _hook(self, site: Site, module: Any, side: str) -> None:
+        if side == "in":
+            module.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
         else:
-            norm = getattr(block, family.mid_norm)
-            norm.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
+            module.register_forward_hook(
+                lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out)
+            )
 
     def _edit(self, site: Site, hidden: Tensor) -> None:
         stream = hidden.view(-1, hidden.shape[-1])

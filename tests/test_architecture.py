@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "dictionaries": {"errors", "language"},
     "loaders": {"errors", "dictionaries"},
     "planning": {"errors", "language", "dictionaries"},
-    "config": {"errors", "language", "planning", "dictionaries", "loaders"},
+    "config": {"errors", "language", "models", "planning", "dictionaries", "loaders"},
     "engine": {"errors", "language", "planning", "dictionaries", "loaders", "config", "kernels"},
     "hf": {"errors", "language", "planning", "dictionaries", "loaders", "config", "engine", "models"},
     "plugin": {"errors", "language", "planning", "dictionaries", "config", "kernels", "engine", "models"},

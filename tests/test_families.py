@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
-from saesteer.models.families import FAMILIES, Family, find_trunk
+from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
 
 WIDTH, LAYERS = 32, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -63,6 +63,11 @@ def attention_part(family: Family, block: Any) -> Any:
     return block.post_attention_layernorm if family.name.startswith("Gemma") else block.self_attn
 
 
+def norms_name(family: Family) -> str:
+    """Of the norm in front of the MLP."""
+    return family.sites["resid_mid"].vllm.module
+
+
 def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
@@ -72,7 +77,20 @@ def test_the_layers_of_each_family_are_found(family: Family) -> None:
     model = made(family)
     trunk, found = find_trunk(model, "transformers")
     assert (trunk, found) == (model.model, family)
-    assert isinstance(getattr(trunk.layers[0], family.mid_norm), nn.Module)
+    norms = {}
+    for kind in SERVED_KINDS:
+        norms[kind], side = family.find(trunk, "vllm", kind, 0)  # whose layers' norms have the same names
+        assert isinstance(norms[kind], nn.Module) and side == family.sites[kind].vllm.side
+    assert norms["resid_pre"] is trunk.layers[0].input_layernorm
+    assert norms["resid_post"] is trunk.layers[1].input_layernorm
+    assert family.find(trunk, "vllm", "resid_post", LAYERS - 1) == (trunk.norm, "out")
+    assert family.find(trunk, "transformers", "resid_mid", 1) == (getattr(trunk.layers[1], norms_name(family)), "in")
+    assert family.find(trunk, "transformers", "resid_pre", 0) == (trunk.layers[0], "in")
+    assert family.find(trunk, "transformers", "resid_post", 2) == (trunk.layers[2], "out")
+
+
+def test_each_family_has_each_site() -> None:
+    assert all(family.sites.keys() == set(SERVED_KINDS) for family in FAMILIES)
 
 
 @each_family
@@ -163,7 +181,11 @@ def test_the_installed_vllm_has_the_class_and_the_norm(family: Family) -> None:
     layer = getattr(module, family.vllm)
     assert layer.__name__ == family.vllm
     source = "".join(inspect.getsource(layer.forward).split())
-    steps = ["self.self_attn(", f"hidden_states,residual=self.{family.mid_norm}(hidden_states,residual)", "self.mlp("]
+    steps = [
+        "self.self_attn(",
+        f"hidden_states,residual=self.{norms_name(family)}(hidden_states,residual)",
+        "self.mlp(",
+    ]
     places = [source.index(step) for step in steps]
     assert places == sorted(places)
     assert [source.count(step) for step in steps] == [1, 1, 1]

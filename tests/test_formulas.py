@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.doses import sites_of
@@ -124,9 +125,8 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
         }
         | changes
     )
-    return Engine(
-        config, width=WIDTH, layers=4, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_tokens=64
-    )
+    size: dict[str, Any] = {"width": WIDTH, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    return Engine(Assets.open(config), dtype=torch.float32, device=torch.device("cpu"), **size)
 
 
 def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:

@@ -147,5 +147,5 @@ def test_counts_of_a_pass_are_its_own(around: Callable[..., Around]) -> None:
 
 
 def test_a_wrong_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"saesteer\.max_dose is -1, expected a number above 0"):
+    with pytest.raises(ConfigError, match=r"saesteer\.max_dose: got -1, expected a number above 0"):
         Around(max_dose=-1)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.engine import Engine
@@ -74,7 +75,7 @@ def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: An
         "max_rows": 4,
         "max_tokens": 64,
     } | options
-    return Engine(SaesteerConfig(sources, max_edits=64), device=torch.device("cpu"), **size)
+    return Engine(Assets.open(SaesteerConfig(sources, max_edits=64)), device=torch.device("cpu"), **size)
 
 
 def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,9 @@ import saesteer
 from saesteer.client import client
 from saesteer.commands.cli import app
 from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
 from saesteer.engine import doses
 from saesteer.kernels import layout
@@ -86,7 +88,10 @@ def test_settings_example_is_right(tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "golden-gate.json").write_text("{}")
     config = read_settings(file=tmp_path / "settings.yaml")
-    assert sorted(config.read_modules()) == ["calm", "golden-gate"]
+    assert sorted(read_modules(config.modules, dictionaries=config.dictionaries, vectors=config.vectors)) == [
+        "calm",
+        "golden-gate",
+    ]
     assert config.modules["golden-gate"] == str(tmp_path / "modules" / "golden-gate.json")
 
 
@@ -136,7 +141,7 @@ def test_what_an_answer_says_is_what_it_would_say() -> None:
     [said] = [block for block in JSON if "tokens_edited" in block]
     [dosed] = [block for block in JSON if block.startswith('"dose"')]
     config = SaesteerConfig.from_json({"dictionaries": {"demo": str(DEMO_SAE)}})
-    catalog = config.catalog(config.describe())
+    catalog = Assets.open(config).catalog(width=576, layers=30)
     found = applied(plan(from_json(json.loads(body)["saesteer"]), catalog, 34), catalog)
     count(found, [33 + 47], 0)
     want = json.loads(said)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.kernels import ops
@@ -18,9 +19,9 @@ WIDTH, SITE = 6, "resid_post.1"
 
 @pytest.fixture
 def engine() -> Engine:
-    config = SaesteerConfig(sites=(SITE,), inline_rows=2)
+    assets = Assets.open(SaesteerConfig(sites=(SITE,), inline_rows=2))
     return Engine(
-        config, width=WIDTH, layers=2, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_tokens=64
+        assets, width=WIDTH, layers=2, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_tokens=64
     )
 
 

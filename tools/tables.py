@@ -20,7 +20,7 @@ from saesteer.config import config, settings
 from saesteer.language import edits, fields, inline, sites, spec
 from saesteer.loaders import FORMATS
 from saesteer.loaders.vectors import READERS
-from saesteer.models.families import FAMILIES
+from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract
 from saesteer.plugin.results import metrics
@@ -89,13 +89,23 @@ def vector_files() -> str:
 
 def families() -> str:
     """The model families."""
-    head = ("family", "decoder layer in vLLM", "in Transformers", "norm after `resid_mid`")
-    return table(head, ((one.name, code(one.vllm), code(one.transformers), code(one.mid_norm)) for one in FAMILIES))
+    head = ("family", "decoder layer in vLLM", "in Transformers", *(f"`{kind}` in vLLM" for kind in SERVED_KINDS))
+    return table(
+        head,
+        (
+            (one.name, code(one.vllm), code(one.transformers), *(_tap(one.sites[kind].vllm) for kind in SERVED_KINDS))
+            for one in FAMILIES
+        ),
+    )
+
+
+def _tap(tap: Tap) -> str:
+    return f"{'before' if tap.side == 'in' else 'after'} {code(tap.module)}{' of the next layer' if tap.next else ''}"
 
 
 def kinds() -> str:
     """The kinds of sites."""
-    served = set(config.SERVED_KINDS)
+    served = set(SERVED_KINDS)
     return table(("kind", "served"), ((code(one), "yes" if one in served else "not yet") for one in sites.KINDS))
 
 
@@ -160,14 +170,19 @@ def routes() -> str:
 
 
 def hook_table() -> str:
-    """Every function of vLLM that the plugin wraps or calls."""
-    rows = []
-    for one in contract.HOOKS.values():
-        places = (one.worker, "worker"), (one.server, "HTTP server"), (one.offline, "offline `LLM`")
-        process = next((name for is_there, name in places if is_there), "every process")
-        late = ", newer versions only" if one.late else ""
-        rows.append((code(f"{one.module}.{one.path}"), ", ".join(map(code, one.parameters)), process + late, one.why))
-    return table(("function", "parameters relied on", "checked in", "why"), rows)
+    """Every function of vLLM that the plugin replaces, calls or reads."""
+    uses = {"": "replaced by", "late": "replaced, in newer versions, by", "instance": "replaced on one object by"}
+    processes = {"every": "every process", "http": "HTTP server", "offline": "offline `LLM`", "worker": "worker"}
+    rows = (
+        (
+            code(f"{one.module}.{one.path}({', '.join(one.parameters)})"),
+            processes[one.process],
+            f"{uses.get(one.use, 'used by')} {code(one.place)}",
+            one.why,
+        )
+        for one in contract.HOOKS
+    )
+    return table(("function, with the parameters relied on", "in", "what happens", "why"), rows)
 
 
 def metric_table() -> str:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from saesteer.commands.features import open_model
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import SparseCoder
 from saesteer.errors import ConfigError
@@ -64,7 +65,7 @@ def run(
 def _measure_all(
     console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
 ) -> dict[str, Measured]:
-    for name, info in config.describe().items():
+    for name, info in Assets.open(config).infos.items():
         if info.has_max_act:
             raise ConfigError(f"dictionary {name!r} holds its max activations itself; expected one that does not")
     oracle, names = open_model(model, config)

@@ -3,12 +3,13 @@
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from saesteer import __version__
+from saesteer.config.config import OPTIONS
 from saesteer.errors import SaesteerError
 
 app = typer.Typer(
@@ -18,26 +19,13 @@ app = typer.Typer(
     help="Clamp features of sparse autoencoders, per request, inside a stock vLLM server.",
 )
 
-Dictionaries = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dictionary",
-        metavar="NAME=PLACE[@SITE]",
-        help="A dictionary and its name in requests: a path or hub id, @SITE if its files do not say it. Repeatable.",
-    ),
-]
-Vectors = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vector",
-        metavar="NAME=FILE",
-        help="Vectors and their name in requests: .safetensors, .npy, .gguf (control vector) or .pt. Repeatable.",
-    ),
-]
-Modules = Annotated[
-    list[str] | None,
-    typer.Option("--module", metavar="NAME=FILE", help="A spec as a JSON file, and its name in requests. Repeatable."),
-]
+
+def _flag(name: str) -> Any:
+    one = OPTIONS[name]
+    return typer.Option(one.flag, metavar=one.metavar, help=one.help)
+
+
+Dictionaries = Annotated[list[str] | None, _flag("dictionaries")]
 Settings = Annotated[
     str | None,
     typer.Option("--saesteer-config", metavar="FILE", help="All of these in a YAML file; flags win over it."),
@@ -75,40 +63,14 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model and dictionary.")],
     dictionary: Dictionaries = None,
-    sites: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sites",
-            metavar="SITE,...",
-            help="Sites to instrument beside those of the dictionaries; resid_post.all is every layer. Repeatable.",
-        ),
-    ] = None,
-    vector: Vectors = None,
-    module: Modules = None,
-    max_edits: Annotated[
-        int | None, typer.Option("--max-edits", help="Table entries that one request may use; default 64.")
-    ] = None,
-    pool_rows: Annotated[
-        int | None, typer.Option("--pool-rows", help="Slots for vectors at every site; default 64.")
-    ] = None,
-    inline_rows: Annotated[
-        int | None, typer.Option("--inline-rows", help="Vectors of a request's own at every site; default 1.")
-    ] = None,
-    max_dose: Annotated[
-        float | None,
-        typer.Option(
-            "--max-dose",
-            help="How much edits may change a token at a site, in lengths of the stream, such as 0.5; default any.",
-        ),
-    ] = None,
-    max_dose_action: Annotated[
-        str | None,
-        typer.Option(
-            "--max-dose-action",
-            metavar="clamp|refuse",
-            help="With a change above it: scale it down to it, or end its request with an error; default clamp.",
-        ),
-    ] = None,
+    sites: Annotated[list[str] | None, _flag("sites")] = None,
+    vector: Annotated[list[str] | None, _flag("vectors")] = None,
+    module: Annotated[list[str] | None, _flag("modules")] = None,
+    max_edits: Annotated[int | None, _flag("max_edits")] = None,
+    pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
+    inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
+    max_dose: Annotated[float | None, _flag("max_dose")] = None,
+    max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     saesteer_config: Settings = None,
     saesteer_admin_key: Annotated[
         str | None,

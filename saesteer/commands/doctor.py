@@ -63,7 +63,7 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
         raise ConfigError(f"doctor needs a dictionary for {model!r}: --dictionary NAME=PATH_OR_REPO[@SITE]")
     check(place, config)
     options = options or _options()
-    dictionaries = {name: f"{s.path}@{s.site}" if s.site else s.path for name, s in config.dictionaries.items()}
+    dictionaries = config.to_json()["dictionaries"]
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -160,7 +160,7 @@ def _options() -> dict[str, Any]:
     return {"max_model_len": 2048, "max_num_seqs": 16} | ({} if torch.cuda.is_available() else {"enforce_eager": True})
 
 
-def _oracle(place: str, dictionaries: dict[str, str]) -> Any:
+def _oracle(place: str, dictionaries: dict[str, Any]) -> Any:
     from transformers.utils import logging
 
     from saesteer import hf

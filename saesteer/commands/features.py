@@ -60,9 +60,7 @@ def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
     from saesteer import hf
 
     logging.disable_progress_bar()
-    sources = {name: config.dictionaries[name] for name in names}
-    paths = {name: f"{source.path}@{source.site}" if source.site else source.path for name, source in sources.items()}
-    return hf.Model(place, dictionaries=paths), names
+    return hf.Model(place, dictionaries={name: config.dictionaries[name] for name in names}), names
 
 
 def _show(coder: Any, one: Any) -> str:

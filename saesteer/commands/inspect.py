@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saesteer.config.config import unserved
+from saesteer.config.assets import unserved
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError

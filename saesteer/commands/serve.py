@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options, ensure_model
+from saesteer.config.assets import Assets
 from saesteer.config.config import KEY, DictionarySource, SaesteerConfig
-from saesteer.config.modules import check_modules
-from saesteer.dictionaries.vectors import check_vectors
 from saesteer.errors import ConfigError
 
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
@@ -43,19 +42,11 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
             request could use.
         LoadError: a file of a dictionary or of vectors is not what it should be.
     """
-    infos, vectors = config.describe(), config.read_vectors()
-    config.read_modules()
-    config.with_depth(1).all_sites(infos)
+    assets = Assets.open(config)
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
         return
-    from saesteer.engine.engine import check_fit
-
     shape = _text_config(model, flags)
-    width, layers = shape.hidden_size, shape.num_hidden_layers
-    config = config.with_depth(layers)
-    check_vectors(vectors, width=width, layers=layers)
-    check_fit(infos, config.all_sites(infos), width=width, layers=layers)
-    check_modules(config.catalog(infos, width=width))
+    assets.catalog(width=shape.hidden_size, layers=shape.num_hidden_layers)
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:

@@ -19,18 +19,18 @@ taken from there:
     max_dose_action: refuse
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from saesteer.config.config import DictionarySource, SaesteerConfig, VectorSource
+from saesteer.config.config import OPTIONS, SaesteerConfig
 from saesteer.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-
-Source = TypeVar("Source")
 
 
 def read_settings(
@@ -55,38 +55,32 @@ def read_settings(
     Raises:
         ConfigError: a word or the file is not of that form.
     """
-    told = SaesteerConfig.from_json({} if file is None else _read(Path(file)))
-    dictionary_form = "NAME=PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"
-    wire = told.to_json() | {name: limit for name, limit in limits.items() if limit is not None}
-    wire["sites"] = [*told.sites, *(site for word in sites for site in word.split(",") if site)]
-    wire["dictionaries"] = {
-        **told.dictionaries,
-        **_named("--dictionary", dictionaries, dictionary_form, DictionarySource.from_argument),
-    }
-    wire["vectors"] = {
-        **told.vectors,
-        **_named("--vector", vectors, "NAME=FILE, such as happy=happy.gguf", VectorSource),
-    }
-    wire["modules"] = {
-        **told.modules,
-        **_named("--module", modules, "NAME=FILE, such as golden-gate=golden-gate.json", str),
-    }
-    return SaesteerConfig.from_json(wire)
+    told = SaesteerConfig() if file is None else _read(Path(file))
+    words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    words["sites"] = [*told.sites, *(site for word in sites for site in word.split(",") if site)]
+    for name, places, example in (
+        ("dictionaries", dictionaries, "PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
+        ("vectors", vectors, "FILE, such as happy=happy.gguf"),
+        ("modules", modules, "FILE, such as golden-gate=golden-gate.json"),
+    ):
+        words[name] = {**getattr(told, name), **_named(OPTIONS[name].flag, places, f"NAME={example}")}
+    return told.changed(words)
 
 
-def _named(flag: str, words: Sequence[str], form: str, source: Callable[[str], Source]) -> dict[str, Source]:
-    found: dict[str, Source] = {}
+def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     for word in words:
         name, equals, place = word.partition("=")
         if not (name and equals and place):
             raise ConfigError(f"{flag} {word}: expected {form}")
         if name in found:
             raise ConfigError(f"{flag} {word}: the name {name!r} is taken by another {flag}")
-        found[name] = source(place)
+        found[name] = place
     return found
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> SaesteerConfig:
+    """What a file says; relative paths in it that exist beside the file are taken from there."""
     try:
         with file.expanduser().open("rb") as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
@@ -98,25 +92,19 @@ def _read(file: Path) -> Mapping[str, Any]:
         document = yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError, ValueError) as exc:
         raise ConfigError(f"--saesteer-config {file}: no YAML ({' '.join(str(exc).split())})") from exc
-    if document is None:
-        return {}
-    if not isinstance(document, Mapping):
+    if document is not None and not isinstance(document, Mapping):
         raise ConfigError(f"--saesteer-config {file}: holds a {type(document).__name__}, expected names and values")
     try:
-        return _from_beside(file.expanduser().parent, document)
+        told = SaesteerConfig.from_json(document or {})
     except ConfigError as exc:
         raise ConfigError(f"--saesteer-config {file}: {exc}") from exc
-
-
-def _from_beside(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with relative paths that exist beside the file taken from there."""
-    wire = SaesteerConfig.from_json(document).to_json()
-    for source in [*wire["dictionaries"].values(), *wire["vectors"].values()]:
-        source["path"] = _beside(folder, source["path"])
-    wire["modules"] = {
-        name: _beside(folder, source) if isinstance(source, str) else source for name, source in wire["modules"].items()
-    }
-    return wire
+    beside = partial(_beside, file.expanduser().parent)
+    return replace(
+        told,
+        dictionaries={name: replace(one, path=beside(one.path)) for name, one in told.dictionaries.items()},
+        vectors={name: replace(one, path=beside(one.path)) for name, one in told.vectors.items()},
+        modules={name: beside(one) if isinstance(one, str) else one for name, one in told.modules.items()},
+    )
 
 
 def _beside(folder: Path, path: str) -> str:

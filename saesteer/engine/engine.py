@@ -9,22 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saesteer.config.config import SaesteerConfig
-from saesteer.dictionaries.coder import CoderInfo
-from saesteer.dictionaries.vectors import VectorSet, check_vectors
+from saesteer.config.assets import Assets
+from saesteer.dictionaries.vectors import VectorSet
 from saesteer.engine.pool import Pool
 from saesteer.engine.registry import Registry, changed, rooms
 from saesteer.engine.table import Inline, Placement, Places, Row, make_row
 from saesteer.engine.weights import Site, load_site, scratch_for
-from saesteer.errors import ConfigError
 from saesteer.kernels import layout, ops
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
-from saesteer.language.sites import canonical, parse
+from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec
 from saesteer.planning.planner import plan
 
-__all__ = ["Engine", "Row", "Site", "check_fit"]
+__all__ = ["Engine", "Row", "Site"]
 
 
 class Published:
@@ -56,7 +54,7 @@ class Engine:
     All device tensors keep their addresses for life, as captured graphs need.
 
     Args:
-        config: what the operator asked for.
+        assets: what the operator asked for.
         width: of the model's residual stream.
         layers: of the model.
         dtype: of the model; the dictionaries' weights are held in it.
@@ -66,13 +64,13 @@ class Engine:
         positions: where the model's runner keeps each token's position in its request; default a tensor of our own.
 
     Raises:
-        ConfigError: a dictionary does not fit the model.
+        ConfigError: a dictionary, vector or module does not fit the model.
         LoadError: a weight file is not what it should be.
     """
 
     def __init__(
         self,
-        config: SaesteerConfig,
+        assets: Assets,
         *,
         width: int,
         layers: int,
@@ -82,12 +80,9 @@ class Engine:
         max_tokens: int,
         positions: Tensor | None = None,
     ) -> None:
-        config = config.with_depth(layers)
-        infos, vectors = config.describe(), config.read_vectors()
-        check_vectors(vectors, width=width, layers=layers)
-        names = config.all_sites(infos)
-        check_fit(infos, names, width=width, layers=layers)
-        self.config = config
+        catalog = assets.catalog(width=width, layers=layers)
+        self.config = config = assets.config
+        infos, names = assets.infos, assets.sites(layers)
         self.device = device
         self.dtype = dtype
         self.width = width
@@ -95,7 +90,6 @@ class Engine:
         self._pools: dict[str, Pool] = {}
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
         placements: dict[str, Placement] = {}
-        catalog = config.catalog(infos, width=width)
         reserved, named = rooms(catalog, config.pool_rows), {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
         self.site_numbers = torch.zeros(len(names), layout.SITE_STRIDE, dtype=torch.int32, device=device)
@@ -325,17 +319,3 @@ class Engine:
             site.dense_size,
             site.has_norms,
         )
-
-
-def check_fit(infos: Mapping[str, CoderInfo], sites: Sequence[str], *, width: int, layers: int) -> None:
-    """Refuse dictionaries and sites that the model does not have.
-
-    Raises:
-        ConfigError: naming the dictionary or site, and what the model has.
-    """
-    for name, info in infos.items():
-        if info.d_in != width:
-            raise ConfigError(f"dictionary {name!r} is {info.d_in} wide, but this model is {width} wide")
-    for site in sites:
-        if parse(site)[1] >= layers:
-            raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")

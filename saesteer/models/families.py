@@ -1,9 +1,9 @@
-"""The model families that are served: what their layers are called, and where in them the residual stream is met.
+"""The model families that are served: what their layers are called, and where in them each site is met.
 
 Data, and the one way to find a family's layers in a model. Knows no vLLM, no Transformers and no torch.
 """
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,23 +13,68 @@ Library = Literal["vllm", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
+class Tap:
+    """The module that a site's stream goes into or comes out of."""
+
+    module: str  # attribute of the layer; empty: the layer itself
+    side: Literal["in", "out"]
+    next: bool = False  # of the layer behind this one; behind the last layer it is the final norm
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Where a site is met in each library.
+
+    In vLLM a norm adds the last part to the stream before it reads it, and returns the sum: in front of the norm the
+    stream is two tensors, behind it one, which stock has rounded already.
+    """
+
+    vllm: Tap
+    transformers: Tap
+
+
+LLAMA = {
+    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
+    "resid_mid": Taps(Tap("post_attention_layernorm", "in"), Tap("post_attention_layernorm", "in")),
+    "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
+}
+# Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
+GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
+SERVED_KINDS = tuple(LLAMA)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Models with the same decoder layer, which adds to a residual stream twice: attention's part, then the MLP's."""
 
     name: str
     vllm: str  # class of the decoder layer
     transformers: str  # the same there
-    mid_norm: str  # the layer's attribute whose input is resid_mid: the norm in front of the MLP, in both libraries
+    sites: Mapping[str, Taps]  # by kind
+
+    def find(self, trunk: Any, library: Library, kind: str, layer: int) -> tuple[Any, str]:
+        """The module that meets a site, and the side of it where the stream is.
+
+        Args:
+            trunk: as ``find_trunk`` returns it.
+            library: that its classes come from.
+            kind: of the site.
+            layer: of the site.
+        """
+        tap: Tap = getattr(self.sites[kind], library)
+        place = layer + tap.next
+        if place == len(trunk.layers):
+            return trunk.norm, tap.side
+        return getattr(trunk.layers[place], tap.module) if tap.module else trunk.layers[place], tap.side
 
 
 FAMILIES = (
-    Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", "post_attention_layernorm"),
-    Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", "post_attention_layernorm"),
-    Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", "post_attention_layernorm"),
-    Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", "post_attention_layernorm"),
-    # Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
-    Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", "pre_feedforward_layernorm"),
-    Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", "pre_feedforward_layernorm"),
+    Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", LLAMA),
+    Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", LLAMA),
+    Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", LLAMA),
+    Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
+    Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
+    Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
 )
 
 

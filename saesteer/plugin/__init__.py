@@ -55,15 +55,9 @@ def require() -> None:
 
 def _install() -> None:
     from saesteer.plugin import contract
-    from saesteer.plugin.door import frontend, logs
     from saesteer.plugin.names import board
-    from saesteer.plugin.worker import worker
 
-    contract.check_contract(worker=False)
+    contract.install("every")
     board.announce()
-    logs.install()
-    frontend.install()
     if os.environ.get("SAESTEER_DISABLE") == "1":
         logging.getLogger("vllm.saesteer").warning("saesteer is disabled by SAESTEER_DISABLE=1: steering is refused")
-        return
-    worker.install()

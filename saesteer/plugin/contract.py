@@ -1,14 +1,24 @@
-"""The places where saesteer enters vLLM, with the signatures that it counts on. Knows no behaviour, only the contract.
+"""The seam to vLLM: one table of every function that saesteer replaces, calls or reads there. Knows no behaviour.
 
-Read in the sources of vLLM 0.26 to 0.33. A hook that is missing or changed is a refusal at start that names the vLLM
-version and the hook, since a wrap around something else would steer nothing, in silence.
+Read in the sources of vLLM 0.26 to 0.33. A function that is missing or has another signature is a refusal at start that
+names the vLLM version and the function, since a wrap around something else would steer nothing, in silence.
+
+A row says: the function with the leading parameters that saesteer passes or reads; who deals with it, as a place below
+``saesteer.plugin``; and why. A word in front of the place says how, where it is not a plain replacement:
+
+    door.logs:_of_params             the function is replaced by ``_of_params(function)``
+    late door.logs:_of_body          the same; older versions have no such function, and nothing that would need one
+    instance worker.worker:_wrap_v1  ``_wrap_v1`` replaces it on the one object that this process has
+    used results.failures:end        it is not replaced; the code there calls or reads it
 """
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, Literal, get_args
 
 from packaging.version import Version
 
@@ -16,30 +26,199 @@ from saesteer.errors import UnsupportedError
 
 KNOWN = (Version("0.26"), Version("0.34"))  # from, below
 
+# Each process of vLLM as it loads its plugins; where HTTP is answered; where Python asks (LLM); where the model runs.
+Process = Literal["every", "http", "offline", "worker"]
+PROCESSES: tuple[Process, ...] = get_args(Process)
+
+_OPENAI = "vllm.entrypoints.openai"
+_OUTPUTS = "vllm.v1.engine.output_processor"
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu"
+
+# (process, module[:class]) → rows. What stands further down is put in place later, around what stands above.
+_TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
+    ("every", "vllm.config:VllmConfig"): [
+        ("compute_hash()", "door.frontend:_salting_compile_cache", "the compile cache keeps our graphs apart"),
+    ],
+    ("every", "vllm.plugins"): [
+        ("load_endpoint_plugins(supported_tasks)", "door.frontend:_adding_admin_routes", "the admin routes"),
+    ],
+    ("every", "vllm.sampling_params:SamplingParams"): [
+        ("__repr__()", "door.logs:_of_params", "logs hold no vectors"),
+    ],
+    ("every", "vllm.renderers.base:BaseRenderer"): [
+        ("render_chat(conversations, chat_params, tok_params)", "door.conversation:_remembering", "messages"),
+        (
+            "render_chat_async(conversations, chat_params, tok_params)",
+            "door.conversation:_remembering_async",
+            "messages",
+        ),
+    ],
+    ("every", f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest"): [
+        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
+        ("to_beam_search_params()", "door.frontend:_refusing_beam_search", "refused there"),
+    ],
+    ("every", f"{_OPENAI}.completion.protocol:CompletionRequest"): [
+        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
+        ("to_beam_search_params()", "door.frontend:_refusing_beam_search", "refused there"),
+    ],
+    ("every", f"{_OPENAI}.responses.protocol:ResponsesRequest"): [
+        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
+    ],
+    ("every", "vllm.v1.engine.input_processor:InputProcessor"): [
+        ("__init__(vllm_config)", "door.frontend:_reading_catalog", "reads the catalog"),
+        (
+            "process_inputs(request_id, prompt, params)",
+            "door.frontend:_checking",
+            "checks every spec, keeps its KV apart",
+        ),
+    ],
+    ("every", "vllm.v1.engine.async_llm:AsyncLLM"): [
+        ("add_request(request_id, prompt, params)", "door.frontend:_asking_ahead", "finds chat messages"),
+        ("get_supported_tasks()", "door.frontend:_shaking_hands_async", "handshake, serving"),
+    ],
+    ("every", "vllm.v1.engine.llm_engine:LLMEngine"): [
+        ("get_supported_tasks()", "door.frontend:_shaking_hands", "handshake, offline"),
+        ("collective_rpc(method, timeout, args)", "used door.frontend:_shaking_hands", "handshake"),
+    ],
+    ("every", "vllm.v1.engine.core_client:AsyncMPClient"): [
+        ("_call_utility_async(method, args, engine)", "used names.rpc:ask_workers", "asks the workers of all engines"),
+    ],
+    ("every", "vllm.v1.core.kv_cache_utils"): [
+        (
+            "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",
+            "prefix_cache:_keying",
+            "blocks are keyed by their edits",
+        ),
+    ],
+    ("every", "vllm.v1.core.kv_cache_manager:KVCacheManager"): [
+        ("evict_blocks(block_ids)", "used results.failures:end", "a request fails"),
+    ],
+    ("every", "vllm.v1.core.sched.scheduler:Scheduler"): [
+        (
+            "update_from_output(scheduler_output, model_runner_output)",
+            "results.counts:_sending",
+            "counts leave at the end",
+        ),
+        ("finish_requests(request_ids, finished_status)", "used results.failures:end", "a request fails"),
+    ],
+    ("every", f"{_OUTPUTS}:OutputProcessor"): [
+        (
+            "add_request(request, prompt, parent_req, request_index, queue)",
+            "results.counts:_expecting",
+            "who waits for counts",
+        ),
+        ("add_request(request, prompt, parent_req)", "names.versions:keep_held", "what its names mean is kept"),
+        ("process_outputs(engine_core_outputs)", "results.counts:_receiving", "counts arrive"),
+        ("abort_requests(request_ids, internal)", "used results.failures:end_with", "what belongs to it ends"),
+    ],
+    ("every", f"{_OUTPUTS}:RequestState"): [
+        (
+            "_new_completion_output(token_ids, finish_reason, stop_reason)",
+            "results.counts:_telling",
+            "what was applied",
+        ),
+    ],
+    ("every", f"{_OUTPUTS}:RequestOutputCollector"): [
+        ("put(output)", "used results.failures:raise_there", "its caller hears of it"),
+    ],
+    ("every", "vllm.v1.worker.worker_base:WorkerWrapperBase"): [
+        ("init_device()", "worker.worker:_attaching", "attaches to the worker"),
+    ],
+    ("worker", "vllm.v1.worker.worker_base:WorkerBase"): [
+        ("compile_or_warm_up_model()", "instance worker.worker:attach", "every op was hit"),
+        ("sample_tokens(grammar_output)", "instance results.counts:attach", "counts leave"),
+    ],
+    ("worker", "vllm.model_executor.layers.layernorm"): [
+        ("RMSNorm.forward_native(x, residual)", "instance worker.layers:attach", "the op's place"),
+        ("GemmaRMSNorm.forward_native(x, residual)", "instance worker.layers:attach", "the op's place"),
+    ],
+    ("worker", _V1): [
+        ("AsyncGPUModelRunnerOutput.__init__(model_runner_output)", "used results.counts:attach", "counts leave, V1"),
+    ],
+    ("worker", f"{_V1}:GPUModelRunner"): [
+        ("_update_states(scheduler_output)", "instance worker.worker:_wrap_v1", "V1"),
+        ("_prepare_inputs(scheduler_output, num_scheduled_tokens)", "instance worker.worker:_wrap_v1", "V1"),
+        ("_dummy_run(num_tokens)", "instance worker.worker:_wrap_v1", "V1"),
+    ],
+    ("worker", f"{_V2}.async_utils"): [
+        ("AsyncOutput.__init__(model_runner_output)", "used results.counts:attach", "counts leave, V2"),
+    ],
+    ("worker", f"{_V2}.model_states.interface:ModelState"): [
+        ("add_request(req_index, new_req_data)", "instance worker.worker:_wrap_v2", "V2"),
+        ("remove_request(req_id)", "instance worker.worker:_wrap_v2", "V2"),
+        ("prepare_inputs(input_batch)", "instance worker.worker:_wrap_v2", "V2"),
+    ],
+    ("offline", "vllm.entrypoints.llm:LLM"): [
+        ("_run_engine(output_type)", "results.failures:_raising", "its caller hears of it, offline"),
+    ],
+    ("http", "vllm.entrypoints.serve.utils.request_logger:RequestLogger"): [
+        ("log_request_body(request)", "late door.logs:_of_body", "logs hold no vectors"),
+    ],
+    ("http", f"{_OPENAI}.chat_completion.serving:OpenAIServingChat"): [
+        ("chat_completion_full_generator(request, result_generator)", "http.bodies:_chat", "what was applied"),
+        ("chat_completion_stream_generator(request, result_generator)", "http.bodies:_chat_stream", "what was applied"),
+        ("create_chat_completion(request, raw_request)", "http.streams:_looking", "refusals of streams"),
+    ],
+    ("http", f"{_OPENAI}.completion.serving:OpenAIServingCompletion"): [
+        (
+            "request_output_to_completion_response(final_res_batch, request)",
+            "http.bodies:_completion",
+            "what was applied",
+        ),
+        (
+            "completion_stream_generator(request, engine_inputs, result_generator)",
+            "http.bodies:_completion_stream",
+            "what was applied",
+        ),
+        ("create_completion(request, raw_request)", "http.streams:_looking", "refusals of streams"),
+    ],
+    ("http", f"{_OPENAI}.responses.serving:OpenAIServingResponses"): [
+        (
+            "responses_full_generator(request, sampling_params, result_generator, context)",
+            "http.bodies:_response",
+            "what was applied",
+        ),
+        ("responses_stream_generator(request, sampling_params)", "http.bodies:_response_stream", "what was applied"),
+        ("create_responses(request, raw_request)", "http.streams:_looking", "refusals of streams"),
+    ],
+    ("http", f"{_OPENAI}.responses.context"): [
+        ("SimpleContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
+        ("ParsableContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
+        ("HarmonyContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
+    ],
+    ("http", f"{_OPENAI}.chat_completion.protocol:BatchChatCompletionRequest"): [
+        ("to_chat_completion_request(messages)", "http.bodies:_batch_request", "the body field"),
+    ],
+    ("http", f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch"): [
+        ("chat_completion_full_generator_batch(request, generators)", "http.bodies:_batch", "what was applied"),
+    ],
+    # This class inherits from OpenAIServingChat, so its rows stand behind those.
+    ("http", "vllm.entrypoints.anthropic.serving:AnthropicServingMessages"): [
+        ("create_messages(request, raw_request)", "http.anthropic:_answering", "refusals"),
+        ("create_chat_completion(request, raw_request)", "http.anthropic:_forwarding", "the body field"),
+        ("messages_full_converter(generator)", "http.anthropic:_whole", "what was applied"),
+        ("message_stream_converter(generator)", "http.anthropic:_stream", "what was applied"),
+        (
+            "chat_completion_stream_generator_raw(request, result_generator)",
+            "late http.anthropic:_objects",
+            "what was applied",
+        ),
+    ],
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One function of vLLM that saesteer wraps or calls.
+    """A row of the table."""
 
-    Args:
-        module: where it lives.
-        path: its name there, such as ``Class.method``.
-        parameters: leading parameter names that saesteer passes or reads, ``self`` left out.
-        why: what saesteer does there.
-        worker: it is needed where the model runs, and its module is imported only there.
-        server: the same, where HTTP is answered.
-        offline: the same, where Python asks.
-        late: older versions have it not, and nothing that would need the wrap.
-    """
-
+    process: Process
     module: str
-    path: str
-    parameters: tuple[str, ...]
+    path: str  # in the module, such as Class.method
+    parameters: tuple[str, ...]  # the leading ones, without self
+    use: str  # "", "late", "instance" or "used", as above
+    place: str  # module:function below saesteer.plugin
     why: str
-    worker: bool = False
-    server: bool = False
-    offline: bool = False
-    late: bool = False
 
     def exists(self) -> bool:
         """Whether this vLLM has it; asked of a late one alone."""
@@ -68,6 +247,28 @@ class Hook:
         assert callable(found)
         return found
 
+    def ours(self) -> Callable[..., Any]:
+        """What stands at ``place``."""
+        module, _, name = self.place.partition(":")
+        found: Callable[..., Any] = getattr(import_module(f"saesteer.plugin.{module}"), name)
+        return found
+
+    def replace(self) -> None:
+        """Put the replacement in place; it keeps the original as ``__wrapped__``.
+
+        A function that is no method is replaced in all modules that have imported it by name.
+        """
+        original = self.find()
+        replacement: Any = self.ours()(original)
+        replacement.__wrapped__ = original
+        owner, _, name = self.path.rpartition(".")
+        if owner:
+            setattr(getattr(import_module(self.module), owner), name, replacement)
+            return
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__dict__", {}).get(name) is original:
+                setattr(module, name, replacement)
+
     def _look_up(self) -> Any:
         found: Any = import_module(self.module)
         for name in self.path.split("."):
@@ -75,195 +276,20 @@ class Hook:
         return found
 
 
-_OPENAI = "vllm.entrypoints.openai"
-_V1 = "vllm.v1.worker.gpu_model_runner"
-_V2 = "vllm.v1.worker.gpu.model_states"
-_OUTPUTS = "vllm.v1.engine.output_processor"
-_NORMS = "vllm.model_executor.layers.layernorm"
+def _read() -> list[Hook]:
+    hooks = []
+    for (process, home), rows in _TABLE.items():
+        module, _, owner = home.partition(":")
+        for signature, who, why in rows:
+            name, _, parameters = signature.removesuffix(")").partition("(")
+            use, _, place = who.rpartition(" ")
+            path = f"{owner}.{name}" if owner else name
+            names = tuple(parameters.split(", ")) if parameters else ()
+            hooks.append(Hook(process, module, path, names, use, place, why))
+    return hooks
 
-HOOKS: dict[str, Hook] = {
-    hook.path: hook
-    for hook in (
-        Hook("vllm.config", "VllmConfig.compute_hash", (), "the compile cache keeps our graphs apart"),
-        Hook("vllm.v1.engine.input_processor", "InputProcessor.__init__", ("vllm_config",), "reads the catalog"),
-        Hook(
-            "vllm.v1.engine.input_processor",
-            "InputProcessor.process_inputs",
-            ("request_id", "prompt", "params"),
-            "checks every spec and keeps its KV apart",
-        ),
-        *(
-            Hook(
-                "vllm.renderers.base",
-                f"BaseRenderer.{name}",
-                ("conversations", "chat_params", "tok_params"),
-                "messages",
-            )
-            for name in ("render_chat", "render_chat_async")
-        ),
-        Hook("vllm.v1.engine.llm_engine", "LLMEngine.get_supported_tasks", (), "handshake, offline"),
-        Hook("vllm.v1.engine.llm_engine", "LLMEngine.collective_rpc", ("method", "timeout", "args"), "handshake"),
-        Hook(
-            "vllm.v1.engine.async_llm",
-            "AsyncLLM.add_request",
-            ("request_id", "prompt", "params"),
-            "finds chat messages",
-        ),
-        Hook("vllm.v1.engine.async_llm", "AsyncLLM.get_supported_tasks", (), "handshake, serving"),
-        Hook(
-            "vllm.v1.engine.core_client",
-            "AsyncMPClient._call_utility_async",
-            ("method", "args", "engine"),
-            "asks the workers of all engines",
-        ),
-        Hook("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",), "the admin routes"),
-        Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", (), "attaches to the worker"),
-        Hook("vllm.v1.worker.worker_base", "WorkerBase.compile_or_warm_up_model", (), "every op was hit"),
-        Hook("vllm.v1.worker.worker_base", "WorkerBase.sample_tokens", ("grammar_output",), "counts leave"),
-        Hook(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.update_from_output",
-            ("scheduler_output", "model_runner_output"),
-            "counts go with a request's last output",
-        ),
-        Hook(
-            "vllm.v1.core.sched.scheduler",
-            "Scheduler.finish_requests",
-            ("request_ids", "finished_status"),
-            "a request fails",
-        ),
-        Hook(
-            "vllm.v1.core.kv_cache_utils",
-            "generate_block_hash_extra_keys",
-            ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
-            "blocks are keyed by their edits",
-        ),
-        Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks", ("block_ids",), "a request fails"),
-        Hook(
-            _OUTPUTS,
-            "OutputProcessor.add_request",
-            ("request", "prompt", "parent_req", "request_index", "queue"),
-            "who waits for counts",
-        ),
-        Hook(_OUTPUTS, "OutputProcessor.process_outputs", ("engine_core_outputs",), "counts arrive"),
-        Hook(_OUTPUTS, "OutputProcessor.abort_requests", ("request_ids", "internal"), "what belongs to it ends"),
-        Hook(_OUTPUTS, "RequestOutputCollector.put", ("output",), "its caller hears of it"),
-        Hook("vllm.entrypoints.llm", "LLM._run_engine", ("output_type",), "the same, offline", offline=True),
-        Hook(
-            _OUTPUTS,
-            "RequestState._new_completion_output",
-            ("token_ids", "finish_reason", "stop_reason"),
-            "what was applied",
-        ),
-        Hook(_V1, "AsyncGPUModelRunnerOutput.__init__", ("model_runner_output",), "counts leave, V1", worker=True),
-        Hook(
-            "vllm.v1.worker.gpu.async_utils",
-            "AsyncOutput.__init__",
-            ("model_runner_output",),
-            "counts leave, V2",
-            worker=True,
-        ),
-        Hook(f"{_V2}.interface", "ModelState.add_request", ("req_index", "new_req_data"), "V2", worker=True),
-        Hook(f"{_V2}.interface", "ModelState.remove_request", ("req_id",), "V2", worker=True),
-        Hook(f"{_V2}.interface", "ModelState.prepare_inputs", ("input_batch",), "V2", worker=True),
-        Hook(_V1, "GPUModelRunner._update_states", ("scheduler_output",), "V1", worker=True),
-        Hook(_V1, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens"), "V1", worker=True),
-        Hook(_V1, "GPUModelRunner._dummy_run", ("num_tokens",), "V1", worker=True),
-        *(
-            Hook(_NORMS, f"{norm}.forward_native", ("x", "residual"), "the op's place", worker=True)
-            for norm in ("RMSNorm", "GemmaRMSNorm")
-        ),
-        *(
-            Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_sampling_params", (), "the body field")
-            for module, name in (
-                ("chat_completion", "ChatCompletionRequest"),
-                ("completion", "CompletionRequest"),
-                ("responses", "ResponsesRequest"),
-            )
-        ),
-        *(
-            Hook(f"{_OPENAI}.{module}.protocol", f"{name}.to_beam_search_params", (), "refused there")
-            for module, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
-        ),
-        *(
-            Hook(f"{_OPENAI}.{module}.serving", f"{path}_generator", parameters, "what was applied", server=True)
-            for module, path, parameters in (
-                ("chat_completion", "OpenAIServingChat.chat_completion_full", ("request", "result_generator")),
-                ("chat_completion", "OpenAIServingChat.chat_completion_stream", ("request", "result_generator")),
-                (
-                    "completion",
-                    "OpenAIServingCompletion.completion_stream",
-                    ("request", "engine_inputs", "result_generator"),
-                ),
-                (
-                    "responses",
-                    "OpenAIServingResponses.responses_full",
-                    ("request", "sampling_params", "result_generator", "context"),
-                ),
-                ("responses", "OpenAIServingResponses.responses_stream", ("request", "sampling_params")),
-            )
-        ),
-        Hook(
-            f"{_OPENAI}.completion.serving",
-            "OpenAIServingCompletion.request_output_to_completion_response",
-            ("final_res_batch", "request"),
-            "what was applied",
-            server=True,
-        ),
-        *(
-            Hook(f"{_OPENAI}.{module}.serving", path, ("request", "raw_request"), "refusals of streams", server=True)
-            for module, path in (
-                ("chat_completion", "OpenAIServingChat.create_chat_completion"),
-                ("completion", "OpenAIServingCompletion.create_completion"),
-                ("responses", "OpenAIServingResponses.create_responses"),
-            )
-        ),
-        *(
-            Hook("vllm.entrypoints.anthropic.serving", f"AnthropicServingMessages.{path}", parameters, why, server=True)
-            for path, parameters, why in (
-                ("create_messages", ("request", "raw_request"), "refusals"),
-                ("create_chat_completion", ("request", "raw_request"), "the body field"),
-                ("messages_full_converter", ("generator",), "what was applied"),
-                ("message_stream_converter", ("generator",), "what was applied"),
-            )
-        ),
-        Hook(
-            "vllm.entrypoints.anthropic.serving",
-            "AnthropicServingMessages.chat_completion_stream_generator_raw",
-            ("request", "result_generator"),
-            "what was applied",
-            server=True,
-            late=True,
-        ),
-        Hook(
-            f"{_OPENAI}.chat_completion.protocol",
-            "BatchChatCompletionRequest.to_chat_completion_request",
-            ("messages",),
-            "the body field",
-            server=True,
-        ),
-        Hook(
-            f"{_OPENAI}.chat_completion.batch_serving",
-            "OpenAIServingChatBatch.chat_completion_full_generator_batch",
-            ("request", "generators"),
-            "what was applied",
-            server=True,
-        ),
-        Hook("vllm.sampling_params", "SamplingParams.__repr__", (), "logs hold no vectors"),
-        Hook(
-            "vllm.entrypoints.serve.utils.request_logger",
-            "RequestLogger.log_request_body",
-            ("request",),
-            "logs hold no vectors",
-            server=True,
-            late=True,
-        ),
-        *(
-            Hook(f"{_OPENAI}.responses.context", f"{name}.append_output", ("output",), "what was applied", server=True)
-            for name in ("SimpleContext", "ParsableContext", "HarmonyContext")
-        ),
-    )
-}
+
+HOOKS: tuple[Hook, ...] = tuple(_read())
 
 
 def vllm_version() -> str:
@@ -276,31 +302,30 @@ def vllm_version() -> str:
     raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
 
 
-def check_contract(*, worker: bool = False, server: bool = False, offline: bool = False) -> None:
-    """Look the hooks up: those that every process needs, or those of a worker, an HTTP server or LLM alone.
+def check(process: Process) -> list[Hook]:
+    """The rows of a process, each checked.
 
     Raises:
-        UnsupportedError: an unknown vLLM version, or a hook that is missing or changed.
+        UnsupportedError: an unknown vLLM version, or a function that is missing or changed.
     """
     version = vllm_version()
     if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
         raise UnsupportedError(
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
-    for hook in HOOKS.values():
-        here = (hook.worker, hook.server, hook.offline) == (worker, server, offline)
-        if here and (not hook.late or hook.exists()):
-            hook.find()
+    hooks = [hook for hook in HOOKS if hook.process == process and (hook.use != "late" or hook.exists())]
+    for hook in hooks:
+        hook.find()
+    return hooks
 
 
-def wrap(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the hooked method or function by ``make(original)``; the original stays as ``__wrapped__``."""
-    hook = HOOKS[path]
-    owner_name, _, method = path.rpartition(".")
-    owner: Any = import_module(hook.module)
-    if owner_name:
-        owner = getattr(owner, owner_name)
-    original = hook.find()
-    replacement = make(original)
-    replacement.__wrapped__ = original  # type: ignore[attr-defined]
-    setattr(owner, method, replacement)
+@cache
+def install(process: Process) -> None:
+    """Check the rows of a process, then put their replacements in place; a second call does nothing.
+
+    Raises:
+        UnsupportedError: as ``check``; nothing has been replaced then.
+    """
+    for hook in check(process):
+        if hook.use in ("", "late"):
+            hook.replace()

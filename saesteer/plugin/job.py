@@ -55,7 +55,7 @@ def run(
     model: str,
     batches: Sequence[Batch],
     *,
-    dictionaries: Mapping[str, str] | None,
+    dictionaries: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     verbose: bool = False,
 ) -> list[list[Answer]]:

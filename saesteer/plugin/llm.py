@@ -1,5 +1,6 @@
 """``saesteer.LLM``: vLLM's offline engine, with dictionaries at start and a spec for each prompt."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from saesteer import plugin
 from saesteer.config.config import KEY, DoseAction, SaesteerConfig
 from saesteer.errors import UnsupportedError
 from saesteer.language.spec import Spec, as_spec
+from saesteer.plugin.door import frontend
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
 
@@ -20,7 +22,8 @@ class LLM(vllm.LLM):
 
     Args:
         model: as vLLM takes it.
-        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong.
+        dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
+            ``{"path": ..., "site": ...}``.
         sites: sites to instrument beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -41,7 +44,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
-        dictionaries: Mapping[str, str] | None = None,
+        dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
@@ -52,20 +55,20 @@ class LLM(vllm.LLM):
         **kwargs: Any,
     ) -> None:
         plugin.require()
-        config = SaesteerConfig.from_json(
-            {
-                "dictionaries": {name: str(path) for name, path in (dictionaries or {}).items()},
-                "sites": list(sites),
-                "max_edits": max_edits,
-                "vectors": dict(vectors or {}),
-                "modules": dict(modules or {}),
-                "inline_rows": inline_rows,
-                "max_dose": max_dose,
-                "max_dose_action": max_dose_action,
-            }
-        )
-        config.with_depth(1).catalog(config.describe())
-        additional = {**(kwargs.pop("additional_config", None) or {}), KEY: config.to_json()}
+        wishes = {
+            "dictionaries": dictionaries or {},
+            "sites": sites,
+            "max_edits": max_edits,
+            "vectors": vectors or {},
+            "modules": modules or {},
+            "inline_rows": inline_rows,
+            "max_dose": max_dose,
+            "max_dose_action": max_dose_action,
+        }
+        wire = SaesteerConfig.from_json(wishes).to_json()
+        frontend.opened.cache_clear()  # files may have changed since the last one
+        frontend.opened(json.dumps(wire))
+        additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}
         super().__init__(model=model, additional_config=additional, **kwargs)
         if not getattr(self.llm_engine, "saesteer_agreed", False) and os.environ.get("SAESTEER_DISABLE") != "1":
             raise UnsupportedError("the engine started without saesteer's handshake, so nothing would be steered")

@@ -13,27 +13,14 @@ Wraps, in the process that schedules:
     generate_block_hash_extra_keys   also in modules that have imported it by name
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
-from saesteer.plugin import contract
 
 RUNS = f"{KEY}_runs"  # next to the spec in extra_args, from the front end to the scheduler (admission.keyed)
-_HOOK = "generate_block_hash_extra_keys"
-
-
-def install() -> None:
-    """Installs the wrap, also in modules that have imported the function by name."""
-    original = contract.HOOKS[_HOOK].find()
-    contract.wrap(_HOOK, _keying)
-    wrapped = contract.HOOKS[_HOOK].find()
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__dict__", {}).get(_HOOK) is original:
-            setattr(module, _HOOK, wrapped)
 
 
 def runs_of(request: Any) -> Sequence[Run]:

@@ -10,7 +10,7 @@ Original = Callable[..., Any]
 def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
     """Turns a function of an original and the original's arguments into one that replaces an original."""
 
-    @wraps(stand_in)
+    @wraps(stand_in, updated=())
     def wrap(original: Original) -> Original:
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -18,4 +18,5 @@ def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
 
         return call
 
+    del wrap.__wrapped__  # its signature is its own
     return wrap

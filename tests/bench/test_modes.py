@@ -20,6 +20,7 @@ from bench.deltas import METRICS, TARGETS, Figures, Run, figures, paired, summar
 from bench.dummy import MODELS, cache_bytes, tokenizer_folder, weight_bytes
 from bench.engines import memory, options, settings
 from bench.offline import Times, drive
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
@@ -131,8 +132,8 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
 ) -> None:
     monkeypatch.setattr("bench.engines.FEATURES", 128 if model != "tiny" else 16384)
     shape = Shape.of(model)
-    config = SaesteerConfig.from_json(settings(model, tmp_path)).with_depth(shape.layers)
-    catalog = config.catalog(config.describe(), width=shape.width)
+    assets = Assets.open(SaesteerConfig.from_json(settings(model, tmp_path)))
+    catalog = assets.catalog(width=shape.width, layers=shape.layers)
     asked = specs(Load(name, 3, 6, 2, 16, 8), shape)
     if name in ("disabled", "idle"):
         assert asked == [None] * (2 + 6)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from saesteer.commands import serve
 from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, DictionarySource, DoseAction, SaesteerConfig, VectorSource
+from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError, SaesteerError
 from saesteer.language.sites import KINDS
@@ -103,7 +105,8 @@ def test_a_file_says_all(place: Path) -> None:
     assert config.modules["golden"] == str(place / "module.json")
     assert (config.sites, config.max_edits, config.pool_rows, config.inline_rows) == (("resid_post.all",), 32, 8, 1)
     assert (config.max_dose, config.max_dose_action) == (2.0, "clamp")
-    vectors, modules = config.read_vectors(), config.read_modules()
+    modules = read_modules(config.modules, dictionaries=config.dictionaries, vectors=config.vectors)
+    vectors = Assets.open(replace(config, dictionaries={}, modules={})).vectors
     assert (vectors["happy"].layers, vectors["sentiment"].layers) == (None, (0, 1, 2, 3))
     assert (vectors["sentiment"].bias, vectors["happy"].width) == (-0.5, 64)
     assert modules["golden"] == from_json(MODULE)
@@ -134,23 +137,27 @@ def test_words_win_over_the_file(place: Path) -> None:
 
 
 def test_every_layer_is_known_with_the_model() -> None:
-    config = read_settings([], ["resid_post.all,resid_mid.1"]).with_depth(3)
-    assert config.sites == ("resid_post.0", "resid_post.1", "resid_post.2", "resid_mid.1")
-    assert config.with_depth(9) == config
+    config = read_settings([], ["resid_post.all,resid_mid.1"])
+    assert config.sites == ("resid_post.all", "resid_mid.1")
+    sites = Assets.open(config).sites(3)
+    assert sites == ("resid_post.0", "resid_mid.1", "resid_post.1", "resid_post.2")
+    assert Assets.open(read_settings([], sites)).sites(9) == sites
 
 
 def test_the_fingerprint_follows_the_content(place: Path) -> None:
     config = read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"])
-    seen = [config.fingerprint()]
-    assert read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"]).fingerprint() in seen
+    seen = [Assets.open(config).fingerprint]
+    same = read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"])
+    assert Assets.open(same).fingerprint in seen
     vector(place / "happy.npy", 64, seed=1)
-    seen.append(config.fingerprint())
+    seen.append(Assets.open(config).fingerprint)
     (place / "module.json").write_text(json.dumps(MODULE).replace("4.0", "4.5"))
-    seen.append(config.fingerprint())
-    seen.append(replace(config, vectors={"happy": replace(config.vectors["happy"], bias=1.0)}).fingerprint())
-    seen.append(replace(config, pool_rows=65).fingerprint())
-    seen += [replace(config, max_dose=0.5, max_dose_action=action).fingerprint() for action in get_args(DoseAction)]
-    seen.append(replace(config, max_dose=0.25).fingerprint())
+    seen.append(Assets.open(config).fingerprint)
+    seen.append(Assets.open(replace(config, vectors={"happy": replace(config.vectors["happy"], bias=1.0)})).fingerprint)
+    seen.append(Assets.open(replace(config, pool_rows=65)).fingerprint)
+    doses = [replace(config, max_dose=0.5, max_dose_action=action) for action in get_args(DoseAction)]
+    seen += [Assets.open(one).fingerprint for one in doses]
+    seen.append(Assets.open(replace(config, max_dose=0.25)).fingerprint)
     assert len(set(seen)) == 8
 
 
@@ -170,13 +177,13 @@ WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
     ({"vectors": ["=x"]}, "--vector =x: expected NAME=FILE"),
     ({"vectors": ["a=x", "a=y"]}, "the name 'a' is taken by another --vector"),
     ({"modules": ["a="]}, "--module a=: expected NAME=FILE"),
-    ({"vectors": ["a\nb=x"]}, "saesteer.vectors has the name 'a\\nb', expected 1 to 128 printable"),
-    ({"modules": [f"{'a' * 129}=x"]}, "saesteer.modules has the name"),
+    ({"vectors": ["a\nb=x"]}, "saesteer.vectors has a wrong name: got 'a\\nb', expected a name of 1 to 128 printable"),
+    ({"modules": [f"{'a' * 129}=x"]}, "saesteer.modules has a wrong name: got 'aaaa"),
     ({"sites": ["resid_post.every"]}, "'resid_post.every' is not a site"),
     ({"sites": ["all"]}, "'all' is not a site"),
-    ({"pool_rows": -1}, "saesteer.pool_rows is -1, expected 0 to 65536"),
-    ({"pool_rows": 65537}, "expected 0 to 65536"),
-    ({"inline_rows": 65}, "saesteer.inline_rows is 65, expected 0 to 64"),
+    ({"pool_rows": -1}, "saesteer.pool_rows: got -1, expected an integer from 0 to 65536"),
+    ({"pool_rows": 65537}, "got 65537, expected an integer from 0 to 65536"),
+    ({"inline_rows": 65}, "saesteer.inline_rows: got 65, expected an integer from 0 to 64"),
     ({"file": "/no/such.yaml"}, "--saesteer-config /no/such.yaml: cannot be read (No such file or directory)"),
 ]
 
@@ -194,36 +201,45 @@ WRONG_FILES: list[tuple[str, str]] = [
     ("[1]", "holds a list, expected names and values"),
     ("a: [", "no YAML"),
     ("a: !!python/object/apply:os.system ['echo']", "no YAML"),
-    ("dictionary: {}", "an unknown field 'dictionary'; known: dictionaries, sites, max_edits, vectors"),
+    (
+        "dictionary: {}",
+        "saesteer.dictionary: is not a field (did you mean 'dictionaries'?), expected only dictionaries, sites",
+    ),
     ("vectors: {a: x}\nvectors: {b: y}", "the key 'vectors' stands twice"),
     ("vectors: {a: x, a: y}", "the key 'a' stands twice"),
-    ("vectors: [x]", "saesteer.vectors is a list of 1, expected an object of name: place"),
-    ("vectors: {1: x}", "saesteer.vectors has the name 1"),
-    ("vectors: {a: 1}", "vector 'a' is 1, expected a path or {'path': ..., 'bias': ...}"),
-    ("vectors: {a: {path: x, site: y}}", "vector 'a' is"),
-    ("vectors: {a: {path: x, bias: .nan}}", "vector 'a' has the bias nan, expected a finite number"),
-    ("vectors: {a: {path: x, bias: true}}", "vector 'a' has the bias true"),
-    ("modules: {a: 1}", "module 'a' is 1, expected the path of a JSON file or a spec"),
-    ("dictionaries: {a: {path: 1}}", "dictionary 'a' is"),
-    ("sites: resid_post.3", "saesteer.sites is 'resid_post.3', expected a list"),
-    ("sites: 3", "saesteer.sites is 3, expected a list"),
-    ("max_edits: '64'", "saesteer.max_edits is '64', expected 1 to 4096"),
-    ("pool_rows: true", "saesteer.pool_rows is true"),
-    ("max_dose: .inf", "saesteer.max_dose is inf, expected a number above 0, 1000000 at most"),
-    ("max_dose: .nan", "saesteer.max_dose is nan"),
-    ("max_dose: -0.0", "saesteer.max_dose is -0.0"),
-    ("max_dose: 1000001", "saesteer.max_dose is 1000001"),
-    ("max_dose: true", "saesteer.max_dose is true"),
-    ("max_dose: '1'", "saesteer.max_dose is '1'"),
-    ("max_dose: [1]", "saesteer.max_dose is a list of 1"),
-    ("{max_dose: 1, max_dose_action: warn}", "saesteer.max_dose_action is 'warn', expected clamp or refuse"),
-    ("{max_dose: 1, max_dose_action: [clamp]}", "saesteer.max_dose_action is a list of 1"),
+    ("vectors: [x]", "saesteer.vectors: got a list of 1, expected an object of name: place"),
+    ("vectors: {1: x}", "saesteer.vectors has a wrong name: got 1, expected a name"),
+    ("vectors: {a: 1}", "saesteer.vectors.a: got 1, expected a path or {'path': ..., 'bias': ...}"),
+    (
+        "vectors: {a: {path: x, site: y}}",
+        "saesteer.vectors.a: got an object of 2, expected a path or {'path': ..., 'bias': ...}",
+    ),
+    ("vectors: {a: {path: x, bias: .nan}}", "saesteer.vectors.a.bias: got nan, expected a finite number"),
+    ("vectors: {a: {path: x, bias: true}}", "saesteer.vectors.a.bias: got true, expected a number"),
+    ("modules: {a: 1}", "saesteer.modules.a: got 1, expected the path of a JSON file or a spec"),
+    ("dictionaries: {a: {path: 1}}", "saesteer.dictionaries.a.path: got 1, expected a text"),
+    ("sites: resid_post.3", "saesteer.sites: got 'resid_post.3', expected a list"),
+    ("sites: 3", "saesteer.sites: got 3, expected a list"),
+    ("max_edits: '64'", "saesteer.max_edits: got '64', expected an integer"),
+    ("pool_rows: true", "saesteer.pool_rows: got true, expected an integer"),
+    ("max_dose: .inf", "saesteer.max_dose: got inf, expected a finite number"),
+    ("max_dose: .nan", "saesteer.max_dose: got nan, expected a finite number"),
+    ("max_dose: -0.0", "saesteer.max_dose: got -0.0, expected a number above 0, 1000000 at most"),
+    ("max_dose: 1000001", "saesteer.max_dose: got 1000001, expected a number above 0, 1000000 at most"),
+    ("max_dose: true", "saesteer.max_dose: got true, expected a number"),
+    ("max_dose: '1'", "saesteer.max_dose: got '1', expected a number"),
+    ("max_dose: [1]", "saesteer.max_dose: got a list of 1, expected a number"),
+    ("{max_dose: 1, max_dose_action: warn}", "saesteer.max_dose_action: got 'warn', expected one of clamp, refuse"),
+    (
+        "{max_dose: 1, max_dose_action: [clamp]}",
+        "saesteer.max_dose_action: got a list of 1, expected one of clamp, refuse",
+    ),
     (
         "max_dose_action: clamp",
-        "saesteer.max_dose_action is 'clamp' without saesteer.max_dose, expected both",
+        "saesteer.max_dose_action: got 'clamp' without saesteer.max_dose, expected both",
     ),
     ("&a [*a]", "holds a list"),
-    (BOMB, "saesteer.sites is a list of 9, expected a list of sites"),
+    (BOMB, "saesteer.sites[0]: got a list of 1, expected a name"),
     ("\x00", "no YAML"),
     ("[" * 50_000, "no YAML"),
     (" " * ((1 << 20) + 1), "more than 1048576 bytes"),

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from saesteer.commands.inspect import report
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
 from saesteer.loaders import arrays, describe, files, load, max_act
@@ -172,8 +173,8 @@ def test_the_same_files_are_the_same_dictionary_on_every_node(tmp_path: Path) ->
         SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}, "sites": ["resid_mid.1"]})
         for place in places
     ]
-    assert len({config.fingerprint() for config in configs}) == 1
-    assert replace(configs[0], sites=()).fingerprint() != configs[0].fingerprint()
+    assert len({Assets.open(config).fingerprint for config in configs}) == 1
+    assert Assets.open(replace(configs[0], sites=())).fingerprint != Assets.open(configs[0]).fingerprint
 
 
 def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:

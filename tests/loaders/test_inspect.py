@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from saesteer.commands.inspect import report
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import RANKED, Activation, InNorm
 from saesteer.errors import ConfigError, LoadError, SpecError
@@ -49,8 +50,8 @@ def served(place: Path | str, *edits: Any) -> bool:
     """Whether a server with this dictionary takes a request with these edits."""
     config = SaesteerConfig.from_json({"dictionaries": {"d": str(place)}})
     try:
-        infos = config.describe()
-        plan(from_json({"edits": list(edits)}), config.catalog(infos), 20)
+        assets = Assets.open(config)
+        plan(from_json({"edits": list(edits)}), assets.catalog(width=assets.infos["d"].d_in, layers=99), 20)
     except (ConfigError, SpecError):
         return False
     return True
@@ -108,7 +109,7 @@ def test_a_site_that_is_not_served(site: str, tmp_path: Path) -> None:
         "served: one of resid_pre, resid_mid, resid_post read and written"
     )
     with pytest.raises(ConfigError, match=f"dictionary 'd' reads {site} and writes {site}, which is not served"):
-        SaesteerConfig.from_json({"dictionaries": {"d": f"{tmp_path}/made.safetensors"}}).describe()
+        Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{tmp_path}/made.safetensors"}}))
 
 
 def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp
         "served: as many read as written"
     ]
     with pytest.raises(ConfigError, match="dictionary 'd' reads 24 numbers and writes 12"):
-        SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}).describe()
+        Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}))
 
 
 @pytest.mark.parametrize("skip_first", [0, 1, 3])

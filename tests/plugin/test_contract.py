@@ -1,6 +1,11 @@
 """Every hook point of the installed vLLM is what saesteer counts on, and a changed one is a refusal that names it."""
 
-from typing import Any, ClassVar
+import inspect
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, ClassVar, get_args
 
 import pytest
 
@@ -11,23 +16,86 @@ from tests.plugin import conftest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from saesteer import plugin
 from saesteer.plugin import contract  # needs vLLM
 from saesteer.plugin.door import admission, frontend
 
 
-@pytest.mark.parametrize("place", ["", "worker", "server", "offline"])
-def test_the_installed_vllm_keeps_the_contract(place: str) -> None:
-    contract.check_contract(**({place: True} if place else {}))
+@pytest.mark.parametrize("process", contract.PROCESSES)
+def test_the_installed_vllm_keeps_the_contract(process: contract.Process) -> None:
+    contract.check(process)
+
+
+def test_the_table_is_the_whole_seam() -> None:
+    """Each place in it exists and takes what the row says; whoever wraps or calls vLLM is in it, once a function."""
+    for hook in contract.HOOKS:
+        print(f"{hook.process:8}{hook.module}.{hook.path}({', '.join(hook.parameters)})  {hook.use} {hook.place}")
+        ours = hook.ours()
+        owner, _, name = hook.path.rpartition(".")
+        if hook.use in ("", "late"):
+            assert list(inspect.signature(ours).parameters) == ["original"]
+        else:  # it stands there by name, or for a constructor what is read of the object
+            said = inspect.getsource(sys.modules[ours.__module__])
+            assert any(word in said for word in ((*hook.parameters,) if name == "__init__" else (name, owner or name)))
+    assert {hook.use for hook in contract.HOOKS} == {"", "late", "instance", "used"}
+    assert {hook.process for hook in contract.HOOKS} == set(get_args(contract.Process))
+    twice = Counter((hook.module, hook.path, hook.place) for hook in contract.HOOKS)
+    assert max(twice.values()) == 1
+    makers = {hook.place for hook in contract.HOOKS if hook.use in ("", "late")}
+    rooms = {hook.place.partition(":")[0] for hook in contract.HOOKS}
+    for room in rooms:
+        for name, one in vars(sys.modules[f"saesteer.plugin.{room}"]).items():
+            if inspect.isfunction(one) and list(inspect.signature(one).parameters) == ["original"]:
+                assert f"{one.__module__.removeprefix('saesteer.plugin.')}:{name}" in makers, f"{name} is put nowhere"
+
+
+def test_the_rows_are_put_in_place_once() -> None:
+    plugin.register()
+    plugin.register()
+    contract.install("every")
+    wraps = Counter((hook.module, hook.path) for hook in contract.check("every") if hook.use in ("", "late"))
+    assert len(wraps) > 15
+    for hook in contract.check("every"):
+        found: Any = hook.find()
+        depth = 0
+        while getattr(found, "__globals__", {}).get("__name__", "").startswith("saesteer.plugin."):
+            found, depth = found.__wrapped__, depth + 1
+        assert depth == wraps[hook.module, hook.path], hook.path
+
+
+def test_a_function_is_replaced_where_it_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    home: Any = ModuleType("home")
+    user: Any = ModuleType("user")
+    exec("def f(x): return x\nclass C:\n    def m(self, x): return x", vars(home))
+    user.f = home.f
+    monkeypatch.setitem(sys.modules, "home", home)
+    monkeypatch.setitem(sys.modules, "user", user)
+    stock = home.f, home.C.m
+    for path in ("f", "C.m"):
+        contract.Hook("every", "home", path, ("x",), "", "prefix_cache:_keying", "").replace()
+    assert (home.f.__wrapped__, home.C.m.__wrapped__) == stock
+    assert user.f is home.f
+
+
+def test_a_function_that_an_older_vllm_has_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = contract.Hook("http", "vllm.config", "VllmConfig.from_later", (), "late", "door.logs:_of_body", "nothing")
+    monkeypatch.setattr(contract, "HOOKS", (late, replace(late, path="VllmConfig.compute_hash")))
+    assert [hook.path for hook in contract.check("http")] == ["VllmConfig.compute_hash"]
+    monkeypatch.setattr(contract, "HOOKS", (replace(late, use=""),))
+    with pytest.raises(UnsupportedError, match=r"has no vllm\.config\.VllmConfig\.from_later"):
+        contract.check("http")
 
 
 def test_a_missing_hook_is_named_with_the_version() -> None:
-    gone = contract.Hook("vllm.config", "VllmConfig.compute_hush", (), "nothing")
+    gone = contract.Hook("every", "vllm.config", "VllmConfig.compute_hush", (), "", "", "nothing")
     with pytest.raises(UnsupportedError, match=rf"vLLM {contract.vllm_version()}.*compute_hush".replace("+", r"\+")):
         gone.find()
 
 
 def test_a_changed_signature_is_named() -> None:
-    changed = contract.Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("batch",), "V1")
+    changed = contract.Hook(
+        "worker", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("batch",), "instance", "", "V1"
+    )
     with pytest.raises(UnsupportedError, match=r"_update_states\(scheduler_output"):
         changed.find()
 
@@ -35,7 +103,7 @@ def test_a_changed_signature_is_named() -> None:
 def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "vllm_version", lambda: "0.40.1")
     with pytest.raises(UnsupportedError, match=r"0\.40\.1"):
-        contract.check_contract(worker=False)
+        contract.check("every")
 
 
 class _Config:
@@ -76,19 +144,20 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
 
 
 def test_a_worker_that_disagrees_is_refused() -> None:
+    from saesteer.config.assets import Assets
     from saesteer.config.config import SaesteerConfig
 
-    config = SaesteerConfig()
-    frontend._agree(config, [{"version": __version__, "fingerprint": frontend.fingerprint(config)}])
+    assets = Assets.open(SaesteerConfig())
+    frontend._agree(assets, [{"version": __version__, "fingerprint": frontend.fingerprint(assets)}])
     with pytest.raises(ConfigError, match="another saesteer"):
-        frontend._agree(config, [{"version": "0.0.0", "fingerprint": ""}])
+        frontend._agree(assets, [{"version": "0.0.0", "fingerprint": ""}])
 
 
 def test_a_disabled_server_refuses_instead_of_ignoring(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _Config({"saesteer": {"sites": ["resid_post.3"]}})
-    assert frontend.config_of(config) is not None
+    assert frontend.assets_of(config) is not None
     monkeypatch.setenv("SAESTEER_DISABLE", "1")
-    assert frontend.config_of(config) is None, "without a catalog every spec is refused, see above"
+    assert frontend.assets_of(config) is None, "without a catalog every spec is refused, see above"
 
 
 def test_an_op_that_never_ran_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:

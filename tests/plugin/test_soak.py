@@ -20,6 +20,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, as_spec
@@ -74,7 +75,7 @@ def server(server_flags: list[str], log: Path) -> Iterator[Served]:
 def catalog(dictionaries: Dictionaries) -> Catalog:
     """What requests may name there."""
     config = SaesteerConfig.from_json({**dictionaries.options, "inline_rows": 2})
-    return config.catalog(config.describe(), width=WIDTH)
+    return Assets.open(config).catalog(width=WIDTH, layers=30)
 
 
 def right_spec(draw: random.Random, catalog: Catalog) -> dict[str, Any]:

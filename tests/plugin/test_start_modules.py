@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.commands import serve
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.spec import from_json
@@ -108,12 +109,12 @@ def in_front_end(folder: Path, edits: list[Any]) -> None:
     model = SimpleNamespace(
         hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
     )  # all of a VllmConfig that is asked for
-    frontend._names(config(folder, m=edits), SimpleNamespace(model_config=model, parallel_config=None))
+    frontend._names(Assets.open(config(folder, m=edits)), SimpleNamespace(model_config=model, parallel_config=None))
 
 
 def over_http(folder: Path, edits: list[Any]) -> None:
-    known = config(folder).with_depth(LAYERS)
-    names = Names(known.catalog(known.describe(), width=WIDTH), pool_rows=8, layers=LAYERS)
+    known = Assets.open(config(folder)).catalog(width=WIDTH, layers=LAYERS)
+    names = Names(known, pool_rows=8, layers=LAYERS)
     asyncio.run(names.put_module(Workers(), "m", from_json({"edits": edits})))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
 from saesteer.planning.plan import Window
-from saesteer.plugin import contract
 from saesteer.plugin.wrap import Original, around
 
 CONVERSATION = "saesteer_conversation"  # key in the engine's input, of which vLLM reads only its own keys
@@ -78,12 +77,6 @@ class Conversation:
             why = f"rendered alone, the messages up to there differ from the prompt at token {same}"
             fail(at, "not_served", f"{what}: {why}, expected {expected}")
         return len(beginning)
-
-
-def install() -> None:
-    """Installs the wraps."""
-    contract.wrap("BaseRenderer.render_chat", _remembering)
-    contract.wrap("BaseRenderer.render_chat_async", _remembering_async)
 
 
 def conversation_of(prompt: Any) -> Conversation | None:

@@ -19,69 +19,51 @@ from functools import cache, wraps
 from typing import Any
 
 from saesteer import __version__
+from saesteer.config.assets import Assets
 from saesteer.config.config import KEY, SaesteerConfig
-from saesteer.config.modules import check_modules
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.planning.messages import named
-from saesteer.plugin import contract, prefix_cache
-from saesteer.plugin.door import conversation as conversations
+from saesteer.plugin import contract
+from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Known, admit, resolved, without_ours
 from saesteer.plugin.door.conversation import conversation_of
-from saesteer.plugin.http import anthropic, bodies, streams
+from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
-from saesteer.plugin.results import counts, failures, metrics
+from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
 
 
-def install() -> None:
-    """Put the wraps in place."""
-    contract.wrap("InputProcessor.__init__", _reading_catalog)
-    contract.wrap("InputProcessor.process_inputs", _checking)
-    contract.wrap("AsyncLLM.add_request", _asking_ahead)
-    conversations.install()
-    counts.install()
-    prefix_cache.install()
-    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
-        contract.wrap(f"{request}.to_sampling_params", _forwarding_body_field)
-    for request in ("ChatCompletionRequest", "CompletionRequest"):
-        contract.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
-    contract.wrap("VllmConfig.compute_hash", _salting_compile_cache)
-    contract.wrap("load_endpoint_plugins", _adding_admin_routes)
-    versions.install()
-    contract.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
-    contract.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
-
-
-def config_of(vllm_config: Any) -> SaesteerConfig | None:
-    """What the operator configured; None on a server without saesteer, or with SAESTEER_DISABLE=1."""
+def assets_of(vllm_config: Any) -> Assets | None:
+    """What the operator configured, opened once a process; None without saesteer, or with SAESTEER_DISABLE=1."""
     additional = vllm_config.additional_config
     raw = additional.get(KEY) if isinstance(additional, Mapping) else None
     if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
         return None
-    return SaesteerConfig.from_json(raw)
+    return opened(json.dumps(raw, default=str))
 
 
 @cache
-def _fingerprint(wire: str) -> str:
-    return SaesteerConfig.from_json(json.loads(wire)).fingerprint()
+def opened(wire: str) -> Assets:
+    """The assets of a wire form, as JSON."""
+    return Assets.open(SaesteerConfig.from_json(json.loads(wire)))
 
 
-def fingerprint(config: SaesteerConfig) -> str:
-    """Digest of saesteer's version and all that its graphs and caches depend on; files are looked at once."""
-    return hashlib.sha256((__version__ + _fingerprint(json.dumps(config.to_json()))).encode()).hexdigest()
+def fingerprint(assets: Assets) -> str:
+    """Digest of saesteer's version and all that its graphs and caches depend on."""
+    return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
 def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
     @wraps(original)
     def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
         stock = original(self, *args, **kwargs)
-        config = config_of(self)
-        if config is None:
+        assets = assets_of(self)
+        if assets is None:
             return stock
-        return hashlib.sha256((stock + fingerprint(config)).encode()).hexdigest()[: len(stock)]
+        return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
 
     return compute_hash
 
@@ -89,25 +71,23 @@ def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
 def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        config = config_of(vllm_config)
-        if config is not None:
+        assets = assets_of(vllm_config)
+        if assets is not None:
             refuse_unservable(vllm_config)
-        self.saesteer_config = config
-        self.saesteer_names = None if config is None else _names(config, vllm_config)
+        self.saesteer_config = None if assets is None else assets.config
+        self.saesteer_names = None if assets is None else _names(assets, vllm_config)
         self.saesteer_known = Known()
-        self.saesteer_fingerprint = "" if config is None else fingerprint(config)
+        self.saesteer_fingerprint = "" if assets is None else fingerprint(assets)
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
 
 
-def _names(config: SaesteerConfig, vllm_config: Any) -> versions.Names:
+def _names(assets: Assets, vllm_config: Any) -> versions.Names:
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers = model.hf_text_config.num_hidden_layers
-    config = config.with_depth(layers)
-    catalog = config.catalog(config.describe(), width=model.get_hidden_size())
-    check_modules(catalog)
-    return versions.Names(catalog, pool_rows=config.pool_rows, layers=layers, board=board)
+    catalog = assets.catalog(width=model.get_hidden_size(), layers=layers)
+    return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 
 def refuse_unservable(vllm_config: Any) -> None:
@@ -265,8 +245,8 @@ def _refusing_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_beam_search_params
 
 
-def _agree(config: SaesteerConfig, statuses: list[Any]) -> None:
-    expected = {"version": __version__, "fingerprint": fingerprint(config)}
+def _agree(assets: Assets, statuses: list[Any]) -> None:
+    expected = {"version": __version__, "fingerprint": fingerprint(assets)}
     for status in statuses:
         if status != expected:
             raise ConfigError(f"a worker runs another saesteer or other dictionaries: {status}, expected {expected}")
@@ -281,14 +261,14 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_supported_tasks(self: Any) -> Any:
         tasks = original(self)
         # LLM asks this for every request: what is settled is not read again.
-        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
-        if config is not None:
-            failures.install_offline()  # here LLM has been imported, if it is used at all
+        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+        if assets is not None:
+            contract.install("offline")  # here LLM has been imported, if it is used at all
             try:
                 statuses = self.collective_rpc("saesteer_status")
             except Exception as exc:
                 raise _lost(exc) from exc
-            _agree(config, statuses)
+            _agree(assets, statuses)
             self.saesteer_agreed = True
         return tasks
 
@@ -299,18 +279,18 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def get_supported_tasks(self: Any) -> Any:
         tasks = await original(self)
-        config = None if getattr(self, "saesteer_agreed", False) else config_of(self.vllm_config)
-        if config is not None:
-            bodies.install()  # whoever asks this awaits answers over HTTP
-            streams.install()
-            anthropic.install()
+        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+        if assets is not None:
+            contract.install("http")  # whoever asks this awaits answers over HTTP
+            metrics.install()
+            logs.filter_streams()
             metrics.pools(self.input_processor.saesteer_names.usage())
             self.input_processor.saesteer_names.begin()
             try:
                 statuses = await ask_workers(self, "saesteer_status")
             except Exception as exc:
                 raise _lost(exc) from exc
-            _agree(config, statuses)
+            _agree(assets, statuses)
             self.saesteer_agreed = True
         return tasks
 

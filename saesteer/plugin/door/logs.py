@@ -16,11 +16,9 @@ from typing import Any
 from saesteer.config.config import KEY
 from saesteer.language.fields import show
 from saesteer.language.spec import OPS
-from saesteer.plugin import contract
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_BODY = "RequestLogger.log_request_body"
 _OF_STREAMS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
@@ -28,17 +26,10 @@ _OF_STREAMS = (
 )
 
 
-def install() -> None:
-    """Installs the wrap that every process needs."""
-    contract.wrap("SamplingParams.__repr__", _of_params)
-
-
-def install_server() -> None:
-    """Installs the wraps of a process that answers HTTP: at DEBUG, newer versions of vLLM print whole bodies."""
+def filter_streams() -> None:
+    """Keep refusals and bodies with a spec out of what vLLM's serving classes log; safe to call again."""
     for name in _OF_STREAMS:
         logging.getLogger(name).addFilter(_is_fit)
-    if contract.HOOKS[_BODY].exists():
-        contract.wrap(_BODY, _of_body)
 
 
 def summary(wire: Any) -> str:
@@ -63,6 +54,7 @@ def _of_params(original: Original, self: Any) -> str:
 
 @around
 def _of_body(original: Original, self: Any, request: Any) -> None:
+    """Newer versions of vLLM print whole bodies when they log at DEBUG."""
     short: dict[str, Any] = {}
     if KEY in (getattr(request, "model_extra", None) or ()):
         short[KEY] = summary(request.model_extra[KEY])

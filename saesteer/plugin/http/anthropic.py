@@ -18,26 +18,12 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin import contract
 from saesteer.plugin.http.bodies import OutputRecorder, is_steered
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_OWN = "AnthropicServingMessages"
 _FIELD = f',"{KEY}":'  # as bodies.py writes it; in a text the quotes would be escaped
 _ENDS = "event: message_delta\n"
-
-
-@cache
-def install() -> None:
-    """Installs the wraps, after those of bodies.py and streams.py, which they call; safe to call again."""
-    contract.wrap(f"{_OWN}.create_messages", _answering)
-    contract.wrap(f"{_OWN}.create_chat_completion", _forwarding)
-    contract.wrap(f"{_OWN}.messages_full_converter", _whole)
-    contract.wrap(f"{_OWN}.message_stream_converter", _stream)
-    chunks = f"{_OWN}.chat_completion_stream_generator_raw"
-    if contract.HOOKS[chunks].exists():
-        contract.wrap(chunks, _objects)
 
 
 @around

@@ -11,39 +11,13 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from functools import cache
 from typing import Any
 
 from saesteer.config.config import KEY
-from saesteer.plugin import contract
-from saesteer.plugin.door import logs
-from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
-
-
-@cache
-def install() -> None:
-    """Installs the wraps in a process that answers HTTP; safe to call again.
-
-    Raises:
-        UnsupportedError: a hook is missing or changed.
-    """
-    contract.check_contract(server=True)
-    metrics.install()
-    logs.install_server()
-    contract.wrap("OpenAIServingChat.chat_completion_full_generator", _chat)
-    contract.wrap("OpenAIServingChat.chat_completion_stream_generator", _chat_stream)
-    contract.wrap("OpenAIServingCompletion.request_output_to_completion_response", _completion)
-    contract.wrap("OpenAIServingCompletion.completion_stream_generator", _completion_stream)
-    contract.wrap("OpenAIServingResponses.responses_full_generator", _response)
-    contract.wrap("OpenAIServingResponses.responses_stream_generator", _response_stream)
-    contract.wrap("BatchChatCompletionRequest.to_chat_completion_request", _batch_request)
-    contract.wrap("OpenAIServingChatBatch.chat_completion_full_generator_batch", _batch)
-    for context in ("SimpleContext", "ParsableContext", "HarmonyContext"):
-        contract.wrap(f"{context}.append_output", _remembering)
 
 
 def is_steered(request: Any) -> bool:

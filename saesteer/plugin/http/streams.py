@@ -11,11 +11,9 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
-from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-from saesteer.plugin import contract
 from saesteer.plugin.http.bodies import is_steered
 from saesteer.plugin.wrap import Original, around
 
@@ -37,14 +35,6 @@ class _Admission:
 
 
 _admission: ContextVar[_Admission | None] = ContextVar("saesteer_admission", default=None)
-
-
-@cache
-def install() -> None:
-    """Installs the wraps in a process that answers HTTP; safe to call again."""
-    contract.wrap("OpenAIServingChat.create_chat_completion", _looking)
-    contract.wrap("OpenAIServingCompletion.create_completion", _looking)
-    contract.wrap("OpenAIServingResponses.create_responses", _looking)
 
 
 def admitted() -> None:

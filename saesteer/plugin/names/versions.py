@@ -26,7 +26,6 @@ from saesteer.language.fields import text
 from saesteer.language.spec import Spec
 from saesteer.planning.digests import Kind, Name, names_in
 from saesteer.planning.plan import Catalog
-from saesteer.plugin import contract
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.changes import Given, check_gone, check_put, of, read
 from saesteer.plugin.names.rpc import ask_workers
@@ -309,8 +308,3 @@ def keep_held(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return add_request
-
-
-def install() -> None:
-    """Put the front end's wrap in place."""
-    contract.wrap("OutputProcessor.add_request", keep_held)

@@ -25,7 +25,6 @@ from saesteer.engine.engine import Published
 from saesteer.engine.table import Row
 from saesteer.kernels import layout
 from saesteer.planning.applied import count
-from saesteer.plugin import contract
 from saesteer.plugin.results import failures, metrics
 from saesteer.plugin.wrap import Original, around
 
@@ -132,14 +131,6 @@ def attach(worker: Any, steering: Any) -> None:
         return output
 
     worker.sample_tokens = sample_tokens
-
-
-def install() -> None:
-    """Installs the wraps of the scheduler and the front end."""
-    contract.wrap("Scheduler.update_from_output", _sending)
-    contract.wrap("OutputProcessor.add_request", _expecting)
-    contract.wrap("OutputProcessor.process_outputs", _receiving)
-    contract.wrap("RequestState._new_completion_output", _telling)
 
 
 @around

@@ -12,7 +12,6 @@ For the rest of the batch, it is as if a client had disconnected during its answ
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -21,7 +20,6 @@ from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin import contract
 from saesteer.plugin.prefix_cache import edited_blocks
 from saesteer.plugin.results import metrics
 from saesteer.plugin.wrap import Original, around
@@ -159,17 +157,6 @@ def _asked(state: Any) -> str:
     """The id of the whole request, of which a state may be one choice."""
     found: str = state.request_id if state.parent_req is None else state.parent_req.request_id
     return found
-
-
-@cache
-def install_offline() -> None:
-    """Makes vLLM's LLM raise the refusals of its requests; safe to call again.
-
-    Raises:
-        UnsupportedError: the hook is missing or changed.
-    """
-    contract.check_contract(offline=True)
-    contract.wrap("LLM._run_engine", _raising)
 
 
 @around

@@ -129,15 +129,8 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
 
 
 def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edited]]:
-    kind, layer = parse(site.name)
-    layers = trunk.layers
-    if kind == "resid_mid":
-        return getattr(layers[layer], family.mid_norm), _BeforeNorm
-    if kind == "resid_pre":
-        assert layer == 0, "other resid_pre are resid_post of the layer before"
-        return layers[0].input_layernorm, _BeforeNorm
-    assert kind == "resid_post", site.name
-    return (trunk.norm if layer + 1 == len(layers) else layers[layer + 1].input_layernorm), _AfterNorm
+    norm, side = family.find(trunk, "vllm", *parse(site.name))
+    return norm, _AfterNorm if side == "out" else _BeforeNorm
 
 
 def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:

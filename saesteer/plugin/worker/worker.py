@@ -10,7 +10,7 @@ Wraps, on instances after the worker has built its runner:
 
 import logging
 from collections.abc import Callable
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from operator import or_
 from typing import Any
 
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer import __version__
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.assets import Assets
+from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
@@ -35,40 +36,30 @@ logger = logging.getLogger("vllm.saesteer")
 _RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
 
 
-def install() -> None:
-    """Put the wraps on the worker classes in place."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    contract.wrap("WorkerWrapperBase.init_device", _attaching)
-    WorkerBase.saesteer_status = status
-    WorkerBase.saesteer_names = changes.make_version
-
-
 def status(self: Any) -> dict[str, str]:
     """What this worker runs, for the handshake; called by name over collective_rpc."""
-    config = frontend.config_of(self.vllm_config)
-    served = config is not None and hasattr(self, "saesteer")
-    return {"version": __version__, "fingerprint": frontend.fingerprint(config) if served and config else ""}
+    assets = frontend.assets_of(self.vllm_config) if hasattr(self, "saesteer") else None
+    return {"version": __version__, "fingerprint": "" if assets is None else frontend.fingerprint(assets)}
 
 
 def _attaching(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def init_device(self: Any) -> None:
         original(self)
-        config = frontend.config_of(self.vllm_config)
-        if config is not None:
-            attach(self.worker, config)
+        assets = frontend.assets_of(self.vllm_config)
+        if assets is not None:
+            attach(self.worker, assets)
 
     return init_device
 
 
-def attach(worker: Any, config: SaesteerConfig) -> None:
+def attach(worker: Any, assets: Assets) -> None:
     """Wrap this worker and its runner; the model is not loaded yet.
 
     Raises:
         UnsupportedError: a hook is missing or changed.
     """
-    contract.check_contract(worker=True)
+    contract.install("worker")
     runner = worker.model_runner
     load_model = runner.load_model
     warm_up = worker.compile_or_warm_up_model
@@ -76,7 +67,7 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
     @wraps(load_model)
     def load_with_dictionaries(*args: Any, **kwargs: Any) -> Any:
         loaded = load_model(*args, **kwargs)
-        worker.saesteer = steering = _build(runner, config)
+        worker.saesteer = steering = _build(runner, assets)
         if hasattr(runner, "model_state"):
             _wrap_v2(runner.model_state, steering)
         else:
@@ -92,12 +83,14 @@ def attach(worker: Any, config: SaesteerConfig) -> None:
 
     runner.load_model = load_with_dictionaries
     worker.compile_or_warm_up_model = warm_up_and_check
+    # Called by name over collective_rpc.
+    worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(changes.make_version, worker)
 
 
-def _build(runner: Any, config: SaesteerConfig) -> "Steering":
+def _build(runner: Any, assets: Assets) -> "Steering":
     model_config, scheduler = runner.vllm_config.model_config, runner.vllm_config.scheduler_config
     engine = Engine(
-        config,
+        assets,
         width=model_config.get_hidden_size(),
         layers=model_config.hf_text_config.num_hidden_layers,
         dtype=model_config.dtype,

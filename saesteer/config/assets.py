@@ -1,0 +1,125 @@
+"""What stands in the files that a configuration names, each opened once. Knows no flag, no request and no device."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.config.modules import check_modules, read_modules
+from saesteer.dictionaries.coder import CoderInfo
+from saesteer.dictionaries.vectors import VectorSet, check_vectors
+from saesteer.errors import ConfigError
+from saesteer.language.sites import canonical, expand_sites, order, parse
+from saesteer.language.spec import Spec
+from saesteer.loaders import describe
+from saesteer.loaders.vectors import read_vectors
+from saesteer.models.families import SERVED_KINDS
+from saesteer.planning.plan import Catalog
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assets:
+    """A configuration with what its files hold; made by ``Assets.open``."""
+
+    config: SaesteerConfig
+    infos: Mapping[str, CoderInfo]  # of the dictionaries, from their headers, with the operator's site in place
+    vectors: Mapping[str, VectorSet]
+    modules: Mapping[str, Spec]  # each a right spec that names what this server has
+
+    @classmethod
+    def open(cls, config: SaesteerConfig) -> "Assets":
+        """Look at every file once. Weights of dictionaries stay unread.
+
+        Raises:
+            ConfigError: a dictionary or site that this version cannot serve, a dictionary whose site nobody named, or a
+                module that cannot be read, is wrong, names what is not there, or uses itself.
+            LoadError: a file that is not what it should be.
+        """
+        infos = {name: _placed(name, source) for name, source in config.dictionaries.items()}
+        vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
+        for site in config.sites:
+            if site.partition(".")[0] not in SERVED_KINDS:
+                raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
+        return cls(config, infos, vectors, read_modules(config.modules, dictionaries=infos, vectors=vectors))
+
+    def sites(self, layers: int) -> tuple[str, ...]:
+        """Canonical names of all instrumented sites of a model, as a forward pass comes to them.
+
+        Those of the dictionaries, resid_post of every layer that a vector has a row for, and those that were named.
+        """
+        wanted = [str(info.site_in) for info in self.infos.values()] + [*expand_sites(self.config.sites, layers)]
+        wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
+        return tuple(sorted({canonical(site) for site in wanted}, key=order))
+
+    def catalog(self, *, width: int, layers: int) -> Catalog:
+        """What requests may name on a server with this model.
+
+        Args:
+            width: of the model's stream.
+            layers: of the model.
+
+        Raises:
+            ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
+                use.
+        """
+        check_vectors(self.vectors, width=width, layers=layers)
+        for name, info in self.infos.items():
+            if info.d_in != width:
+                raise ConfigError(f"dictionary {name!r} is {info.d_in} wide, but this model is {width} wide")
+        sites = self.sites(layers)
+        for site in sites:
+            if parse(site)[1] >= layers:
+                raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
+        catalog = Catalog(
+            dictionaries=self.infos,
+            sites=frozenset(sites),
+            max_entries=self.config.max_edits,
+            vectors=self.vectors,
+            modules=self.modules,
+            width=width,
+            inline_rows=self.config.inline_rows,
+        )
+        check_modules(catalog)
+        return catalog
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of all that decides which ops stand where in the compiled graph, and what they read.
+
+        Files count by what they hold, so machines that keep the same ones in other places agree.
+        """
+        facts = [
+            replace(self.config, dictionaries={}, vectors={}, modules={}).to_json(),
+            {name: replace(info, source="").to_json() for name, info in self.infos.items()},
+            {name: found.fingerprint for name, found in self.vectors.items()},
+            {name: spec.to_json() for name, spec in self.modules.items()},
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def unserved(info: CoderInfo) -> str | None:
+    """Why no server can hold a dictionary, as its files are; None where one can, or would if the site were named."""
+    site, not_served = info.site_in, "which is not served by this version"
+    if info.d_in != info.d_out:
+        return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
+    if site is None or info.site_out is None or (site == info.site_out and site.partition(".")[0] in SERVED_KINDS):
+        return None
+    served = f"served: one of {', '.join(SERVED_KINDS)} read and written"
+    return f"reads {site} and writes {info.site_out}, {not_served}; {served}"
+
+
+def _placed(name: str, source: DictionarySource) -> CoderInfo:
+    info = describe(source.path)
+    if source.site:
+        parse(source.site)
+        info = replace(info, site_in=source.site, site_out=source.site)
+    if info.site_in is None or info.site_out is None:
+        raise ConfigError(
+            f"dictionary {name!r}: the files in {source.path} do not say where they belong; "
+            f"name the site, as in --dictionary {name}={source.path}@resid_post.20"
+        )
+    if why := unserved(info):
+        raise ConfigError(f"dictionary {name!r} {why}")
+    parse(info.site_in)
+    return info
