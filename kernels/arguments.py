@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,42 +11,84 @@ from saesteer.kernels import layout
 from saesteer.kernels.edit.configs import MAX_WIDTH
 from saesteer.kernels.step.updates import News
 
+if TYPE_CHECKING:
+    from saesteer.kernels.bound import Bound
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTS = (torch.int32, torch.int64)
 
 
-def check_edit(
-    stream: Tensor,
-    second: Tensor | None,
-    norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
-    counts: Tensor,
-    kinds: Tensor,
-    scratch: Tensor,
-    form: int,
-    dense_size: int,
-) -> None:
-    """Arguments of ops.edit_.
+def check_bound(bound: Bound) -> None:
+    """The tensors of a site, once for all calls.
 
     Raises:
         ValueError: naming the tensor, what it is and what was expected.
     """
+    slots, width, tokens = bound.b_enc.shape[0], bound.w_dec.shape[-1], bound.work.shape[0] - 1
+    for name in ("w_dec", "w_enc"):
+        weights = getattr(bound, name)
+        fits = weights.shape == (slots, width) and 1 <= width <= MAX_WIDTH
+        _need(
+            fits and weights.is_contiguous() and weights.dtype in _FLOATS,
+            weights,
+            name,
+            f"contiguous bf16, fp16 or fp32 [{slots} slots, {width}], width 1 to {MAX_WIDTH}",
+        )
+    for name in ("b_enc", "threshold"):
+        vector = getattr(bound, name)
+        _need(
+            vector.shape == (slots,) and vector.dtype == torch.float32 and vector.is_contiguous(),
+            vector,
+            name,
+            f"contiguous fp32 [{slots} slots]",
+        )
+    b_dec = bound.b_dec
     _need(
-        stream.dim() == 2 and stream.is_contiguous() and stream.dtype in _FLOATS and 1 <= stream.shape[1] <= MAX_WIDTH,
+        b_dec.dim() == 2 and b_dec.shape[1] == width and b_dec.dtype == torch.float32 and b_dec.is_contiguous(),
+        b_dec,
+        "b_dec",
+        f"contiguous fp32 [dictionaries, {width}]",
+    )
+    _need(bound.index.shape == (1,) and bound.index.dtype == torch.int32, bound.index, "index", "int32 [1]")
+    _check_table(bound.table)
+    _check_work(bound.work)
+    for name, dtypes in (("positions", _INTS), ("cells", (torch.int32,))):
+        of_tokens = getattr(bound, name)
+        _need(
+            of_tokens.dim() == 1
+            and of_tokens.shape[0] >= tokens
+            and of_tokens.dtype in dtypes
+            and of_tokens.is_contiguous(),
+            of_tokens,
+            name,
+            f"contiguous {' or '.join(map(str, dtypes))} [{tokens} tokens or more]",
+        )
+    kinds, scratch = bound.kinds, bound.scratch
+    _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
+    words = layout.scratch_words(width, bound.dense_size, layout.TILE) if bound.w_enc.is_cuda else 0
+    _need(
+        scratch.dim() == 1 and scratch.shape[0] >= words and scratch.dtype == torch.float32 and scratch.is_contiguous(),
+        scratch,
+        "scratch",
+        f"contiguous fp32 [{words} or more]",
+    )
+
+
+def check_edit(
+    stream: Tensor, second: Tensor | None, norm_weight: Tensor | None, counts: Tensor, bound: Bound, form: int
+) -> None:
+    """Arguments of one call of ops.edit_ at this site.
+
+    Raises:
+        ValueError: naming the tensor, what it is and what was expected.
+    """
+    width = bound.w_dec.shape[1]
+    _need(
+        stream.dim() == 2 and stream.shape[1] == width and stream.is_contiguous() and stream.dtype in _FLOATS,
         stream,
         "stream",
-        f"contiguous bf16, fp16 or fp32 [tokens, width], width 1 to {MAX_WIDTH}",
+        f"contiguous bf16, fp16 or fp32 [tokens, {width}]",
     )
-    width = stream.shape[1]
     if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
         raise ValueError(f"form {form} with second {second if second is None else 'given'}: expected 0 without, 1 or 2")
     if second is not None:
@@ -52,61 +96,11 @@ def check_edit(
             second.shape == stream.shape and second.dtype == stream.dtype and second.is_contiguous(),
             second,
             "second",
-            f"contiguous {stream.dtype} {tuple(stream.shape)}, as the stream",
+            f"contiguous {stream.dtype} {tuple(stream.shape)}, like the stream",
         )
     if norm_weight is not None:
         _need(norm_weight.shape == (width,) and norm_weight.is_contiguous(), norm_weight, "norm_weight", f"[{width}]")
-    slots = b_enc.shape[0]
-    for name, weights in (("w_enc", w_enc), ("w_dec", w_dec)):
-        _need(
-            weights.shape == (slots, width) and weights.is_contiguous() and weights.dtype in _FLOATS,
-            weights,
-            name,
-            f"contiguous bf16, fp16 or fp32 [{slots} slots, {width}]",
-        )
-    for name, vector in (("b_enc", b_enc), ("threshold", threshold)):
-        _need(
-            vector.shape == (slots,) and vector.dtype == torch.float32 and vector.is_contiguous(),
-            vector,
-            name,
-            f"fp32 [{slots} slots]",
-        )
-    _need(
-        b_dec.dim() == 2 and b_dec.shape[1] == width and b_dec.dtype == torch.float32 and b_dec.is_contiguous(),
-        b_dec,
-        "b_dec",
-        f"contiguous fp32 [dictionaries, {width}]",
-    )
-    _need(site.shape == (1,) and site.dtype == torch.int32, site, "site", "int32 [1]")
-    _check_table(table)
-    _check_work(work)
-    _need(
-        positions.dim() == 1
-        and positions.shape[0] >= min(stream.shape[0], work.shape[0] - 1)
-        and positions.dtype in _INTS
-        and positions.is_contiguous(),
-        positions,
-        "positions",
-        f"contiguous int32 or int64 [{min(stream.shape[0], work.shape[0] - 1)} tokens or more]",
-    )
-    _need(
-        cells.dim() == 1
-        and cells.shape[0] >= work.shape[0] - 1
-        and cells.dtype == torch.int32
-        and cells.is_contiguous(),
-        cells,
-        "cells",
-        f"int32 [{work.shape[0] - 1} tokens or more]",
-    )
-    _check_counts(counts, table)
-    _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
-    words = layout.scratch_words(width, dense_size, layout.TILE) if stream.is_cuda else 0
-    _need(
-        scratch.dim() == 1 and scratch.shape[0] >= words and scratch.dtype == torch.float32 and scratch.is_contiguous(),
-        scratch,
-        "scratch",
-        f"fp32 [{words} or more]",
-    )
+    _check_counts(counts, bound.table)
 
 
 def check_map(
@@ -162,14 +156,12 @@ def check_map(
         raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, places of `work`")
 
 
-def check_publish(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
     """Arguments of ops.publish_.
 
     Raises:
         ValueError: naming the tensor, what it is and what was expected.
     """
-    _check_work(work)
-    _check_table(table)
     _check_counts(counts, table)
     _need(counts.t().is_contiguous(), counts, "counts", "the columns of a contiguous tensor")
     _need(steps.shape == (1,) and steps.dtype == torch.int32, steps, "steps", "int32 [1]")

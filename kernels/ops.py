@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels.arguments import check_edit, check_map, check_publish
+from saesteer.kernels.bound import bound_at
 from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
 from saesteer.kernels.step.updates import News
 
@@ -23,24 +24,11 @@ def edit_(
     stream: Tensor,
     second: Tensor | None,
     norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    kinds: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
     counts: Tensor,
-    scratch: Tensor,
+    site: Tensor,
     form: int,
     eps: float,
     weight_offset: float,
-    dense_size: int,
-    has_norms: bool,
 ) -> None:
     """x[token] += the deltas of its row's entries at this site; tokens not listed, or without a delta, keep their bits.
 
@@ -53,7 +41,7 @@ def edit_(
         delta  = 0 where position is outside [lo, hi), or cells lack a bit of gates, or f == 0 and only_if_active
         x     += sum of scale_out * delta * w_dec[slot]
         x     += gain * (scale_out * (f(all) @ w_dec + b_dec[slot]) + mean - x)   for a reconstruction
-        x      = between -LARGEST and LARGEST, 0 where it is no number
+        x      = between -LARGEST and LARGEST, one of the two where it is not a number
         x      = x before + (x - x before) * limit / dose   where the row has a limit and the token's dose is above it
 
     scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
@@ -61,82 +49,36 @@ def edit_(
     counts[row] grows at each entry's counter by the tokens that it changed, and by the doses of the site, where the
     row asks for them; what a dose is, and where it is counted, is in layout.py.
 
+    The schema names what a compiler must know is read or written. All else is bound to the site (bound.py) and found
+    by the address of `site`, a buffer that compiled graphs take as an input. Every call declares that it changes
+    `counts`, and so stands for cells and scratch, too. A compiler therefore keeps a call whose stream nobody reads
+    again, keeps all calls in their order, so that a site reads the cells that an earlier one wrote, and keeps publish_
+    behind the last of them.
+
     Args:
         stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place.
         second: like `stream`, changed in place; None for BARE.
         norm_weight: [d] for NORMED; None there leaves the factor out.
-        table: [rows, words] int32, see layout.py.
-        site: [1] int32, the site's number in the table; below 0 where there is nothing to do, see layout.py.
-        work: [max_tokens + 1, 4] int32, see layout.py. Filled by `map_`.
-        positions: [>= tokens] int32 or int64, of each token in its request; neighbours of a request follow one another.
-        kinds: [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. Spares
-            launches outside of CUDA graphs; not looked at while one is captured.
-        w_enc: [slots, d] contiguous, any float dtype.
-        w_dec: like `w_enc`.
-        b_enc: [slots] fp32, read where whole dictionaries are encoded.
-        threshold: [slots] fp32, as b_enc.
-        b_dec: [any, d] fp32, read for reconstructions.
-        cells: [max_tokens] int32, see layout.py; changed in place.
-        counts: [rows, counters] int32, see layout.py; changed in place.
-        scratch: fp32, `layout.scratch_words` or more, zeros at first; the kernels' own, on a GPU.
-        form: BARE: x is the stream. NORMED: `second` is its RMS norm and made anew from the rounded x'.
+        counts: [rows, counters] int32, see layout.py; changed in place. It is not bound, since a compiler may pass a
+            copy and write that back later.
+        site: [1] int32, the `index` of what is bound.
+        form: BARE: x is the stream. NORMED: `second` is the stream's RMS norm, made anew from the rounded x'.
             PAIR: x is stream + second, rounded; x' goes to the stream and 0 to `second`.
         eps: of the norm.
         weight_offset: added to `norm_weight` (1 for Gemma).
-        dense_size: features of the largest dictionary at this site that an entry may rank or reconstruct; 0 for none.
-        has_norms: whether an entry may ask for an input norm.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype or layout.
+        ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
-    check_edit(
-        stream,
-        second,
-        norm_weight,
-        table,
-        site,
-        work,
-        positions,
-        w_enc,
-        w_dec,
-        b_enc,
-        threshold,
-        b_dec,
-        cells,
-        counts,
-        kinds,
-        scratch,
-        form,
-        dense_size,
-    )
+    bound = bound_at(site)
+    check_edit(stream, second, norm_weight, counts, bound, form)
     _hit(site)
-    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     if stream.is_cuda:
-        from saesteer.kernels.edit.launch import edit_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.edit.launch import edit_triton  # a CPU may have no Triton
 
-        edit_triton(
-            stream,
-            second,
-            norm_weight,
-            table,
-            site,
-            work,
-            positions,
-            kinds,
-            *weights,
-            cells,
-            counts,
-            scratch,
-            form,
-            eps,
-            weight_offset,
-            dense_size,
-            has_norms,
-        )
+        edit_triton(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
     else:
-        edit_ref_(
-            stream, second, norm_weight, table, site, work, positions, *weights, cells, counts, form, eps, weight_offset
-        )
+        edit_ref_(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
 
 
 def map_(
@@ -184,31 +126,31 @@ def map_(
         map_ref_(*batch)
 
 
-def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """published <- counts as they stand, in a step in which somebody is steered; to be called behind its last edit.
+def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> None:
+    """published <- counts as they stand, in a step in which somebody is steered; call it behind the step's last edit.
 
-    As part of a step's graph it costs the host nothing: no copy to ask for, and no event to wait for.
+    As part of a step's graph it costs the host nothing: the host requests no copy and waits for no event.
 
     Args:
-        table: [rows, words] int32, see layout.py.
-        work: [max_tokens + 1, 4] int32, see layout.py.
-        counts: [rows, counters] int32, one counter of all rows behind the other.
-        steps: [1] int32, the number of the last such step; one more then.
+        counts: [rows, counters] int32; the counters of all rows lie one behind the other.
+        site: [1] int32, any bound site of the step: its table and its work list are the step's.
+        steps: [1] int32, the number of the last such step; grows by one then.
         published: [PUBLISHED, 1 + rows * counters] int32 on the CPU, in pinned memory where the rest is on a GPU; see
             layout.py. Changed, though the schema does not say so: nothing in a graph reads it, and a compiler that
             knew would keep a copy.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype or layout.
+        ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
-    check_publish(table, work, counts, steps, published)
+    bound = bound_at(site)
+    check_publish(bound.table, counts, steps, published)
     _hit(published)
-    if work.is_cuda:
-        from saesteer.kernels.step.publish import publish_triton  # Triton need not be there on a CPU
+    if counts.is_cuda:
+        from saesteer.kernels.step.publish import publish_triton  # a CPU may have no Triton
 
-        publish_triton(table, work, counts, steps, published)
+        publish_triton(bound.table, bound.work, counts, steps, published)
     else:
-        publish_ref_(table, work, counts, steps, published)
+        publish_ref_(bound.table, bound.work, counts, steps, published)
 
 
 def _hit(tensor: Tensor) -> None:
@@ -227,16 +169,10 @@ def _register() -> torch.library.Library:
         (
             "edit_",
             edit_,
-            "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor table, Tensor site, Tensor work, "
-            "Tensor positions, Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, "
-            "Tensor(c!) cells, Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, "
-            "int dense_size, bool has_norms) -> ()",
+            "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor(c!) counts, Tensor site, int form, "
+            "float eps, float weight_offset) -> ()",
         ),
-        (
-            "publish_",
-            publish_,
-            "(Tensor table, Tensor work, Tensor counts, Tensor(a!) steps, Tensor published) -> ()",
-        ),
+        ("publish_", publish_, "(Tensor counts, Tensor site, Tensor(a!) steps, Tensor published) -> ()"),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 from saesteer.kernels.step.updates import News
 
 _PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is encoded
@@ -17,27 +18,18 @@ def edit_ref_(
     stream: Tensor,
     second: Tensor | None,
     norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
     counts: Tensor,
+    bound: Bound,
     form: int,
     eps: float,
     weight_offset: float,
 ) -> None:
     """x[token] += the groups of its row at this site; tokens without an edit keep their bits. See ops.edit_."""
+    table, work, positions, cells = bound.table, bound.work, bound.positions, bound.cells
     n = int(work[0, 0])
-    if n == 0 or site[0] < 0:
+    if n == 0 or bound.index[0] < 0:
         return
-    span = layout.HEAD + layout.SPAN * int(site[0])
-    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
+    span = layout.HEAD + layout.SPAN * int(bound.index[0])
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
         begin, end, kind = table[row, [span + layout.BEGIN, span + layout.END, span + layout.KIND]].tolist()
@@ -53,7 +45,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions[tokens], cells, tokens, group, weights)
+            change, touched = _group(x, positions[tokens], cells, tokens, group, bound)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -97,10 +89,10 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group(
-    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, weights: tuple[Tensor, ...]
+    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, bound: Bound
 ) -> tuple[Tensor, Tensor]:
     """What one group adds to x, [tokens, d] fp32, and which entries changed which token, [tokens, entries]."""
-    w_enc, w_dec, b_enc, threshold, b_dec = weights
+    w_enc, w_dec, b_enc = bound.w_enc, bound.w_dec, bound.b_enc
     flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]
     applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
     if flags[0] & layout.GATE:
@@ -125,9 +117,9 @@ def _group(
         slot, base, size = group[entry, [layout.SLOT, layout.BASE, layout.SIZE]].tolist()
         rows = slice(base, base + size)
         scale_in, scale_out, shift = _input_norm(x, int(flags[entry]))
-        y = b_dec[slot].expand(x.shape)
+        y = bound.b_dec[slot].expand(x.shape)
         for part, tokens_here in zip(*_parts(x * scale_in[:, None], size), strict=True):
-            every = _encode(part, w_enc[rows], b_enc[rows], threshold[rows], int(flags[entry]), group[entry])
+            every = _encode(part, w_enc[rows], b_enc[rows], bound.threshold[rows], int(flags[entry]), group[entry])
             y = y.index_add(0, tokens_here, every @ w_dec[rows].float())
         y = y * scale_out[:, None] + shift[:, None]
         change = change + torch.where(applies[:, entry, None], gain[entry] * (y - x), 0.0)
