@@ -1,4 +1,4 @@
-"""What the ops refuse: tensors of the wrong shape, dtype or layout, which a kernel would read as garbage."""
+"""Checks of what the ops get: a kernel would read a tensor of the wrong shape, dtype or layout as garbage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _INTS = (torch.int32, torch.int64)
 
 
 def check_bound(bound: Bound) -> None:
-    """The tensors of a site, once for all calls.
+    """Check the tensors of a site, once for all calls.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
     slots, width, tokens = bound.b_enc.shape[0], bound.w_dec.shape[-1], bound.work.shape[0] - 1
     for name in ("w_dec", "w_enc"):
@@ -77,10 +77,10 @@ def check_bound(bound: Bound) -> None:
 def check_edit(
     stream: Tensor, second: Tensor | None, norm_weight: Tensor | None, counts: Tensor, bound: Bound, form: int
 ) -> None:
-    """Arguments of one call of ops.edit_ at this site.
+    """Check one call of ops.edit_ at this site.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
     width = bound.w_dec.shape[1]
     _need(
@@ -90,7 +90,8 @@ def check_edit(
         f"contiguous bf16, fp16 or fp32 [tokens, {width}]",
     )
     if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
-        raise ValueError(f"form {form} with second {second if second is None else 'given'}: expected 0 without, 1 or 2")
+        given = "without second" if second is None else "with second"
+        raise ValueError(f"form {form} {given}: expected 0 without, 1 or 2 with it")
     if second is not None:
         _need(
             second.shape == stream.shape and second.dtype == stream.dtype and second.is_contiguous(),
@@ -115,10 +116,10 @@ def check_map(
     num_tokens: int,
     span: int,
 ) -> None:
-    """Arguments of ops.map_.
+    """Check the arguments of ops.map_.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
     _check_work(work)
     _check_table(table)
@@ -141,7 +142,7 @@ def check_map(
         and layout.head(sites.shape[0]) <= table.shape[1],
         sites,
         "sites",
-        f"contiguous int32 [sites, {layout.SITE_STRIDE}], no more sites than `table` has",
+        f"contiguous int32 [sites, {layout.SITE_STRIDE}], with at most the sites of `table`",
     )
     words, least = news.words, layout.news_words((len(table), table.shape[1]), len(news.values), news.lines, news.width)
     _need(
@@ -152,15 +153,15 @@ def check_map(
     )
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")
-    if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, without asking the device
-        raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, places of `work`")
+    if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, and nobody has to ask the device
+        raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, as `work` has room for")
 
 
 def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """Arguments of ops.publish_.
+    """Check the arguments of ops.publish_.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
     _check_counts(counts, table)
     _need(counts.t().is_contiguous(), counts, "counts", "the columns of a contiguous tensor")

@@ -1,8 +1,8 @@
-"""The only door to the kernels: edit_ and publish_, which are ops, and map_, which no graph holds and so is none.
+"""The only door to the kernels: the ops edit_ and publish_, and the function map_, which never runs inside a graph.
 
-Chooses Triton or the reference; the meaning is there. Each op mutates tensors that its caller owns and returns nothing,
-so it needs no allocation, its fake does nothing, and it can stand in a compiled model and in a CUDA graph. CUDA tensors
-go to Triton, CPU tensors to the reference.
+It sends CUDA tensors to Triton and CPU tensors to the reference, which defines what they mean. Each op changes tensors
+that its caller owns and returns nothing. So it allocates nothing, its fake does nothing, and it fits into a compiled
+model and into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from saesteer.kernels.bound import bound_at
 from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
 from saesteer.kernels.step.updates import News
 
-# Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
-# leaves it out.
+# How often the real ops ran, by the address of edit_'s `site` and of publish_'s `published`. An address that is missing
+# belongs to a call that a compiled graph has lost.
 hits: dict[int, int] = {}
 
 
@@ -32,8 +32,8 @@ def edit_(
 ) -> None:
     """x[token] += the deltas of its row's entries at this site; tokens not listed, or without a delta, keep their bits.
 
-    For each token of `work`, group after group of table[row]'s entries, all entries of one group reading the same x, in
-    fp32, rounded once at the end:
+    For each token of `work` it applies the groups of table[row]'s entries in order. All entries of a group read the
+    same x. It computes in fp32 and rounds once, at the end:
 
         pre    = scale_in * (x . w_enc[slot]) + bias
         f      = pre where pre > threshold (ranked: and fewer than top_k of its range come before it) else 0
@@ -44,10 +44,10 @@ def edit_(
         x      = between -LARGEST and LARGEST, one of the two where it is not a number
         x      = x before + (x - x before) * limit / dose   where the row has a limit and the token's dose is above it
 
-    scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
-    norm; scale_out is |x| for a delta in lengths of x. A gate changes nothing but its bit of cells[token].
-    counts[row] grows at each entry's counter by the tokens that it changed, and by the doses of the site, where the
-    row asks for them; what a dose is, and where it is counted, is in layout.py.
+    scale_in and scale_out are 1, or come from the dictionary's input norm; for a layer norm, the encoder rows are
+    centred already. For a delta in lengths of x, scale_out is |x|. A gate only changes its bit of cells[token].
+    counts[row] grows at each entry's counter by the tokens that the entry changed, and by the doses of the site if the
+    row measures them; layout.py defines a dose and its counters.
 
     The schema names what a compiler must know is read or written. All else is bound to the site (bound.py) and found
     by the address of `site`, a buffer that compiled graphs take as an input. Every call declares that it changes
@@ -94,11 +94,10 @@ def map_(
     num_tokens: int,
     span: int,
 ) -> None:
-    """Put `news` where they belong, and then work <- items (token, row, tokens, 0) of the batch's steered requests, in
-    batch order.
+    """Put `news` where it belongs; then work <- items (token, row, tokens, 0) of the steered requests in batch order.
 
-    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1]; it is steered
-    where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
+    Batch entry b has row slots[b] + row_offset and the tokens from query_start_loc[b] up to query_start_loc[b + 1]. It
+    is steered if table[row, 0] > 0. Items behind work[0, 0] stay as they are.
 
     Args:
         work: [max_tokens + 1, 4] int32, contiguous; changed in place.
@@ -106,12 +105,12 @@ def map_(
         row_offset: row of slot 0.
         query_start_loc: [>= num_reqs + 1] int32 or int64.
         table: [rows, words] int32, see layout.py; changed in place.
-        counts: [rows, counters] int32; zeros then in rows that came.
-        sites: [sites, SITE_STRIDE] int32, see layout.py; says then where rows of the batch have entries.
-        news: as news.pack makes them, on the device of the table.
-        num_reqs: requests of the batch, known on the host; 0 empties the list, and below 0 it stays as it is.
+        counts: [rows, counters] int32; set to zero in the rows that `news` brings.
+        sites: [sites, SITE_STRIDE] int32, see layout.py; records at which sites the batch has entries.
+        news: made by updates.pack, on the device of the table.
+        num_reqs: requests of the batch, known on the host; 0 empties the list, and below 0 the list stays as it is.
         num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
-        span: tokens of an item at most, 1 or layout.TILE.
+        span: most tokens of an item, 1 or layout.TILE.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
@@ -119,7 +118,7 @@ def map_(
     check_map(work, slots, query_start_loc, table, counts, sites, news, num_reqs, num_tokens, span)
     batch = work, slots, row_offset, query_start_loc, table, counts, sites, news, num_reqs, span
     if work.is_cuda:
-        from saesteer.kernels.step.map import map_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.step.map import map_triton  # a CPU may have no Triton
 
         map_triton(*batch)
     else:
@@ -159,10 +158,10 @@ def _hit(tensor: Tensor) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """The fake of all ops: they only change what they are given."""
+    """The fake of all ops, which return nothing."""
 
 
-# torch.library.Library rather than custom_op: 2.2 against 9 us a call, at every site of every eager step.
+# torch.library.Library rather than custom_op: 2.2 instead of 9 us per call, at every site of every eager step.
 def _register() -> torch.library.Library:
     library = torch.library.Library("saesteer", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, function, schema in (
@@ -181,6 +180,6 @@ def _register() -> torch.library.Library:
     return library
 
 
-# Kept alive here, for the ops go with it; once a process, though the module may be run again.
+# The ops live as long as this object. It is made once per process, even if the module runs again.
 if not hasattr(torch.ops.saesteer, "edit_"):
     LIBRARY = _register()

@@ -1,4 +1,4 @@
-"""Launches of the edit kernels: which of them run in a step, and on how many programs. Knows no plans and no engine."""
+"""Launches of the edit kernels: which of them run in a step, and with how many programs. It knows no requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ALL = layout.ANY | layout.LONE | layout.MANY
 
 @cache
 def _multiprocessors(device: int | None) -> int:
-    """Of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
+    """The multiprocessors of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
     return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def _overlaps(device: int | None) -> bool:
-    """Whether the device knows programmatic dependent launch, with which a kernel is set up while another one ends."""
+    """Whether the device has programmatic dependent launch, which sets a kernel up while another one ends."""
     return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -49,12 +49,13 @@ def edit_triton(
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
-    While a graph is captured, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so that a
-    captured launch serves any work list. Other steps run outside of graphs: there the host's `kinds` choose.
+    During capture, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so a captured launch
+    serves any work list. Other steps run outside of graphs, where the host's `kinds` choose the kernels.
 
     Args:
-        tuned: other launches, for benchmarks.
-        tiled: choose by `kinds` or not, whatever the step is; for tests and benchmarks. Items span layout.TILE tokens.
+        tuned: other launch parameters, for benchmarks.
+        tiled: whether to choose by `kinds`, whatever the step is; for tests and benchmarks. Items span layout.TILE
+            tokens.
     """
     tokens, width = stream.shape
     places = min(tokens, bound.work.shape[0] - 1)
@@ -125,7 +126,7 @@ def edit_triton(
     head, tail = blocks(width, edit.num_warps, edit.split)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
-    share = 1 if tiled else parts(at_once, edit.parts)  # there are tokens enough for every program
+    share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
     for first in range(0, places, at_once):
         if dense_size:
             encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)

@@ -1,0 +1,41 @@
+"""A token's row in registers: one block of HEAD elements, and a second one of TAIL where that is not 0. Knows no edits.
+
+Where TAIL is 0, the second block stands for nothing, and the compiler drops what is computed with it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def columns(HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """The columns of both blocks."""
+    return tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+
+
+@triton.jit
+def zeros(HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """An fp32 row of zeros."""
+    return tl.zeros([HEAD], tl.float32), tl.zeros([TAIL if TAIL > 0 else HEAD], tl.float32)
+
+
+@triton.jit
+def total(row0, row1, TAIL: tl.constexpr, axis: tl.constexpr = 0):
+    """The sum over all columns."""
+    out = tl.sum(row0, axis=axis)
+    if TAIL > 0:
+        out += tl.sum(row1, axis=axis)
+    return out
+
+
+@triton.jit
+def put(place, at0, at1, row0, row1, mask0, mask1, TAIL: tl.constexpr):
+    """Store a row; `at0` and `at1` are offsets from `place`."""
+    tl.store(place + at0, row0, mask=mask0)
+    if TAIL > 0:
+        tl.store(place + at1, row1, mask=mask1)
