@@ -29,7 +29,7 @@ from saesteer.kernels.edit.entries import (
     rows,
     word,
 )
-from saesteer.kernels.edit.row import columns, total, zeros
+from saesteer.kernels.edit.row import columns, total
 
 BLOCK = tl.constexpr(1024)  # activations compared at once
 SCAN = tl.constexpr(16)  # entries searched at once
@@ -186,7 +186,10 @@ def reconstruct(
 ):
     """This part of decode(f) - x: [HEAD], [TAIL], and 1 if there is a reconstruction. Adds the features in order."""
     cols0, cols1 = columns(HEAD, TAIL)
-    sum0, sum1 = zeros(HEAD, TAIL)
+    sum0 = tl.zeros([HEAD], tl.float32)
+    sum1 = sum0
+    if TAIL > 0:
+        sum1 = tl.zeros([TAIL], tl.float32)
     found, slot, flags, base, size, k, gain = _whole(entries, begin, end, here, bits)
     if found > 0:
         row = dense + (base - dense_base)

@@ -36,7 +36,7 @@ from saesteer.kernels.edit.entries import (
     tile,
     word,
 )
-from saesteer.kernels.edit.row import columns, zeros
+from saesteer.kernels.edit.row import columns
 from saesteer.kernels.edit.store import dosed, store
 
 
@@ -184,9 +184,11 @@ def edit_kernel(
             here = tl.load(spot).to(tl.int32)
             x0 = tile(stream, second, at + cols0, mask0, FORM).to(tl.float32)
             x1 = x0
+            sum0 = tl.zeros([HEAD], tl.float32)
+            sum1 = sum0
             if TAIL > 0:
                 x1 = tile(stream, second, at + cols1, mask1, FORM).to(tl.float32)
-            sum0, sum1 = zeros(HEAD, TAIL)
+                sum1 = tl.zeros([TAIL], tl.float32)
             bits = 0
             if (kind & GATED) != 0:
                 bits = tl.load(cell)
@@ -296,9 +298,10 @@ def edit_kernel(
                         group = c
                     if parts == 1:
                         x0 += sum0
+                        sum0 = tl.zeros([HEAD], tl.float32)
                         if TAIL > 0:
                             x1 += sum1
-                        sum0, sum1 = zeros(HEAD, TAIL)
+                            sum1 = tl.zeros([TAIL], tl.float32)
 
             if bits != before:
                 tl.store(cell, bits)

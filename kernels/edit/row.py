@@ -19,12 +19,6 @@ def columns(HEAD: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def zeros(HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """An fp32 row of zeros."""
-    return tl.zeros([HEAD], tl.float32), tl.zeros([TAIL if TAIL > 0 else HEAD], tl.float32)
-
-
-@triton.jit
 def total(row0, row1, TAIL: tl.constexpr, axis: tl.constexpr = 0):
     """The sum over all columns."""
     out = tl.sum(row0, axis=axis)
@@ -34,8 +28,8 @@ def total(row0, row1, TAIL: tl.constexpr, axis: tl.constexpr = 0):
 
 
 @triton.jit
-def put(place, at0, at1, row0, row1, mask0, mask1, TAIL: tl.constexpr):
-    """Store a row; `at0` and `at1` are offsets from `place`."""
-    tl.store(place + at0, row0, mask=mask0)
+def put(place, cols0, cols1, row0, row1, mask0, mask1, TAIL: tl.constexpr):
+    """Store a row whose first element belongs at `place`."""
+    tl.store(place + cols0, row0, mask=mask0)
     if TAIL > 0:
-        tl.store(place + at1, row1, mask=mask1)
+        tl.store(place + cols1, row1, mask=mask1)

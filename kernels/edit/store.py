@@ -102,14 +102,13 @@ def store(
             gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
     y0 = rounded(x0, dtype)
     y1 = rounded(x1, dtype)
-    at0, at1 = at + cols0, at + cols1
     if changed:
-        put(stream, at0, at1, y0, y1, mask0, mask1, TAIL)
+        put(stream + at, cols0, cols1, y0, y1, mask0, mask1, TAIL)
         if FORM == PAIR:
             put(
-                second,
-                at0,
-                at1,
+                second + at,
+                cols0,
+                cols1,
                 tl.zeros([HEAD], dtype),
                 tl.zeros([TAIL if TAIL > 0 else 1], dtype),
                 mask0,
@@ -126,4 +125,4 @@ def store(
             if TAIL > 0:
                 z1 *= gain1.to(tl.float32) + weight_offset
         if changed:
-            put(second, at0, at1, z0.to(dtype), z1.to(dtype), mask0, mask1, TAIL)
+            put(second + at, cols0, cols1, z0.to(dtype), z1.to(dtype), mask0, mask1, TAIL)
