@@ -69,8 +69,7 @@ def _deltas(
     pre = acc + bias[None, :]
     f = tl.where(pre > threshold[None, :], pre, 0.0)
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
-    each = flags[None, :], mul[None, :], add[None, :], low[None, :], high[None, :], gain[None, :]
-    delta = law(f, applies, *each)
+    delta = law(f, applies, flags[None, :], mul[None, :], add[None, :], low[None, :], high[None, :], gain[None, :])
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
     return delta

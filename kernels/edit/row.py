@@ -19,11 +19,11 @@ def columns(HEAD: tl.constexpr, TAIL: tl.constexpr):
 
 
 @triton.jit
-def total(row0, row1, TAIL: tl.constexpr, axis: tl.constexpr = 0):
+def total(row0, row1, TAIL: tl.constexpr):
     """The sum over all columns."""
-    out = tl.sum(row0, axis=axis)
+    out = tl.sum(row0, axis=0)
     if TAIL > 0:
-        out += tl.sum(row1, axis=axis)
+        out += tl.sum(row1, axis=0)
     return out
 
 
