@@ -1,6 +1,7 @@
-"""A token's row in registers: one block of HEAD elements, and a second one of TAIL where that is not 0. Knows no edits.
+"""A token's row in registers: a block of HEAD elements, and a second one of TAIL if that is not 0. It knows no edits.
 
-Where TAIL is 0, the second block stands for nothing, and the compiler drops what is computed with it.
+Where TAIL is 0, the second block stands for nothing, and the compiler drops what is computed with it. Sums over a row
+are spelled out where they stand: ptxas turns other orders of their parts into spills.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,15 +17,6 @@ import triton.language as tl
 def columns(HEAD: tl.constexpr, TAIL: tl.constexpr):
     """The columns of both blocks."""
     return tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
-
-
-@triton.jit
-def total(row0, row1, TAIL: tl.constexpr):
-    """The sum over all columns."""
-    out = tl.sum(row0, axis=0)
-    if TAIL > 0:
-        out += tl.sum(row1, axis=0)
-    return out
 
 
 @triton.jit

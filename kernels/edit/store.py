@@ -21,7 +21,7 @@ from saesteer.kernels.edit.entries import (
     rounded,
     tile,
 )
-from saesteer.kernels.edit.row import columns, put, total
+from saesteer.kernels.edit.row import columns, put
 
 
 @triton.jit
@@ -48,12 +48,13 @@ def dosed(
     dtype: tl.constexpr = stream.dtype.element_ty
     was0 = finite(tile(stream, second, at + cols0, cols0 < WIDTH, FORM).to(tl.float32), dtype)
     off0 = finite(x0, dtype) - was0
-    was1, off1 = was0, off0
+    size = tl.sum(was0 * was0, axis=0)
+    off = tl.sum(off0 * off0, axis=0)
     if TAIL > 0:
         was1 = finite(tile(stream, second, at + cols1, cols1 < WIDTH, FORM).to(tl.float32), dtype)
         off1 = finite(x1, dtype) - was1
-    size = total(was0 * was0, was1 * was1, TAIL)
-    off = total(off0 * off0, off1 * off1, TAIL)
+        size += tl.sum(was1 * was1, axis=0)
+        off += tl.sum(off1 * off1, axis=0)
     dose = tl.sqrt(off) / tl.maximum(tl.sqrt(size), SHORTEST)
     limit = tl.load(entries + LIMIT).to(tl.float32, bitcast=True)
     edited = changes > 0
@@ -116,13 +117,19 @@ def store(
                 TAIL,
             )
     if FORM == NORMED:
-        z0, z1 = y0.to(tl.float32), y1.to(tl.float32)
-        scale = tl.rsqrt(total(z0 * z0, z1 * z1, TAIL) / WIDTH + eps)
+        z0 = y0.to(tl.float32)
+        z1 = z0
+        squared = tl.sum(z0 * z0, axis=0)
+        if TAIL > 0:
+            z1 = y1.to(tl.float32)
+            squared += tl.sum(z1 * z1, axis=0)
+        scale = tl.rsqrt(squared / WIDTH + eps)
         z0 *= scale
-        z1 *= scale
         if HAS_WEIGHT:
             z0 *= gain0.to(tl.float32) + weight_offset
-            if TAIL > 0:
+        if TAIL > 0:
+            z1 *= scale
+            if HAS_WEIGHT:
                 z1 *= gain1.to(tl.float32) + weight_offset
         if changed:
             put(second + at, cols0, cols1, z0.to(dtype), z1.to(dtype), mask0, mask1, TAIL)
