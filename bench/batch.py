@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.cases import ACTIVE, CAP, FEATURES, PASSES, THRESHOLD, TOP_K, Case
 from bench.timing import DEVICE, DTYPE, Ceilings
 from saesteer.kernels import layout, ops
+from saesteer.kernels.bound import Bound, bind
 from saesteer.kernels.edit.configs import TILED_ABOVE
 from saesteer.kernels.step.updates import News
 from tests.kernels.tables import Entry, make_table, make_work
@@ -28,15 +29,18 @@ _COUNTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What all launches of a case share, and one table for each of those that come round."""
+    """What all launches of a case share, and what is bound at the site for each of those that come round."""
 
-    tables: tuple[Tensor, ...]  # int32 [rows, words], of one shape, each with features of its own
-    kinds: Tensor  # [1] int32 on the CPU, of all their rows
-    work: Tensor
-    positions: Tensor
-    cells: Tensor
+    bound: tuple[Bound, ...]  # each with a table of its own, all of one shape and with features of their own
     counts: Tensor
-    dense_size: int
+
+
+def edit(
+    stream: Tensor, second: Tensor | None, norm_weight: Tensor | None, counts: Tensor, bound: Bound, *norm: Any
+) -> None:
+    """One edit through the op, with arguments of Batches.call."""
+    bind(bound)
+    torch.ops.saesteer.edit_(stream, second, norm_weight, counts, bound.index, *norm)
 
 
 class Batches:
@@ -60,7 +64,6 @@ class Batches:
         self.threshold = torch.full((features,), THRESHOLD, device=device)
         self.b_dec = torch.zeros(1, width, device=device)
         self.norm_weight = torch.rand(width, device=device).to(dtype)
-        self.site = torch.zeros(1, dtype=torch.int32, device=device)
         self.scratch = torch.zeros(layout.scratch_words(width, features, _DENSE_TOKENS), device=device)
 
     def entry(self, kind: str, slot: int, counter: int, gain: float) -> Entry:
@@ -104,14 +107,31 @@ class Batches:
         tables = tables.to(self.device)
         map_arguments = self.map_arguments(case, tables[0])
         ops.map_(*map_arguments)
-        return Batch(
-            tables=tables.unbind(),
-            kinds=torch.tensor([kinds], dtype=torch.int32),
-            work=map_arguments[0],
-            positions=(1 + torch.cat([torch.arange(length) for length in case.lengths])).to(self.device),
-            cells=torch.zeros(case.tokens, dtype=torch.int32, device=self.device),
-            counts=self._counts(case),
-            dense_size=self.features if case.whole or case.dense else 0,
+        of_all = {
+            "work": map_arguments[0],
+            "positions": (1 + torch.cat([torch.arange(length) for length in case.lengths])).to(self.device),
+            "kinds": torch.tensor([kinds], dtype=torch.int32),
+            "cells": torch.zeros(case.tokens, dtype=torch.int32, device=self.device),
+        }
+        index = torch.zeros(1, dtype=torch.int32, device=self.device)
+        dense_size = self.features if case.whole or case.dense else 0
+        bound = (self.bound(table, index, dense_size, **of_all) for table in tables.unbind())
+        return Batch(tuple(bound), self._counts(case))
+
+    def bound(self, table: Tensor, index: Tensor, dense_size: int, **of_all: Tensor) -> Bound:
+        """This width's weights with a table, a site's number, and the lists that all launches share."""
+        return Bound(
+            index=index,
+            table=table,
+            w_enc=self.w_enc,
+            w_dec=self.w_dec,
+            b_enc=self.b_enc,
+            threshold=self.threshold,
+            b_dec=self.b_dec,
+            scratch=self.scratch,
+            dense_size=dense_size,
+            has_norms=False,
+            **of_all,
         )
 
     def map_arguments(self, case: Case, table: Tensor, sites: int = 1) -> tuple[Any, ...]:
@@ -133,16 +153,10 @@ class Batches:
         both = torch.randn(2, case.tokens, self.width, device=self.device).to(self.dtype)
         return both[0], both[1]
 
-    def call(
-        self, batch: Batch, table: Tensor, form: str, stream: tuple[Tensor, Tensor], site: Tensor | None = None
-    ) -> tuple[Any, ...]:
-        """Arguments of the op edit_, at the first site of the table unless another's number is given."""
+    def call(self, counts: Tensor, bound: Bound, form: str, stream: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+        """Arguments of `edit`, and of the kernels' launches."""
         norm = (None, None) if form == "bare" else (stream[1], self.norm_weight)
-        return (
-            *(stream[0], *norm, table, self.site if site is None else site, batch.work, batch.positions, batch.kinds),
-            *(self.w_enc, self.w_dec, self.b_enc, self.threshold, self.b_dec),
-            *(batch.cells, batch.counts, self.scratch, FORMS[form], EPS, 1.0, batch.dense_size, False),
-        )
+        return (stream[0], *norm, counts, bound, FORMS[form], EPS, 1.0)
 
     def calls(self, case: Case, form: str, cache: str) -> list[tuple[Any, ...]]:
         """Arguments of each launch in the graph of a case.
@@ -159,7 +173,8 @@ class Batches:
         streams = [self.stream(case) for _ in range(1 if small else 4)]
         launches = max(different, 64 if small else (4 if case.whole else 16))
         return [
-            self.call(batch, batch.tables[at % different], form, streams[at % len(streams)]) for at in range(launches)
+            self.call(batch.counts, batch.bound[at % different], form, streams[at % len(streams)])
+            for at in range(launches)
         ]
 
 

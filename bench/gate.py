@@ -10,9 +10,9 @@ from torch import Tensor
 from bench.batch import EPS, FORMS, Batches
 from bench.cases import THRESHOLD, Case
 from saesteer.kernels.reference import edit_ref_
-from tests.kernels.tables import make_positions, make_work, relative_error
+from tests.kernels.tables import copied, make_positions, make_work, relative_error
 
-Call = Callable[..., object]  # takes the arguments of the op edit_
+Call = Callable[..., object]  # takes the arguments of batch.edit
 
 _TOLERANCE = 1e-3  # both sides round once to bf16, and fall on different sides of a tie now and then
 _NEAR = 1e-4  # a feature so near to its threshold may be active on one side alone
@@ -39,10 +39,10 @@ class Gate:
         stream = (self.stream[0].clone(), self.stream[1].clone())
         batch = self.batch
         batch.counts.zero_()
-        listed = self._items()
-        if int(batch.work[0, 0]) != listed:
-            return f"{int(batch.work[0, 0])} items are listed, expected {listed}"
-        call(*self.batches.call(batch, batch.tables[0], self.form, stream))
+        work, listed = batch.bound[0].work, self._items()
+        if int(work[0, 0]) != listed:
+            return f"{int(work[0, 0])} items are listed, expected {listed}"
+        call(*self.batches.call(batch.counts, batch.bound[0], self.form, stream))
         idle = torch.ones(self.case.tokens, dtype=torch.bool)
         idle[torch.tensor([t for t, _, _ in _tokens(self.case)], dtype=torch.int64)] = False
         for name, ours, want, was in zip(("stream", "second"), stream, self.want, self.stream, strict=True):
@@ -58,7 +58,7 @@ class Gate:
         return None
 
     def _items(self) -> int:
-        span = int(self.batch.work[0, 2])
+        span = int(self.batch.bound[0].work[0, 2])
         return sum(-(-self.case.lengths[request] // span) for request in self.case.steered)
 
     def _sample(self) -> tuple[Tensor, list[int], list[int]]:
@@ -81,24 +81,22 @@ class Gate:
             positions = [position for position, keep in zip(positions, kept.tolist(), strict=True) if keep]
             self.tokens, stream, second = self.tokens[kept], stream[kept], second[kept]
         items = [(at, row, positions[at]) for at, row in enumerate(rows)]
-        work = make_work(items, len(rows))
         counts = torch.zeros_like(batch.counts, device="cpu")
+        bound = copied(
+            batch.bound[0],
+            "cpu",
+            work=make_work(items, len(rows)),
+            positions=make_positions(items, len(rows)),
+            w_enc=batches.exact_enc,
+            w_dec=batches.exact_dec,
+        )
         bare = self.form == "bare"
         edit_ref_(
             stream,
             None if bare else second,
             None if bare else batches.norm_weight.cpu(),
-            batch.tables[0].cpu(),
-            batches.site.cpu(),
-            work,
-            make_positions(items, len(rows)),
-            batches.exact_enc,
-            batches.exact_dec,
-            batches.b_enc.cpu(),
-            batches.threshold.cpu(),
-            batches.b_dec.cpu(),
-            torch.zeros(len(rows), dtype=torch.int32),
             counts,
+            bound,
             FORMS[self.form],
             EPS,
             1.0,

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.batch import FORMS, Batches, floor
+from bench.batch import FORMS, Batches, edit, floor
 from bench.cases import CASES, CURVE_FORM, CURVES, WIDTHS, Case
 from bench.gate import Gate
 from bench.timing import Ceilings, Launch, Timing, capture, ceilings, in_graph, machine
@@ -46,9 +46,8 @@ def launches(case: Case, calls: Sequence[tuple[Any, ...]], tuned: Any = None) ->
     """
     from saesteer.kernels.edit.launch import edit_triton  # Triton need not be there before
 
-    edit: Callable[..., object] = edit_triton
     tiled = case.tokens > TILED_ABOVE and bool(case.steered)
-    return [partial(edit, *call, tuned=tuned, tiled=tiled) for call in calls]
+    return [partial(edit_triton, *call, tuned=tuned, tiled=tiled) for call in calls]
 
 
 def row(op: str, case: Case, width: int, form: str, cache: str, timing: Timing, least: float, **more: Any) -> Row:
@@ -131,7 +130,7 @@ def measure(widths: Sequence[int], ceiling: Ceilings, cases: Sequence[Case]) -> 
                     least = floor(case, form, cache, width, ceiling)
                     yield row("edit", case, width, form, cache, timing, least, **more)
         for case in (case for case in cases if not number and case.name in _MAPPED and case.curve is None):
-            arguments = batches.map_arguments(case, batches.batch(case, 1, 1.0).tables[0])
+            arguments = batches.map_arguments(case, batches.batch(case, 1, 1.0).bound[0].table)
             launch = partial(ops.map_, *arguments)
             yield row("map", case, 0, "-", "warm", in_graph([launch] * 64), ceiling.launch_us)
 
@@ -140,7 +139,7 @@ def check(batches: Batches, case: Case, form: str) -> str | None:
     """What is wrong with the kernel's answer, outside of a graph and in one; None when nothing is."""
     gate = Gate(batches, case, form)
     try:
-        return gate.wrong(torch.ops.saesteer.edit_) or gate.wrong(partial(replayed, case))
+        return gate.wrong(edit) or gate.wrong(partial(replayed, case))
     except compile_errors() as exc:
         return failed(exc)
 

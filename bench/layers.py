@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.batch import EPS, TINY, Batch, Batches
+from bench.batch import EPS, TINY, Batches, edit
 from bench.cases import DECODE, Case
 from bench.timing import DEVICE, DTYPE, capture, machine, spread
 from saesteer.kernels import layout, ops
@@ -74,17 +74,15 @@ class Layers:
         mapped = own.map_arguments(BATCH, make_table(rows, self.layers, own.device), self.layers)
         ops.map_(*mapped)
         work, _, _, _, table, counts, sites, *_ = mapped
-        batch = Batch(
-            tables=(table,),
-            kinds=torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32),
-            work=work,
-            positions=torch.arange(TOKENS, device=own.device),
-            cells=torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
-            counts=counts,
-            dense_size=0,
-        )
+        of_all = {
+            "work": work,
+            "positions": torch.arange(TOKENS, device=own.device),
+            "kinds": torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32),
+            "cells": torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
+        }
+        bound = [own.bound(table, site, 0, **of_all) for site in sites[:, :1]]
         stream = self._stream, self._second
-        return partial(self._run, [own.call(batch, table, "normed", stream, site) for site in sites[:, :1]]), counts
+        return partial(self._run, [own.call(counts, one, "normed", stream) for one in bound]), counts
 
     def _run(self, calls: Sequence[tuple[Any, ...] | None]) -> None:
         for product, call in zip(self._products, calls, strict=True):
@@ -92,7 +90,7 @@ class Layers:
             self._stream.copy_(self._came)
             self._second.copy_(F.rms_norm(self._stream, self._gain.shape, self._gain, EPS))
             if call is not None:
-                ops.edit_(*call)
+                edit(*call)
 
 
 def measure(width: int, layers: int) -> list[dict[str, Any]]:

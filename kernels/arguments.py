@@ -1,6 +1,8 @@
-"""What the ops refuse: tensors of the wrong shape, dtype or layout, which a kernel would read as garbage."""
+"""Checks of what the ops get: a kernel would read a tensor of the wrong shape, dtype or layout as garbage."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,104 +11,97 @@ from saesteer.kernels import layout
 from saesteer.kernels.edit.configs import MAX_WIDTH
 from saesteer.kernels.step.updates import News
 
+if TYPE_CHECKING:
+    from saesteer.kernels.bound import Bound
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTS = (torch.int32, torch.int64)
 
 
-def check_edit(
-    stream: Tensor,
-    second: Tensor | None,
-    norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
-    counts: Tensor,
-    kinds: Tensor,
-    scratch: Tensor,
-    form: int,
-    dense_size: int,
-) -> None:
-    """Arguments of ops.edit_.
+def check_bound(bound: Bound) -> None:
+    """Check the tensors of a site, once for all calls.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
-    _need(
-        stream.dim() == 2 and stream.is_contiguous() and stream.dtype in _FLOATS and 1 <= stream.shape[1] <= MAX_WIDTH,
-        stream,
-        "stream",
-        f"contiguous bf16, fp16 or fp32 [tokens, width], width 1 to {MAX_WIDTH}",
-    )
-    width = stream.shape[1]
-    if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
-        raise ValueError(f"form {form} with second {second if second is None else 'given'}: expected 0 without, 1 or 2")
-    if second is not None:
+    slots, width, tokens = bound.b_enc.shape[0], bound.w_dec.shape[-1], bound.work.shape[0] - 1
+    for name in ("w_dec", "w_enc"):
+        weights = getattr(bound, name)
+        fits = weights.shape == (slots, width) and 1 <= width <= MAX_WIDTH
         _need(
-            second.shape == stream.shape and second.dtype == stream.dtype and second.is_contiguous(),
-            second,
-            "second",
-            f"contiguous {stream.dtype} {tuple(stream.shape)}, as the stream",
-        )
-    if norm_weight is not None:
-        _need(norm_weight.shape == (width,) and norm_weight.is_contiguous(), norm_weight, "norm_weight", f"[{width}]")
-    slots = b_enc.shape[0]
-    for name, weights in (("w_enc", w_enc), ("w_dec", w_dec)):
-        _need(
-            weights.shape == (slots, width) and weights.is_contiguous() and weights.dtype in _FLOATS,
+            fits and weights.is_contiguous() and weights.dtype in _FLOATS,
             weights,
             name,
-            f"contiguous bf16, fp16 or fp32 [{slots} slots, {width}]",
+            f"contiguous bf16, fp16 or fp32 [{slots} slots, {width}], width 1 to {MAX_WIDTH}",
         )
-    for name, vector in (("b_enc", b_enc), ("threshold", threshold)):
+    for name in ("b_enc", "threshold"):
+        vector = getattr(bound, name)
         _need(
             vector.shape == (slots,) and vector.dtype == torch.float32 and vector.is_contiguous(),
             vector,
             name,
-            f"fp32 [{slots} slots]",
+            f"contiguous fp32 [{slots} slots]",
         )
+    b_dec = bound.b_dec
     _need(
         b_dec.dim() == 2 and b_dec.shape[1] == width and b_dec.dtype == torch.float32 and b_dec.is_contiguous(),
         b_dec,
         "b_dec",
         f"contiguous fp32 [dictionaries, {width}]",
     )
-    _need(site.shape == (1,) and site.dtype == torch.int32, site, "site", "int32 [1]")
-    _check_table(table)
-    _check_work(work)
-    _need(
-        positions.dim() == 1
-        and positions.shape[0] >= min(stream.shape[0], work.shape[0] - 1)
-        and positions.dtype in _INTS
-        and positions.is_contiguous(),
-        positions,
-        "positions",
-        f"contiguous int32 or int64 [{min(stream.shape[0], work.shape[0] - 1)} tokens or more]",
-    )
-    _need(
-        cells.dim() == 1
-        and cells.shape[0] >= work.shape[0] - 1
-        and cells.dtype == torch.int32
-        and cells.is_contiguous(),
-        cells,
-        "cells",
-        f"int32 [{work.shape[0] - 1} tokens or more]",
-    )
-    _check_counts(counts, table)
+    _need(bound.index.shape == (1,) and bound.index.dtype == torch.int32, bound.index, "index", "int32 [1]")
+    _check_table(bound.table)
+    _check_work(bound.work)
+    for name, dtypes in (("positions", _INTS), ("cells", (torch.int32,))):
+        of_tokens = getattr(bound, name)
+        _need(
+            of_tokens.dim() == 1
+            and of_tokens.shape[0] >= tokens
+            and of_tokens.dtype in dtypes
+            and of_tokens.is_contiguous(),
+            of_tokens,
+            name,
+            f"contiguous {' or '.join(map(str, dtypes))} [{tokens} tokens or more]",
+        )
+    kinds, scratch = bound.kinds, bound.scratch
     _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
-    words = layout.scratch_words(width, dense_size, layout.TILE) if stream.is_cuda else 0
+    words = layout.scratch_words(width, bound.dense_size, layout.TILE) if bound.w_enc.is_cuda else 0
     _need(
         scratch.dim() == 1 and scratch.shape[0] >= words and scratch.dtype == torch.float32 and scratch.is_contiguous(),
         scratch,
         "scratch",
-        f"fp32 [{words} or more]",
+        f"contiguous fp32 [{words} or more]",
     )
+
+
+def check_edit(
+    stream: Tensor, second: Tensor | None, norm_weight: Tensor | None, counts: Tensor, bound: Bound, form: int
+) -> None:
+    """Check one call of ops.edit_ at this site.
+
+    Raises:
+        ValueError: with the tensor's name, what it is and what was expected.
+    """
+    width = bound.w_dec.shape[1]
+    _need(
+        stream.dim() == 2 and stream.shape[1] == width and stream.is_contiguous() and stream.dtype in _FLOATS,
+        stream,
+        "stream",
+        f"contiguous bf16, fp16 or fp32 [tokens, {width}]",
+    )
+    if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
+        given = "without second" if second is None else "with second"
+        raise ValueError(f"form {form} {given}: expected 0 without, 1 or 2 with it")
+    if second is not None:
+        _need(
+            second.shape == stream.shape and second.dtype == stream.dtype and second.is_contiguous(),
+            second,
+            "second",
+            f"contiguous {stream.dtype} {tuple(stream.shape)}, like the stream",
+        )
+    if norm_weight is not None:
+        _need(norm_weight.shape == (width,) and norm_weight.is_contiguous(), norm_weight, "norm_weight", f"[{width}]")
+    _check_counts(counts, bound.table)
 
 
 def check_map(
@@ -121,10 +116,10 @@ def check_map(
     num_tokens: int,
     span: int,
 ) -> None:
-    """Arguments of ops.map_.
+    """Check the arguments of ops.map_.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
     _check_work(work)
     _check_table(table)
@@ -147,7 +142,7 @@ def check_map(
         and layout.head(sites.shape[0]) <= table.shape[1],
         sites,
         "sites",
-        f"contiguous int32 [sites, {layout.SITE_STRIDE}], no more sites than `table` has",
+        f"contiguous int32 [sites, {layout.SITE_STRIDE}], with at most the sites of `table`",
     )
     words, least = news.words, layout.news_words((len(table), table.shape[1]), len(news.values), news.lines, news.width)
     _need(
@@ -158,18 +153,16 @@ def check_map(
     )
     if span not in (1, layout.TILE):
         raise ValueError(f"span {span}: expected 1 or {layout.TILE}")
-    if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, without asking the device
-        raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, places of `work`")
+    if not 0 <= num_tokens < work.shape[0]:  # then every item has a place, and nobody has to ask the device
+        raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, as `work` has room for")
 
 
-def check_publish(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """Arguments of ops.publish_.
+def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
+    """Check the arguments of ops.publish_.
 
     Raises:
-        ValueError: naming the tensor, what it is and what was expected.
+        ValueError: with the tensor's name, what it is and what was expected.
     """
-    _check_work(work)
-    _check_table(table)
     _check_counts(counts, table)
     _need(counts.t().is_contiguous(), counts, "counts", "the columns of a contiguous tensor")
     _need(steps.shape == (1,) and steps.dtype == torch.int32, steps, "steps", "int32 [1]")

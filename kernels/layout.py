@@ -1,41 +1,43 @@
-"""Layout of the device tensors that the kernels share: offsets in int32 words. Knows nothing of requests or vLLM.
+"""The layout of the device tensors that the kernels share, in int32 words. It knows nothing of requests or vLLM.
 
-table [rows, width] int32, one row for each running request; row 0 belongs to nobody and stays empty.
+table [rows, width] int32: one row for each running request. Row 0 belongs to nobody and stays empty.
 
-    word 0                number of entries of the row; 0 = not steered
-    word 1                the most parts of its sites (PARTS below)
-    word 2                1 where some site needs a whole dictionary encoded
+    word 0                number of entries of the row; 0: not steered
+    word 1                the largest PARTS of its sites
+    word 2                1 if some site needs a whole dictionary encoded
     word 3                0
-    word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0 = any
+    word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0: any dose
     word 5                columns of counts that the row uses
     words 6 and 7         0
-    from word HEAD        SPAN words for each site: where its entries lie, and what they need
-    from ``head(sites)``  entries of ENTRY words each, by site, by group, in list order
+    from word HEAD        SPAN words for each site: where its entries are, and what they need
+    from ``head(sites)``  entries of ENTRY words each, ordered by site, by group, then as in the request
 
-A group is a run of entries that all read the same x. Gates, if there are any, are the first group of their site.
-Words MUL to GAIN of an entry are float32 bit patterns.
+A group is a run of entries that all read the same x. If a site has gates, they are its first group. The words MUL to
+GAIN of an entry are float32 bit patterns.
 
-news [words] int32: what comes to the device with a changed batch, put where it belongs by whatever writes the list:
+news [words] int32: what a changed batch brings to the device. The map kernel puts it where it belongs:
 
-    VECTOR + width words  for each vector, made even: two addresses of 64 bits, then its values, float32
-    rows of the table     for each of them the number of its line below or -1, made even; none if there are no lines
-    lines                 of a row each, as long as a row of the table; counts of these rows are emptied
+    VECTOR + width words  for each vector, padded to an even number: two 64-bit addresses, then its values as float32
+    a word for each row   of the table: the number of its line below, or -1; padded, and left out if there are no lines
+    lines                 new contents of rows, each as long as a row of the table; the counts of these rows become 0
 
-work [max_tokens + 1, 4] int32: work[0] = (number of items, most parts of their rows, span, whether one of them needs a
-whole dictionary encoded), then the items (first token, row, tokens, 0): at most ``span`` neighbouring
-tokens of one request each. It depends on the batch alone: positions are read where they are needed.
+work [max_tokens + 1, 4] int32: work[0] is (number of items, largest PARTS of their rows, span, 1 if one of them needs a
+whole dictionary encoded). The items (first token, row, tokens, 0) follow; each has at most ``span`` consecutive tokens
+of one request. The list depends on the batch alone: kernels read positions where they need them.
 
-sites [sites, SITE_STRIDE] int32, of which the first column is used: a site's number, or ~number where no row of the
-work list has an entry there, so that its op is done before it looks at a row. Written with the work list.
+sites [sites, SITE_STRIDE] int32, of which only the first column is used: a site's number, or ~number if no row of the
+work list has an entry there. The op then returns before it looks at a row. The map kernel writes this with the list.
 
-cells [max_tokens] int32: for each token a bit for each gate of its row, from the gate's site to the last one.
-counts [rows, counters] int32: tokens that each edit of the row has changed so far; behind the edits' columns DOSE_WORDS
-for each site whose doses are measured. A token's dose at a site is |y - x| / max(|x|, SHORTEST): x as it comes there, y
-as all groups leave it, both made finite, y not yet rounded and not yet limited. What no edit changed has no dose.
+cells [max_tokens] int32: for each token one bit for each gate of its row, valid from the gate's site to the last site.
+counts [rows, counters] int32: how many tokens each edit of the row has changed so far. DOSE_WORDS for each site whose
+doses are measured stand behind the edits' columns. A token's dose at a site is |y - x| / max(|x|, SHORTEST), where x
+comes into the site and y is what all groups make of it, both made finite, y neither rounded nor limited yet. A token
+that no edit changed has no dose.
 
-published [PUBLISHED, 1 + rows * counters] int32, memory of the host: after each step in which somebody is steered, one
-in turn holds the step's number, from 0 to STEPS, and then counts as they stand, one counter of all rows behind the
-other, as many counters as some row uses. It can be read once anything can that the device has made after it.
+published [PUBLISHED, 1 + rows * counters] int32, in host memory. Each step in which somebody is steered fills the next
+line, in turn, with its number (0 to STEPS - 1) and the current counts: the counters of all rows, one counter behind the
+other, as many counters as the row with most of them uses. The host can read a line as soon as it can read anything that
+the device made after it.
 """
 
 from collections.abc import Sequence
@@ -51,30 +53,30 @@ ENTRY = 16  # words of an entry
 # A site's span.
 BEGIN = 0  # word offset of its first entry in the row
 END = 1  # word offset behind its last one
-PARTS = 2  # programs that may share one token: more than 1 only for a single group
+PARTS = 2  # most programs that may share one token; above 1 only for a single group
 KIND = 3  # bits, below
-DENSE_BASE = 4  # first slot of the dictionary of which every feature is needed
-DENSE_SIZE = 5  # its features; 0: no entry needs them
+DENSE_BASE = 4  # first slot of the dictionary that must be encoded whole
+DENSE_SIZE = 5  # number of its features; 0: no entry needs it
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 GROUPS = 7  # number of its groups, gates included
 
-# Bits of KIND. One of the first three says which kernel takes the row's longer spans of tokens.
-ANY = 1  # the one that can do everything
-LONE = 2  # a single entry without gates, ranks, reconstruction or input norms
-MANY = 4  # a single group of up to MOST_MANY of such, none in lengths of x
-GATED = 8  # some entry writes or reads cells
-DOSE = 16  # from this bit on: the first column of the site's doses, 0 where they are not measured
+# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens.
+ANY = 1  # the edit kernel, which can do everything
+LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
+MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x
+GATED = 8  # set if some entry writes or reads cells
+DOSE = 16  # from this bit on: the first column of the site's doses, 0 if they are not measured
 
 # An entry.
-SLOT = 0  # row of the site's w_enc and w_dec; for RECONSTRUCT row of b_dec
+SLOT = 0  # row of the site's w_enc and w_dec; for RECONSTRUCT, row of b_dec
 GROUP_END = 1  # word offset where this entry's group ends
 LO = 2  # first position of the window
 HI = 3  # first position behind the window
 FLAGS = 4  # bits below, and the entry's column in counts from bit COUNTER on
-GATES = 5  # bits of cells that must all be set; for GATE the bit that it writes
-BASE = 6  # first of the features that it is ranked among, or that are reconstructed
-SIZE = 7  # number of them
-TOP_K = 8  # how many of them are active at most
+GATES = 5  # bits of cells that must all be set; for GATE, the bit that it writes
+BASE = 6  # first feature of the range in which it is ranked, or which is reconstructed
+SIZE = 7  # number of features in this range
+TOP_K = 8  # most features of the range that are active
 MUL = 9
 ADD = 10
 LOW = 11
@@ -85,46 +87,46 @@ GAIN = 15
 
 # Bits of FLAGS.
 ONLY_IF_ACTIVE = 1
-RANKED = 2  # active only when fewer than TOP_K of its range come before it
-MAGNITUDE = 4  # ranked by the absolute value, which need not be positive
+RANKED = 2  # active only if fewer than TOP_K features of its range come before it
+MAGNITUDE = 4  # ranked by absolute value; the activation may be negative
 MATCH = 8  # the delta is in lengths of x
 LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)
 L2_NORM = 32  # the dictionary reads x * sqrt(width) / |x|
-RECONSTRUCT = 64  # x' = the whole decoded dictionary, with the deltas of the other entries of its group
-GATE = 128  # changes nothing: writes LOW < f < HIGH into a bit of cells
+RECONSTRUCT = 64  # x' = the whole decoded dictionary, plus the deltas of the other entries of its group
+GATE = 128  # leaves x alone and writes LOW < f < HIGH into a bit of cells
 COUNTER = 16
 
-# A site's doses in counts. Its tokens are added in any order, so the last digits of a sum may differ from run to run.
-DOSE_MAX = 0  # float32 bit pattern; as an integer it has the same order, for no dose is below 0
+# A site's doses in counts. Tokens are added in any order, so the last digits of a sum may differ from run to run.
+DOSE_MAX = 0  # float32 bit pattern, which orders like an integer since no dose is negative
 DOSE_SUM = 1  # float32 bit pattern
 DOSE_TOKENS = 2
 DOSE_LIMITED = 3  # tokens whose dose was above the limit
 DOSE_WORDS = 4
 
 # Forms of the op: what its second tensor is.
-BARE = 0  # there is none
-NORMED = 1  # the RMS norm of the stream, to be made anew for edited tokens
+BARE = 0  # it has none
+NORMED = 1  # the RMS norm of the stream, computed anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
 VECTOR = 4  # words of news in front of a vector's values
 
-SITE_STRIDE = 4  # words: each site's own lie as compilers expect a tensor to lie
-PART = 4  # entries of a part, while there are parts enough
+SITE_STRIDE = 4  # words, so that each site's number is aligned as compilers expect of a tensor
+PART = 4  # entries of a part, as long as MOST_PARTS is not reached
 MOST_MANY = 256
 MOST_PARTS = 16
-TILE = 64  # tokens of an item in a step of many tokens
+TILE = 64  # most tokens of an item in a step of many tokens
 PARTIALS = 1024  # rows of scratch for parts of tokens
 LEAST_ROW = 64  # words of such a row at least
-LARGEST = 1e15  # of an edited stream, so that its squares have a finite sum; what is no number has this size, too
-LARGEST_HALF = 32768.0  # the same in fp16, half of what it holds: the layers behind add to it
-SHORTEST = 1e-12  # |x| that a dose is divided by at least
-MOST_GATES = 32  # of one row
-PUBLISHED = 4  # steps whose counts the host has; two are on their way at most
-STEPS = 1 << 30  # then their numbers begin anew; a multiple of PUBLISHED
+LARGEST = 1e15  # element of an edited stream, so that its squares have a finite sum; NaN becomes this, too
+LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream
+SHORTEST = 1e-12  # smallest |x| that a dose is divided by
+MOST_GATES = 32  # gates of one row
+PUBLISHED = 4  # steps whose counts the host has; at most two are on their way
+STEPS = 1 << 30  # then their numbers start again at 0; a multiple of PUBLISHED
 
 
 def head(sites: int) -> int:
-    """Word offset of a row's first entry: what stands before them, rounded up to whole entries."""
+    """Word offset of a row's first entry: the words before it, rounded up to whole entries."""
     return -(-(HEAD + SPAN * sites) // ENTRY) * ENTRY
 
 
@@ -139,7 +141,7 @@ def counters(sites: int, max_entries: int) -> int:
 
 
 def even(words: int) -> int:
-    """So many words, or one more: what lies behind them is where addresses may be read."""
+    """`words` rounded up to an even number, so that 64-bit addresses may follow."""
     return words + words % 2
 
 
@@ -152,9 +154,9 @@ def news_words(table: tuple[int, int], vectors: int, lines: int, width: int) -> 
     """Words of the news.
 
     Args:
-        table: rows of it, and words of each.
-        vectors: that come, of this width.
-        lines: rows that come.
+        table: its rows, and the words of each.
+        vectors: number of new vectors.
+        lines: number of new rows.
         width: of a vector.
     """
     return vectors * vector_words(width) + (even(table[0]) + lines * table[1] if lines else 0)
@@ -169,9 +171,9 @@ def span_words(
         flags: FLAGS of each of its entries.
         gated: whether an entry writes or reads cells.
         groups: number of groups, gates included.
-        begin: word of the first entry.
+        begin: word offset of the first entry.
         dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
-        doses: column of counts where the site's doses begin, 0 where none are measured: only the edit kernel does that.
+        doses: column of counts where the site's doses begin; 0: not measured. Only the edit kernel measures them.
     """
     assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)
@@ -201,6 +203,6 @@ def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
     Args:
         width: of the stream.
         dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
-        dense_tokens: tokens that are encoded at once, a multiple of TILE; more take several rounds.
+        dense_tokens: tokens that are encoded at once, a multiple of TILE; more tokens take several rounds.
     """
     return dense_words(width) + 2 * dense_size * dense_tokens

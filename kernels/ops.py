@@ -1,8 +1,8 @@
-"""The only door to the kernels: edit_ and publish_, which are ops, and map_, which no graph holds and so is none.
+"""The only door to the kernels: the ops edit_ and publish_, and the function map_, which never runs inside a graph.
 
-Chooses Triton or the reference; the meaning is there. Each op mutates tensors that its caller owns and returns nothing,
-so it needs no allocation, its fake does nothing, and it can stand in a compiled model and in a CUDA graph. CUDA tensors
-go to Triton, CPU tensors to the reference.
+It sends CUDA tensors to Triton and CPU tensors to the reference, which defines what they mean. Each op changes tensors
+that its caller owns and returns nothing. So it allocates nothing, its fake does nothing, and it fits into a compiled
+model and into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels.arguments import check_edit, check_map, check_publish
+from saesteer.kernels.bound import bound_at
 from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
 from saesteer.kernels.step.updates import News
 
-# Calls of the real ops by the address of edit_'s `site` and of publish_'s `published`; a compiled graph that lost one
-# leaves it out.
+# How often the real ops ran, by the address of edit_'s `site` and of publish_'s `published`. An address that is missing
+# belongs to a call that a compiled graph has lost.
 hits: dict[int, int] = {}
 
 
@@ -23,29 +24,16 @@ def edit_(
     stream: Tensor,
     second: Tensor | None,
     norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    kinds: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
     counts: Tensor,
-    scratch: Tensor,
+    site: Tensor,
     form: int,
     eps: float,
     weight_offset: float,
-    dense_size: int,
-    has_norms: bool,
 ) -> None:
     """x[token] += the deltas of its row's entries at this site; tokens not listed, or without a delta, keep their bits.
 
-    For each token of `work`, group after group of table[row]'s entries, all entries of one group reading the same x, in
-    fp32, rounded once at the end:
+    For each token of `work` it applies the groups of table[row]'s entries in order. All entries of a group read the
+    same x. It computes in fp32 and rounds once, at the end:
 
         pre    = scale_in * (x . w_enc[slot]) + bias
         f      = pre where pre > threshold (ranked: and fewer than top_k of its range come before it) else 0
@@ -53,90 +41,44 @@ def edit_(
         delta  = 0 where position is outside [lo, hi), or cells lack a bit of gates, or f == 0 and only_if_active
         x     += sum of scale_out * delta * w_dec[slot]
         x     += gain * (scale_out * (f(all) @ w_dec + b_dec[slot]) + mean - x)   for a reconstruction
-        x      = between -LARGEST and LARGEST, 0 where it is no number
+        x      = between -LARGEST and LARGEST, one of the two where it is not a number
         x      = x before + (x - x before) * limit / dose   where the row has a limit and the token's dose is above it
 
-    scale_in and scale_out are 1, or those of the dictionary's input norm, whose encoder has been centred for a layer
-    norm; scale_out is |x| for a delta in lengths of x. A gate changes nothing but its bit of cells[token].
-    counts[row] grows at each entry's counter by the tokens that it changed, and by the doses of the site, where the
-    row asks for them; what a dose is, and where it is counted, is in layout.py.
+    scale_in and scale_out are 1, or come from the dictionary's input norm; for a layer norm, the encoder rows are
+    centred already. For a delta in lengths of x, scale_out is |x|. A gate only changes its bit of cells[token].
+    counts[row] grows at each entry's counter by the tokens that the entry changed, and by the doses of the site if the
+    row measures them; layout.py defines a dose and its counters.
+
+    The schema names what a compiler must know is read or written. All else is bound to the site (bound.py) and found
+    by the address of `site`, a buffer that compiled graphs take as an input. Every call declares that it changes
+    `counts`, and so stands for cells and scratch, too. A compiler therefore keeps a call whose stream nobody reads
+    again, keeps all calls in their order, so that a site reads the cells that an earlier one wrote, and keeps publish_
+    behind the last of them.
 
     Args:
         stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place.
         second: like `stream`, changed in place; None for BARE.
         norm_weight: [d] for NORMED; None there leaves the factor out.
-        table: [rows, words] int32, see layout.py.
-        site: [1] int32, the site's number in the table; below 0 where there is nothing to do, see layout.py.
-        work: [max_tokens + 1, 4] int32, see layout.py. Filled by `map_`.
-        positions: [>= tokens] int32 or int64, of each token in its request; neighbours of a request follow one another.
-        kinds: [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. Spares
-            launches outside of CUDA graphs; not looked at while one is captured.
-        w_enc: [slots, d] contiguous, any float dtype.
-        w_dec: like `w_enc`.
-        b_enc: [slots] fp32, read where whole dictionaries are encoded.
-        threshold: [slots] fp32, as b_enc.
-        b_dec: [any, d] fp32, read for reconstructions.
-        cells: [max_tokens] int32, see layout.py; changed in place.
-        counts: [rows, counters] int32, see layout.py; changed in place.
-        scratch: fp32, `layout.scratch_words` or more, zeros at first; the kernels' own, on a GPU.
-        form: BARE: x is the stream. NORMED: `second` is its RMS norm and made anew from the rounded x'.
+        counts: [rows, counters] int32, see layout.py; changed in place. It is not bound, since a compiler may pass a
+            copy and write that back later.
+        site: [1] int32, the `index` of what is bound.
+        form: BARE: x is the stream. NORMED: `second` is the stream's RMS norm, made anew from the rounded x'.
             PAIR: x is stream + second, rounded; x' goes to the stream and 0 to `second`.
         eps: of the norm.
         weight_offset: added to `norm_weight` (1 for Gemma).
-        dense_size: features of the largest dictionary at this site that an entry may rank or reconstruct; 0 for none.
-        has_norms: whether an entry may ask for an input norm.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype or layout.
+        ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
-    check_edit(
-        stream,
-        second,
-        norm_weight,
-        table,
-        site,
-        work,
-        positions,
-        w_enc,
-        w_dec,
-        b_enc,
-        threshold,
-        b_dec,
-        cells,
-        counts,
-        kinds,
-        scratch,
-        form,
-        dense_size,
-    )
+    bound = bound_at(site)
+    check_edit(stream, second, norm_weight, counts, bound, form)
     _hit(site)
-    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
     if stream.is_cuda:
-        from saesteer.kernels.edit.launch import edit_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.edit.launch import edit_triton  # a CPU may have no Triton
 
-        edit_triton(
-            stream,
-            second,
-            norm_weight,
-            table,
-            site,
-            work,
-            positions,
-            kinds,
-            *weights,
-            cells,
-            counts,
-            scratch,
-            form,
-            eps,
-            weight_offset,
-            dense_size,
-            has_norms,
-        )
+        edit_triton(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
     else:
-        edit_ref_(
-            stream, second, norm_weight, table, site, work, positions, *weights, cells, counts, form, eps, weight_offset
-        )
+        edit_ref_(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
 
 
 def map_(
@@ -152,11 +94,10 @@ def map_(
     num_tokens: int,
     span: int,
 ) -> None:
-    """Put `news` where they belong, and then work <- items (token, row, tokens, 0) of the batch's steered requests, in
-    batch order.
+    """Put `news` where it belongs; then work <- items (token, row, tokens, 0) of the steered requests in batch order.
 
-    Batch entry b has row slots[b] + row_offset and tokens query_start_loc[b] to query_start_loc[b + 1]; it is steered
-    where table[row, 0] > 0. Items behind work[0, 0] are left as they are.
+    Batch entry b has row slots[b] + row_offset and the tokens from query_start_loc[b] up to query_start_loc[b + 1]. It
+    is steered if table[row, 0] > 0. Items behind work[0, 0] stay as they are.
 
     Args:
         work: [max_tokens + 1, 4] int32, contiguous; changed in place.
@@ -164,12 +105,12 @@ def map_(
         row_offset: row of slot 0.
         query_start_loc: [>= num_reqs + 1] int32 or int64.
         table: [rows, words] int32, see layout.py; changed in place.
-        counts: [rows, counters] int32; zeros then in rows that came.
-        sites: [sites, SITE_STRIDE] int32, see layout.py; says then where rows of the batch have entries.
-        news: as news.pack makes them, on the device of the table.
-        num_reqs: requests of the batch, known on the host; 0 empties the list, and below 0 it stays as it is.
+        counts: [rows, counters] int32; set to zero in the rows that `news` brings.
+        sites: [sites, SITE_STRIDE] int32, see layout.py; records at which sites the batch has entries.
+        news: made by updates.pack, on the device of the table.
+        num_reqs: requests of the batch, known on the host; 0 empties the list, and below 0 the list stays as it is.
         num_tokens: query_start_loc[num_reqs], known on the host, too; at most max_tokens.
-        span: tokens of an item at most, 1 or layout.TILE.
+        span: most tokens of an item, 1 or layout.TILE.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
@@ -177,38 +118,38 @@ def map_(
     check_map(work, slots, query_start_loc, table, counts, sites, news, num_reqs, num_tokens, span)
     batch = work, slots, row_offset, query_start_loc, table, counts, sites, news, num_reqs, span
     if work.is_cuda:
-        from saesteer.kernels.step.map import map_triton  # Triton need not be there on a CPU
+        from saesteer.kernels.step.map import map_triton  # a CPU may have no Triton
 
         map_triton(*batch)
     else:
         map_ref_(*batch)
 
 
-def publish_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """published <- counts as they stand, in a step in which somebody is steered; to be called behind its last edit.
+def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> None:
+    """published <- counts as they stand, in a step in which somebody is steered; call it behind the step's last edit.
 
-    As part of a step's graph it costs the host nothing: no copy to ask for, and no event to wait for.
+    As part of a step's graph it costs the host nothing: the host requests no copy and waits for no event.
 
     Args:
-        table: [rows, words] int32, see layout.py.
-        work: [max_tokens + 1, 4] int32, see layout.py.
-        counts: [rows, counters] int32, one counter of all rows behind the other.
-        steps: [1] int32, the number of the last such step; one more then.
+        counts: [rows, counters] int32; the counters of all rows lie one behind the other.
+        site: [1] int32, any bound site of the step: its table and its work list are the step's.
+        steps: [1] int32, the number of the last such step; grows by one then.
         published: [PUBLISHED, 1 + rows * counters] int32 on the CPU, in pinned memory where the rest is on a GPU; see
             layout.py. Changed, though the schema does not say so: nothing in a graph reads it, and a compiler that
             knew would keep a copy.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype or layout.
+        ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
-    check_publish(table, work, counts, steps, published)
+    bound = bound_at(site)
+    check_publish(bound.table, counts, steps, published)
     _hit(published)
-    if work.is_cuda:
-        from saesteer.kernels.step.publish import publish_triton  # Triton need not be there on a CPU
+    if counts.is_cuda:
+        from saesteer.kernels.step.publish import publish_triton  # a CPU may have no Triton
 
-        publish_triton(table, work, counts, steps, published)
+        publish_triton(bound.table, bound.work, counts, steps, published)
     else:
-        publish_ref_(table, work, counts, steps, published)
+        publish_ref_(bound.table, bound.work, counts, steps, published)
 
 
 def _hit(tensor: Tensor) -> None:
@@ -217,26 +158,20 @@ def _hit(tensor: Tensor) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """The fake of all ops: they only change what they are given."""
+    """The fake of all ops, which return nothing."""
 
 
-# torch.library.Library rather than custom_op: 2.2 against 9 us a call, at every site of every eager step.
+# torch.library.Library rather than custom_op: 2.2 instead of 9 us per call, at every site of every eager step.
 def _register() -> torch.library.Library:
     library = torch.library.Library("saesteer", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, function, schema in (
         (
             "edit_",
             edit_,
-            "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor table, Tensor site, Tensor work, "
-            "Tensor positions, Tensor kinds, Tensor w_enc, Tensor w_dec, Tensor b_enc, Tensor threshold, Tensor b_dec, "
-            "Tensor(c!) cells, Tensor(d!) counts, Tensor(e!) scratch, int form, float eps, float weight_offset, "
-            "int dense_size, bool has_norms) -> ()",
+            "(Tensor(a!) stream, Tensor(b!)? second, Tensor? norm_weight, Tensor(c!) counts, Tensor site, int form, "
+            "float eps, float weight_offset) -> ()",
         ),
-        (
-            "publish_",
-            publish_,
-            "(Tensor table, Tensor work, Tensor counts, Tensor(a!) steps, Tensor published) -> ()",
-        ),
+        ("publish_", publish_, "(Tensor counts, Tensor site, Tensor(a!) steps, Tensor published) -> ()"),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
@@ -245,6 +180,6 @@ def _register() -> torch.library.Library:
     return library
 
 
-# Kept alive here, for the ops go with it; once a process, though the module may be run again.
+# The ops live as long as this object. It is made once per process, even if the module runs again.
 if not hasattr(torch.ops.saesteer, "edit_"):
     LIBRARY = _register()

@@ -1,4 +1,4 @@
-"""What the ops mean, in plain torch, and how they run on a CPU. The definition: no tricks, and no Triton."""
+"""The definition of the ops in plain torch, and their implementation on a CPU. It uses no tricks and no Triton."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 from saesteer.kernels.step.updates import News
 
-_PLENTY = 1 << 24  # pre-activations held at once when a whole dictionary is encoded
+_PLENTY = 1 << 24  # pre-activations in memory at once when a whole dictionary is encoded
 
 
 def edit_ref_(
     stream: Tensor,
     second: Tensor | None,
     norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
     counts: Tensor,
+    bound: Bound,
     form: int,
     eps: float,
     weight_offset: float,
 ) -> None:
     """x[token] += the groups of its row at this site; tokens without an edit keep their bits. See ops.edit_."""
+    table, work, positions, cells = bound.table, bound.work, bound.positions, bound.cells
     n = int(work[0, 0])
-    if n == 0 or site[0] < 0:
+    if n == 0 or bound.index[0] < 0:
         return
-    span = layout.HEAD + layout.SPAN * int(site[0])
-    weights = (w_enc, w_dec, b_enc, threshold, b_dec)
+    span = layout.HEAD + layout.SPAN * int(bound.index[0])
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
         begin, end, kind = table[row, [span + layout.BEGIN, span + layout.END, span + layout.KIND]].tolist()
@@ -53,7 +45,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions[tokens], cells, tokens, group, weights)
+            change, touched = _group(x, positions[tokens], cells, tokens, group, bound)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -69,13 +61,13 @@ def edit_ref_(
 
 
 def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What overflows in the stream would outlive its request, in the cache of keys and values."""
+    """x, bounded: a value that overflows in the stream would outlive its request in the KV cache."""
     largest = layout.LARGEST_HALF if dtype == torch.float16 else layout.LARGEST
     return x.nan_to_num(largest).clamp(-largest, largest)
 
 
 def _dosed(was: Tensor, x: Tensor, limit: Tensor, counts: Tensor) -> Tensor:
-    """x [tokens, d] with no dose above the limit; the doses that were asked for are added to counts [DOSE_WORDS]."""
+    """x [tokens, d] with every dose at or below the limit; adds the doses to counts [DOSE_WORDS]."""
     change = x - was
     dose = torch.linalg.vector_norm(change, dim=1)
     dose = dose / torch.linalg.vector_norm(was, dim=1).clamp_min(layout.SHORTEST)
@@ -97,10 +89,10 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group(
-    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, weights: tuple[Tensor, ...]
+    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, bound: Bound
 ) -> tuple[Tensor, Tensor]:
-    """What one group adds to x, [tokens, d] fp32, and which entries changed which token, [tokens, entries]."""
-    w_enc, w_dec, b_enc, threshold, b_dec = weights
+    """The change of x by one group, [tokens, d] fp32, and which entries changed which token, [tokens, entries] bool."""
+    w_enc, w_dec, b_enc = bound.w_enc, bound.w_dec, bound.b_enc
     flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]
     applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
     if flags[0] & layout.GATE:
@@ -125,9 +117,9 @@ def _group(
         slot, base, size = group[entry, [layout.SLOT, layout.BASE, layout.SIZE]].tolist()
         rows = slice(base, base + size)
         scale_in, scale_out, shift = _input_norm(x, int(flags[entry]))
-        y = b_dec[slot].expand(x.shape)
+        y = bound.b_dec[slot].expand(x.shape)
         for part, tokens_here in zip(*_parts(x * scale_in[:, None], size), strict=True):
-            every = _encode(part, w_enc[rows], b_enc[rows], threshold[rows], int(flags[entry]), group[entry])
+            every = _encode(part, w_enc[rows], b_enc[rows], bound.threshold[rows], int(flags[entry]), group[entry])
             y = y.index_add(0, tokens_here, every @ w_dec[rows].float())
         y = y * scale_out[:, None] + shift[:, None]
         change = change + torch.where(applies[:, entry, None], gain[entry] * (y - x), 0.0)
@@ -136,7 +128,7 @@ def _group(
 
 
 def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """f of each token and entry, and by how much a delta grows on its way back out, both [tokens, entries] fp32."""
+    """f of each token and entry, and the factor of a delta on its way out, both [tokens, entries] fp32."""
     reals = group.view(torch.float32)
     bias, threshold = reals[:, layout.BIAS], reals[:, layout.THRESHOLD]
     flags = group[:, layout.FLAGS]
@@ -156,7 +148,7 @@ def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[T
 
 
 def _input_norm(x: Tensor, flags: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token: factor into the dictionary (whose encoder is centred), and factor and addend out of it."""
+    """For each token the factor into the dictionary (whose encoder is centred), and the factor and addend out of it."""
     one, zero = torch.ones(len(x)), torch.zeros(len(x))
     if flags & layout.LAYER_NORM:
         std = x.std(-1)
@@ -168,19 +160,20 @@ def _input_norm(x: Tensor, flags: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _parts(x: Tensor, size: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Rows of x, and their numbers, in parts that a dictionary of this size can encode at once."""
+    """Rows of x and their numbers, in parts that fit when a dictionary of this size encodes them."""
     most = max(1, _PLENTY // size)
     return torch.split(x, most), torch.split(torch.arange(len(x)), most)
 
 
 def _dots(x: Tensor, w_enc: Tensor) -> Tensor:
+    """x . w_enc, [tokens, features] fp32; widens some rows at a time."""
     return torch.cat([x @ rows.float().T for rows in torch.split(w_enc, 1 << 15)], 1)
 
 
 def _ranked(x: Tensor, entry: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether fewer than k features of its range come before the entry's, and x . w_enc[slot].
+    """Whether fewer than k features of the range come before the entry's own, and x . w_enc[slot]; both [tokens].
 
-    The stronger comes first, and of equals that of the lower index. Both results come from the same products, so that
+    The stronger feature comes first; of equal ones, that of lower index. Both results come from the same products, so
     equal encoder rows tie.
     """
     slot, base, size, k, flags = entry[[layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K, layout.FLAGS]].tolist()
@@ -209,7 +202,7 @@ def _encode(x: Tensor, w_enc: Tensor, b_enc: Tensor, threshold: Tensor, flags: i
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    """x / rms(x) * (weight + weight_offset), in fp32, rounded once to the dtype of x; no weight: no factor."""
+    """x / rms(x) * (weight + weight_offset) in fp32, rounded once to the dtype of x; without weight no factor."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -229,7 +222,7 @@ def map_ref_(
     num_reqs: int,
     span: int,
 ) -> None:
-    """work <- the tokens of every steered request, in batch order, in items of at most `span`. See ops.map_."""
+    """work <- the tokens of every steered request in batch order, in items of at most `span`. See ops.map_."""
     for (first, second, slot), values in zip(news.slots, news.values, strict=True):
         first[slot] = second[slot] = torch.from_numpy(values)
     if news.lines:
@@ -266,7 +259,7 @@ def map_ref_(
 
 
 def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """The step's place <- its number, and the counters of all rows as they stand. See ops.publish_."""
+    """published[step] <- the step's number and the current counters of all rows. See ops.publish_."""
     if not work[0, 0]:
         return
     steps[0] = (steps[0] + 1) % layout.STEPS

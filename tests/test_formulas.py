@@ -355,8 +355,8 @@ def test_a_site_that_nobody_edits_asks_for_no_kernel(engine: Engine) -> None:
     gate = {"dictionary": "rect", "feature": 0, "above": 0.0}
     edit = {"op": "add", "vector": "any", "site": "resid_post.2", "when": gate}
     forward(engine, [None, {"edits": [edit]}], 4, torch.randn(2 * TOKENS, WIDTH))
-    asked = {name: int(engine.kinds_at(site)) for name, site in engine.sites.items()}
+    asked = {name: int(site.kinds) for name, site in engine.sites.items()}
     gated = str(engine.config.dictionaries["rect"].site)
     assert {name for name, kinds in asked.items() if kinds} == {gated, "resid_post.2"}
     engine.rest()
-    assert not any(int(engine.kinds_at(site)) for site in engine.sites.values())
+    assert not any(int(site.kinds) for site in engine.sites.values())

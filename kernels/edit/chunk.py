@@ -1,4 +1,4 @@
-"""What one token's edit kernel does with a few entries at once: encode, apply the law, decode. Launches nothing."""
+"""What the edit kernel does with a few entries of one token at once: encode, apply the law, decode. No launches."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -10,36 +10,25 @@ import triton.language as tl
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
 from saesteer.kernels.edit.entries import (
-    ADD,
     BASE,
-    BIAS,
     COUNTER,
     ENTRY,
-    FLAGS,
-    GAIN,
     GATE,
-    GATES,
-    HI,
-    HIGH,
     L2_NORM,
     LAYER_NORM,
-    LO,
-    LOW,
     MAGNITUDE,
     MATCH,
-    MUL,
     RANKED,
     RECONSTRUCT,
     SIZE,
-    SLOT,
-    THRESHOLD,
     TOP_K,
     law,
     reads,
-    real,
     rows,
+    unpack,
     word,
 )
+from saesteer.kernels.edit.row import columns
 
 
 @triton.jit
@@ -48,7 +37,7 @@ def add_chunk(
     words,  # words of the group from here on
     here,  # position of the token
     bits,  # its cells
-    fresh,  # whether x is still as it came, so that dense activations are its own
+    fresh,  # whether no group has changed x yet, so that the dense activations are those of x
     x0,  # [HEAD] fp32
     x1,  # [TAIL] fp32
     w_enc,
@@ -65,24 +54,12 @@ def add_chunk(
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """sum of delta * w_dec[slot] over CHUNK entries of a group at most: [HEAD], [TAIL], how many were not 0, cells."""
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    """sum of delta * w_dec[slot] over up to CHUNK entries of a group: [HEAD], [TAIL], number of deltas not 0, cells."""
+    cols0, cols1 = columns(HEAD, TAIL)
     lane = tl.arange(0, CHUNK) * ENTRY
     inside = lane < words
     entry += lane
-    slot = word(entry + SLOT, inside)
-    lo = word(entry + LO, inside)
-    hi = word(entry + HI, inside)
-    flags = word(entry + FLAGS, inside)
-    gates = word(entry + GATES, inside)
-    mul = real(entry + MUL, inside)
-    add = real(entry + ADD, inside)
-    low = real(entry + LOW, inside)
-    high = real(entry + HIGH, inside)
-    bias = real(entry + BIAS, inside)
-    threshold = real(entry + THRESHOLD, inside)
-    gain = real(entry + GAIN, inside)
+    slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
 
     # Entries that do not apply to this token load no weights and add nothing.
     gate = (flags & GATE) != 0
@@ -109,9 +86,9 @@ def add_chunk(
         outward = tl.where((flags & MATCH) != 0, length, outward)
     pre += bias
     active = pre > threshold
-    if HAS_DENSE:  # noqa: SIM102 (known to the compiler, the next is not)
+    if HAS_DENSE:  # noqa: SIM102 (the compiler knows this one, not the next)
         if fresh & (dense_size > 0):
-            # The dense pass decides for all features that it has, so that no two roundings meet at a threshold.
+            # The dense pass decides for all its features, so that a threshold never sees two roundings of one product.
             own = slot - dense_base
             known = read & (own >= 0) & (own < dense_size)
             pre = tl.where(known, tl.load(dense + own, mask=known, other=0.0), pre)

@@ -1,6 +1,6 @@
-"""How each kernel is launched, by width: measured rows, pasted from `bench.kernels --sweep`. Never tuned while serving.
+"""How each kernel is launched, by width: rows measured with `bench.kernels --sweep`. Nothing is tuned while serving.
 
-Nothing here depends on what a step holds but its number of tokens: in steps of one size a request gets the same bits.
+Of a step's contents only the number of tokens matters here, so a request gets the same bits in all steps of one size.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class EditConfig:
 
     num_warps: int
     chunk: int  # entries in flight at once; a power of two
-    programs: int  # programs per multiprocessor at most
+    programs: int  # most programs per multiprocessor
     split: bool  # hold a row as two blocks (2304 in 2048 + 1024) instead of one padded to a power of two
     gather: int = 4  # partial sums in flight at once; a power of two
-    listed: int = 1024  # activations that a reconstruction looks through at once; a power of two
+    listed: int = 1024  # activations that a reconstruction searches at once; a power of two
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
     parts: int = layout.MOST_PARTS  # programs that may share one token
 
@@ -30,9 +30,9 @@ class LoneConfig:
 
     num_warps: int
     tokens: int  # of a program's turn; a power of two up to layout.TILE
-    at_once: int  # of these; a power of two
+    at_once: int  # of these tokens at once; a power of two
     stages: int  # loads in flight
-    programs: int  # per multiprocessor at most
+    programs: int  # most programs per multiprocessor
     split: bool
 
 
@@ -46,7 +46,7 @@ class ManyConfig:
     block_k: int  # columns at once while encoding
     block_n: int  # and while decoding
     stages: int  # loads in flight
-    programs: int  # per multiprocessor at most
+    programs: int  # most programs per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class EncodeConfig:
     block_n: int  # features
     block_k: int  # columns
     stages: int  # loads in flight
-    programs: int  # per multiprocessor at most
+    programs: int  # most programs per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class Configs:
     """How the kernels are launched for one width."""
 
-    edit: tuple[tuple[int, EditConfig], ...]  # most tokens of a step that the config is for, ascending
+    edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
     many: ManyConfig
     encode: tuple[tuple[int, EncodeConfig], ...]  # the same
 
 
 MAX_WIDTH = 8192
-TILED_ABOVE = 512  # tokens of a step; vLLM captures no graph of more, so the host may choose what is launched
+TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 _ANY = 1 << 30
@@ -83,7 +83,7 @@ _ENCODE = (
     (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
 )
 
-# In fp32 the tiles above want more shared memory than there is.
+# In fp32 the tiles above need more shared memory than there is.
 EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, stages=3, programs=4)
 
 # Widest row that the configs are for, ascending. Times are in bench/LOG.md.
@@ -163,7 +163,7 @@ _T = TypeVar("_T")
 
 
 def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
-    """The row of `table` for a step of so many tokens."""
+    """The row of `table` for a step of this number of tokens."""
     return next(found for most, found in table if tokens <= most)
 
 
@@ -175,19 +175,19 @@ def launch_sizes(width: int, max_tokens: int) -> list[int]:
 
 
 def parts(tokens: int, most: int) -> int:
-    """Programs that may share one token in a step of so many tokens: `most`, while each has a place in scratch."""
+    """Programs that may share one token in a step of `tokens` tokens: `most`, as long as scratch has room for each."""
     return max(1, min(most, layout.PARTIALS // max(tokens, 1)))
 
 
 @cache
 def blocks(width: int, num_warps: int, split: bool) -> tuple[int, int]:
-    """Two powers of two that cover `width`: (head, tail). The tail is 0 where one block is as good."""
-    # Never less than 8 elements a thread: sums over rows that lie side by side in a warp go through its lanes, where a
-    # product is fused into one side alone, and lanes that should agree do not (Triton 3.6, triton-lang/triton#7264).
+    """Two powers of two that cover `width`: (head, tail). The tail is 0 if one block is as good."""
+    # At least 8 elements per thread: sums over rows side by side in a warp go through its lanes, where a product is
+    # fused into one side only, so that lanes disagree that should not (Triton 3.6, triton-lang/triton#7264).
     whole = max(1 << (width - 1).bit_length(), num_warps * 256)
     head = whole >> 1
     if not split or whole == width or head >= width:
         return whole, 0
-    # A tail with less than 8 elements a thread would spread its rows over the warps, unlike the head.
+    # A tail with less than 8 elements per thread would spread its rows over the warps, unlike the head.
     tail = max(1 << (width - head - 1).bit_length(), num_warps * 256)
     return (head, tail) if tail < head else (whole, 0)

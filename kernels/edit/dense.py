@@ -1,4 +1,4 @@
-"""What the edit kernel does with a dictionary encoded whole: ranks of features, reconstructions. Encodes nothing."""
+"""What the edit kernel does with a dictionary encoded whole: ranks and reconstructions. It encodes nothing."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -29,32 +29,34 @@ from saesteer.kernels.edit.entries import (
     rows,
     word,
 )
+from saesteer.kernels.edit.row import columns
 
 BLOCK = tl.constexpr(1024)  # activations compared at once
-SCAN = tl.constexpr(16)  # entries looked through at once
+SCAN = tl.constexpr(16)  # entries searched at once
 
 
 @triton.jit
 def statistics(x0, x1, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """Length, mean and standard deviation (n - 1) of a token."""
+    """Length, mean and standard deviation (over n - 1) of a token."""
+    cols0, cols1 = columns(HEAD, TAIL)
     total = tl.sum(x0, axis=0)
     squares = tl.sum(x0 * x0, axis=0)
     if TAIL > 0:
         total += tl.sum(x1, axis=0)
         squares += tl.sum(x1 * x1, axis=0)
     mean = total / WIDTH
-    off0 = tl.where(tl.arange(0, HEAD) < WIDTH, x0 - mean, 0.0)
+    off0 = tl.where(cols0 < WIDTH, x0 - mean, 0.0)
     off = tl.sum(off0 * off0, axis=0)
     if TAIL > 0:
-        off1 = tl.where(HEAD + tl.arange(0, TAIL) < WIDTH, x1 - mean, 0.0)
+        off1 = tl.where(cols1 < WIDTH, x1 - mean, 0.0)
         off += tl.sum(off1 * off1, axis=0)
-    # Of one number the deviation is not a number, as the reference has it.
+    # The deviation of a single number is NaN, as in the reference.
     return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
 
 
 @triton.jit
 def norms(flags, length, std, WIDTH: tl.constexpr):
-    """Factors into the dictionary and out of it, by each entry's flags."""
+    """The factors into the dictionary and out of it, for each entry's flags."""
     root = tl.sqrt(WIDTH * 1.0)
     safe = tl.maximum(length, 1e-12)
     layer = (flags & LAYER_NORM) != 0
@@ -93,7 +95,7 @@ def _least():
 
 @triton.jit
 def _key(pre, magnitude):
-    """An int32 that is ordered as the activations are, by magnitude or not."""
+    """An int32 that has the order of the activations, or of their magnitudes."""
     bits = tl.where(magnitude, tl.abs(pre), pre + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -114,8 +116,8 @@ def _count(dense, size, magnitude, key, below):
 
 @triton.jit
 def _kth(dense, size, k, magnitude):
-    """The key of the k-th strongest feature, and the index below which features of that very key are among the k."""
-    # Bit by bit from the top: the largest key that at least k features reach.
+    """The key of the k-th strongest feature, and the index below which features with this key are among the k."""
+    # The largest key that at least k features reach, bit by bit from the top.
     above, equal = _count(dense, size, magnitude, 0, size)
     key = tl.where(above + equal >= k, 0, _least())
     for bit in range(31):
@@ -136,7 +138,7 @@ def _kth(dense, size, k, magnitude):
 
 @triton.jit
 def _whole(entries, begin, end, here, bits):
-    """The reconstruction among a group's entries that applies to this token: found, and its words."""
+    """The reconstruction among a group's entries that applies to this token: their number, 0 or 1, and its words."""
     found = 0
     slot = 0
     flags = 0
@@ -152,7 +154,7 @@ def _whole(entries, begin, end, here, bits):
         gates = word(entry + GATES, inside)
         applies = inside & ((its_flags & RECONSTRUCT) != 0) & ((bits & gates) == gates)
         applies = applies & (word(entry + LO, inside) <= here) & (here < word(entry + HI, inside))
-        # Windows of one reconstruction do not meet, so there is one at most.
+        # Windows of one reconstruction do not overlap, so at most one applies.
         found += tl.sum(applies.to(tl.int32), axis=0)
         slot += tl.sum(word(entry + SLOT, applies), axis=0)
         flags += tl.sum(word(entry + FLAGS, applies), axis=0)
@@ -177,20 +179,19 @@ def reconstruct(
     b_dec,
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
-    stride_dense,  # features that have a place there; behind it is one for a list of features
+    stride_dense,  # room for this number of features, and behind it for a list of as many
     counts,  # of this row
     stride_counters,
-    share,  # which part of the token this is,
-    parts,  # of so many
+    share,  # number of this part of the token
+    parts,  # of the token
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    LISTED: tl.constexpr,  # activations looked through at once
+    LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
 ):
-    """This part of decode(f) - x: [HEAD], [TAIL], and 1 where there is a reconstruction. Features in order."""
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    """This part of decode(f) - x: [HEAD], [TAIL], and 1 if there is a reconstruction. Adds the features in order."""
+    cols0, cols1 = columns(HEAD, TAIL)
     sum0 = tl.zeros([HEAD], tl.float32)
     sum1 = sum0
     if TAIL > 0:
@@ -205,7 +206,7 @@ def reconstruct(
             key, below = _kth(row, size, k, magnitude)
         blocks = (size + LISTED - 1) // LISTED
         each = (blocks + parts - 1) // parts * LISTED
-        # First a list of the active ones, then their rows: both in order.
+        # First list the active features, then add their rows, both in order.
         listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
         many = 0
         for start in range(share * each, tl.minimum(share * each + each, size), LISTED):

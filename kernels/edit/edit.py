@@ -1,6 +1,6 @@
-"""The Triton kernel that edits a token with one program, or with several that share its features. Does every edit.
+"""The Triton kernel that can do every edit: one program edits a token, or several share its features.
 
-Knows tables, work lists and the dense activations that encode.py has left in scratch; not who fills them.
+It knows tables, work lists and the dense activations that encode.py leaves in scratch, but not who fills them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -36,14 +36,15 @@ from saesteer.kernels.edit.entries import (
     tile,
     word,
 )
+from saesteer.kernels.edit.row import columns
 from saesteer.kernels.edit.store import dosed, store
 
 
 @triton.jit
 def _item(work, it, first_item, units, span):
-    """What iteration `it` works on: part, token, row, and whether there is such a token.
+    """What iteration `it` works on: part, token, row, and whether this token exists.
 
-    A unit is a place for a token in the work list; all first parts come before all second ones.
+    A unit is a place for a token in the work list. All first parts come before all second ones.
     """
     unit = it % units
     item = work + 4 + (first_item + unit // span) * 4
@@ -52,8 +53,8 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-# Specialised on nothing that may differ between two calls: a variant more would compile while serving. Slices of larger
-# tensors (site, norm_weight) are aligned as they come.
+# Nothing that may differ between two calls is specialised on, since another variant would compile while serving. Slices
+# of larger tensors (site, norm_weight) may have any alignment.
 @triton.jit(
     do_not_specialize=[
         "norm_weight",
@@ -98,10 +99,10 @@ def edit_kernel(
     stride_counts,
     stride_counters,
     stride_dense,
-    kinds,  # bits: rows of these kinds are done here
+    kinds,  # bits of the kinds whose rows are done here
     first_token,
-    most_tokens,  # this launch does the tokens from first_token on, at most so many
-    most_parts,  # parts of one token at most
+    most_tokens,  # this launch does the tokens from first_token on, at most this number
+    most_parts,  # most parts of one token
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -113,14 +114,19 @@ def edit_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
+    ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
+    """x[token] += the deltas of its row's entries at this site, for all listed tokens; see ops.edit_.
+
+    A program takes every num_programs-th unit: a token, or one part of a token's only group. Parts leave their sums in
+    `scratch`; the part that arrives last adds them up and stores the token.
+    """
     if PDL:
         gdc_wait()
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    # The usual first item comes with the header, in one round trip.
+    # The first item usually comes with the header, in one round trip.
     n_items = kept(work)
     batch_parts = kept(work + 1)
     span = kept(work + 2)
@@ -142,8 +148,7 @@ def edit_kernel(
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    cols0, cols1 = columns(HEAD, TAIL)
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
     arrivals = scratch.to(tl.pointer_type(tl.int32))
@@ -173,7 +178,7 @@ def edit_kernel(
         arrival = arrivals + place
         first_part = place * most_parts
         share = part
-        if it + step < total:  # the next item, while this one is worked on
+        if it + step < total:  # load the next item while this one is worked on
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
@@ -197,13 +202,13 @@ def edit_kernel(
                 each = ((end - begin) // ENTRY + parts - 1) // parts * ENTRY
                 c = begin + share * each
                 end = tl.minimum(c + each, end)
-            # Once at least: a part without entries of its own has its share of a reconstruction.
+            # At least once: a part without entries of its own still has its share of a reconstruction.
             again = True
             while again:
                 group_end = end
                 if groups > 1:
                     group_end = kept(entries + c + GROUP_END)
-                # A lone entry is the usual case, and room for more would cost it speed.
+                # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
                     one0, one1, changed, bits = add_chunk(
                         entries + c,
@@ -255,7 +260,7 @@ def edit_kernel(
                     sum1 += one1
                 changes += changed
 
-                # Never less than one entry: a table gone wrong must not hang the device.
+                # At least one entry further: a corrupt table must not hang the device.
                 c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
                 again = c < end
                 if c >= group_end:
@@ -301,7 +306,7 @@ def edit_kernel(
             if bits != before:
                 tl.store(cell, bits)
             if parts > 1:
-                # The last part to arrive adds all of them up, in their order: the same sum whoever is last.
+                # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
                 gathered = first_part + tl.arange(0, GATHER)
                 mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
                 tl.store(mine_at + cols0, sum0, mask=mask0, cache_modifier=".cg")
@@ -332,7 +337,7 @@ def edit_kernel(
                             )
                             x1 += tl.sum(some1, axis=0)
 
-            # Sums, here and in the store, are not within `changes > 0`: see there.
+            # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
             if (kind >> DOSE) != 0:
                 doses = count + (kind >> DOSE) * stride_counters
                 x0, x1 = dosed(

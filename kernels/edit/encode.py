@@ -1,4 +1,4 @@
-"""The Triton kernel that encodes whole dictionaries for tokens whose edits need it. Applies no activation function."""
+"""The Triton kernel that encodes whole dictionaries for tokens whose edits need it. It applies no activation."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -53,13 +53,13 @@ def encode_kernel(
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    ROUNDS: tl.constexpr,  # whether this launch does some of the step's tokens only
-    EXACT: tl.constexpr,  # stream and weights are not of one 16 bit dtype: products in fp32
+    ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
+    EXACT: tl.constexpr,  # stream and weights do not share a 16-bit dtype: products in fp32
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
     span = tl.load(work + 2)
     site_number = tl.load(site)
-    n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none where nobody asks
+    n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none if nobody asks
     first_item = 0
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
@@ -69,7 +69,7 @@ def encode_kernel(
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
 
     for it in range(tl.program_id(0), unit_tiles * feature_tiles, tl.num_programs(0)):
-        # Tiles of the same features follow one another, so that their weights are read from memory once.
+        # Tiles of the same features are consecutive, so that their weights are read from memory once.
         unit = (it % unit_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         first = (it // unit_tiles) * BLOCK_N
         item = work + 4 + (first_item + unit // span) * 4
@@ -84,7 +84,7 @@ def encode_kernel(
         token = tl.load(item, mask=listed, other=0).to(tl.int64) + within
         place = token - first_token
         left = (listed & (sizes > first) & (place >= 0) & (place < most_tokens)).to(tl.int32)
-        # One dictionary after the other: usually there is one, or none.
+        # One dictionary after the other; usually there is one or none.
         while tl.max(left, axis=0) > 0:
             base = tl.min(tl.where(left > 0, bases, 2147483647), axis=0)
             mine = (left > 0) & (bases == base)
@@ -97,7 +97,7 @@ def encode_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
             length = tl.zeros([BLOCK_M], tl.float32)
-            if HAS_NORMS:  # a variance in one pass, around a number of the row's own size
+            if HAS_NORMS:  # the variance in one pass, around an element of the row itself
                 near = tl.load(stream + x_at, mask=mine, other=0.0).to(tl.float32)
                 if FORM == PAIR:
                     near += tl.load(second + x_at, mask=mine, other=0.0).to(tl.float32)

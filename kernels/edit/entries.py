@@ -1,4 +1,4 @@
-"""What the Triton kernels share: reading entries, weight rows and the stream, and the law of a delta."""
+"""What the Triton kernels share: how to read entries, weights and the stream, and the law of a delta. No edits."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -68,11 +68,11 @@ PARTIALS = tl.constexpr(layout.PARTIALS)
 SHORTEST = tl.constexpr(layout.SHORTEST)
 LARGEST = tl.constexpr(layout.LARGEST)
 LARGEST_HALF = tl.constexpr(layout.LARGEST_HALF)
-ITEMS = tl.constexpr(1024)  # of the work list, looked at at once
+ITEMS = tl.constexpr(1024)  # items of the work list that are searched at once
 
 
-# What a kernel must not be specialised on: a variant more would compile while serving. Slices of larger tensors (site,
-# norm_weight) are aligned as they come.
+# What a kernel must not be specialised on, since another variant would compile while serving. Slices of larger tensors
+# (site, norm_weight) may have any alignment.
 TILE_ARGUMENTS = (
     "norm_weight",
     "site",
@@ -96,26 +96,45 @@ def rows(weights, starts, want, cols, WIDTH: tl.constexpr):
 
 @triton.jit
 def kept(address):
-    """A word of the table or the work list. Each step reads it again, one word for the address of the next; between two
-    sites the model's weights go through the cache, and are to push out something else."""
+    """A word of the table or the work list. Each step reads it again, and often one word gives the address of the next.
+    The model's weights go through the cache between two sites and should evict something else."""
     return tl.load(address, eviction_policy="evict_last")
 
 
 @triton.jit
 def word(entry, inside):
-    """A kept word of each entry, 0 for those outside."""
+    """A kept word of each entry; 0 for those outside."""
     return tl.load(entry, mask=inside, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
 def real(entry, inside):
-    """A kept word of each entry as a float32, 0 for those outside."""
+    """A kept word of each entry as float32; 0 for those outside."""
     return word(entry, inside).to(tl.float32, bitcast=True)
 
 
 @triton.jit
+def unpack(entry, inside):
+    """Slot, window, flags, gates and numbers of each entry; 0 for those outside. Unused words are not loaded."""
+    return (
+        word(entry + SLOT, inside),
+        word(entry + LO, inside),
+        word(entry + HI, inside),
+        word(entry + FLAGS, inside),
+        word(entry + GATES, inside),
+        real(entry + MUL, inside),
+        real(entry + ADD, inside),
+        real(entry + LOW, inside),
+        real(entry + HIGH, inside),
+        real(entry + BIAS, inside),
+        real(entry + THRESHOLD, inside),
+        real(entry + GAIN, inside),
+    )
+
+
+@triton.jit
 def reads(mul, low, high, flags):
-    """Whether a delta depends on f at all: a plain addition needs no encoder row."""
+    """Whether a delta depends on f; a plain addition needs no encoder row."""
     return (mul != 0.0) | (low > float("-inf")) | (high < float("inf")) | ((flags & ONLY_IF_ACTIVE) != 0)
 
 
@@ -129,7 +148,7 @@ def law(f, applies, flags, mul, add, low, high, gain):
 
 @triton.jit
 def tile(stream, second, at, mask, FORM: tl.constexpr):
-    """A tile of the stream as it stands, rounded to its dtype."""
+    """A tile of the stream before the edits, rounded to its dtype."""
     x = tl.load(stream + at, mask=mask, other=0.0)
     if FORM == PAIR:
         addend = tl.load(second + at, mask=mask, other=0.0)
@@ -139,7 +158,7 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
 
 @triton.jit
 def finite(x, dtype: tl.constexpr):
-    """x, finite in the stream's dtype whatever the edits asked for: what overflows there would outlive its request."""
+    """x, made finite in the stream's dtype whatever the edits are: an overflow there would outlive its request."""
     largest: tl.constexpr = LARGEST_HALF if dtype == tl.float16 else LARGEST
     return tl.clamp(x, -largest, largest)
 
@@ -152,7 +171,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def items_of(work, n_items, first_token, most_tokens):
-    """The items that hold tokens of [first_token, first_token + most_tokens): the first one, and how many."""
+    """The items with tokens in [first_token, first_token + most_tokens): the first one, and their number."""
     before = 0
     until = 0
     for start in range(0, n_items, ITEMS):

@@ -1,4 +1,4 @@
-"""Launches of the edit kernels: which of them run in a step, and on how many programs. Knows no plans and no engine."""
+"""Launches of the edit kernels: which of them run in a step, and with how many programs. It knows no requests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from saesteer.kernels.edit.many import many_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from saesteer.kernels.bound import Bound
+
 _ALL = layout.ANY | layout.LONE | layout.MANY
 
 
 @cache
 def _multiprocessors(device: int | None) -> int:
-    """Of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
+    """The multiprocessors of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
     return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def _overlaps(device: int | None) -> bool:
-    """Whether the device knows programmatic dependent launch, with which a kernel is set up while another one ends."""
+    """Whether the device has programmatic dependent launch, which sets a kernel up while another one ends."""
     return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -36,56 +38,46 @@ def edit_triton(
     stream: Tensor,
     second: Tensor | None,
     norm_weight: Tensor | None,
-    table: Tensor,
-    site: Tensor,
-    work: Tensor,
-    positions: Tensor,
-    kinds: Tensor,
-    w_enc: Tensor,
-    w_dec: Tensor,
-    b_enc: Tensor,
-    threshold: Tensor,
-    b_dec: Tensor,
-    cells: Tensor,
     counts: Tensor,
-    scratch: Tensor,
+    bound: Bound,
     form: int,
     eps: float,
     weight_offset: float,
-    dense_size: int,
-    has_norms: bool,
     *,
     tuned: Configs | None = None,
     tiled: bool | None = None,
 ) -> None:
-    """Launch what the step needs; arguments as of the op `edit_`, checked there.
+    """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
-    While a graph is captured, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so that a
-    captured launch serves any work list. Other steps run outside of graphs: there the host's `kinds` choose.
+    During capture, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so a captured launch
+    serves any work list. Other steps run outside of graphs, where the host's `kinds` choose the kernels.
 
     Args:
-        tuned: other launches, for benchmarks.
-        tiled: choose by `kinds` or not, whatever the step is; for tests and benchmarks. Items span layout.TILE tokens.
+        tuned: other launch parameters, for benchmarks.
+        tiled: whether to choose by `kinds`, whatever the step is; for tests and benchmarks. Items span layout.TILE
+            tokens.
     """
     tokens, width = stream.shape
-    places = min(tokens, work.shape[0] - 1)
+    places = min(tokens, bound.work.shape[0] - 1)
     if places <= 0:
         return
     wanted = _ALL
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
     if tiled or (tiled is None and not captured):
-        wanted = int(kinds[0]) & _ALL
+        wanted = int(bound.kinds[0]) & _ALL
         if not wanted:
             return
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not captured
     tuned = tuned or configs(width)
-    common: Any = (stream, second, norm_weight, table, site, work, positions, w_enc, w_dec)
-    rest: Any = (eps, weight_offset, table.stride(0), *counts.stride())
+    read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
+    common: Any = (*read, bound.w_enc, bound.w_dec)
+    rest: Any = (eps, weight_offset, bound.table.stride(0), *counts.stride())
+    scratch, dense_size = bound.scratch, bound.dense_size
     cores = _multiprocessors(stream.device.index)
     overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
     has_weight = norm_weight is not None
-    exact = stream.dtype != w_enc.dtype or stream.dtype == torch.float32
+    exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone
         head, tail = blocks(width, lone.num_warps, lone.split)
@@ -134,7 +126,7 @@ def edit_triton(
     head, tail = blocks(width, edit.num_warps, edit.split)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
-    share = 1 if tiled else parts(at_once, edit.parts)  # there are tokens enough for every program
+    share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
     for first in range(0, places, at_once):
         if dense_size:
             encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)
@@ -142,13 +134,13 @@ def edit_triton(
             encode_kernel[(min(tiles, cores * encode.programs),)](
                 stream,
                 second,
-                table,
-                site,
-                work,
-                w_enc,
-                b_enc,
+                bound.table,
+                bound.index,
+                bound.work,
+                bound.w_enc,
+                bound.b_enc,
                 dense,
-                table.stride(0),
+                bound.table.stride(0),
                 dense_size,
                 first,
                 at_once,
@@ -158,16 +150,16 @@ def edit_triton(
                 BLOCK_K=encode.block_k,
                 STAGES=encode.stages,
                 FORM=form,
-                HAS_NORMS=has_norms,
+                HAS_NORMS=bound.has_norms,
                 ROUNDS=at_once < places,
                 EXACT=exact,
                 num_warps=encode.num_warps,
             )
         edit_kernel[(min(at_once * share, cores * edit.programs),)](
             *common,
-            threshold,
-            b_dec,
-            cells,
+            bound.threshold,
+            bound.b_dec,
+            bound.cells,
             counts,
             scratch,
             dense,
@@ -187,7 +179,7 @@ def edit_triton(
             FORM=form,
             HAS_WEIGHT=has_weight,
             HAS_DENSE=dense_size > 0,
-            HAS_NORMS=has_norms,
+            HAS_NORMS=bound.has_norms,
             ROUNDS=at_once < places,
             PDL=bool(overlaps),
             num_warps=edit.num_warps,

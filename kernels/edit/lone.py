@@ -1,6 +1,6 @@
-"""The Triton kernel for long spans of a request's tokens with one entry: they stream past weights held in registers.
+"""The Triton kernel for long spans of tokens with a single entry: they stream past weights held in registers.
 
-It does the rows that layout.py calls LONE. Sums are in another order than in edit.py.
+It does the rows that layout.py calls LONE. It sums in another order than edit.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,37 +12,23 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import (
-    ADD,
     BEGIN,
-    BIAS,
     COUNTER,
-    FLAGS,
-    GAIN,
     HEAD_WORDS,
-    HI,
-    HIGH,
     KIND,
-    LO,
     LONE,
-    LOW,
     MATCH,
-    MUL,
     NORMED,
     PAIR,
-    SLOT,
     SPAN,
-    THRESHOLD,
     TILE_ARGUMENTS,
     law,
     reads,
     rounded,
     tile,
+    unpack,
 )
-
-
-@triton.jit
-def _scalar(entry):
-    return tl.load(entry).to(tl.float32, bitcast=True)
+from saesteer.kernels.edit.row import columns
 
 
 @triton.jit(do_not_specialize=list(TILE_ARGUMENTS))
@@ -65,19 +51,19 @@ def lone_kernel(
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a program's turn at most
-    LEAST: tl.constexpr,  # and when there are few
-    SHARES: tl.constexpr,  # turns of an item at least: TILE / TOKENS
+    TOKENS: tl.constexpr,  # of a program's turn
+    LEAST: tl.constexpr,  # of a turn when there are few items
+    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS, more when there are few items
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
+    """x[token] += the delta of its row's only entry at this site. A program takes TOKENS tokens of an item per turn."""
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    cols0, cols1 = columns(HEAD, TAIL)
     inside0 = cols0 < WIDTH
     inside1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
@@ -86,7 +72,7 @@ def lone_kernel(
         if TAIL > 0:
             gain1 = tl.load(norm_weight + cols1, mask=inside1, other=0.0)
 
-    # As many tokens a turn as leave work for everybody.
+    # So many tokens per turn that every program has work.
     turn = TOKENS
     shares = SHARES
     if n_items * SHARES * 2 < tl.num_programs(0):
@@ -104,17 +90,8 @@ def lone_kernel(
         if ((kind & LONE) != 0) & (first < length):
             first_position = tl.load(positions + first_token).to(tl.int32)  # the others follow it
             entry = entries + begin
-            slot = tl.load(entry + SLOT).to(tl.int64) * WIDTH
-            flags = tl.load(entry + FLAGS)
-            lo = tl.load(entry + LO)
-            hi = tl.load(entry + HI)
-            mul = _scalar(entry + MUL)
-            add = _scalar(entry + ADD)
-            low = _scalar(entry + LOW)
-            high = _scalar(entry + HIGH)
-            bias = _scalar(entry + BIAS)
-            threshold = _scalar(entry + THRESHOLD)
-            gain = _scalar(entry + GAIN)
+            slot, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
+            slot = slot.to(tl.int64) * WIDTH
             wanted = tl.where(reads(mul, low, high, flags), WIDTH, 0)
             enc0 = tl.load(w_enc + slot + cols0, mask=cols0 < wanted, other=0.0)
             dec0 = tl.load(w_dec + slot + cols0, mask=inside0, other=0.0)

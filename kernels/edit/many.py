@@ -1,6 +1,6 @@
-"""The Triton kernel for long spans of a request's tokens with many entries: products on tensor cores.
+"""The Triton kernel for long spans of tokens with many entries: matrix products on tensor cores.
 
-It does the rows that layout.py calls MANY. Sums are in another order than in edit.py.
+It does the rows that layout.py calls MANY. It sums in another order than edit.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,33 +12,23 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import (
-    ADD,
     BEGIN,
-    BIAS,
     COUNTER,
     END,
     ENTRY,
-    FLAGS,
-    GAIN,
     HEAD_WORDS,
-    HI,
-    HIGH,
     KIND,
-    LO,
-    LOW,
     MANY,
-    MUL,
     NORMED,
     PAIR,
     PARTIALS,
     SLOT,
     SPAN,
-    THRESHOLD,
     TILE_ARGUMENTS,
     law,
-    real,
     rounded,
     tile,
+    unpack,
     word,
 )
 
@@ -49,7 +39,7 @@ def _deltas(
     second,
     w_enc,
     entry,  # [ENTRIES] of them
-    inside,  # [ENTRIES] those that are there
+    inside,  # [ENTRIES] whether the entry exists
     x_at,  # [TOKENS] int64
     exists,  # [TOKENS]
     position,  # [TOKENS]
@@ -75,22 +65,11 @@ def _deltas(
             acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(e), acc)
-    flags = word(entry + FLAGS, inside)
-    lo = word(entry + LO, inside)
-    hi = word(entry + HI, inside)
-    pre = acc + real(entry + BIAS, inside)[None, :]
-    f = tl.where(pre > real(entry + THRESHOLD, inside)[None, :], pre, 0.0)
+    _, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
+    pre = acc + bias[None, :]
+    f = tl.where(pre > threshold[None, :], pre, 0.0)
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
-    delta = law(
-        f,
-        applies,
-        flags[None, :],
-        real(entry + MUL, inside)[None, :],
-        real(entry + ADD, inside)[None, :],
-        real(entry + LOW, inside)[None, :],
-        real(entry + HIGH, inside)[None, :],
-        real(entry + GAIN, inside)[None, :],
-    )
+    delta = law(f, applies, flags[None, :], mul[None, :], add[None, :], low[None, :], high[None, :], gain[None, :])
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
     return delta
@@ -98,7 +77,7 @@ def _deltas(
 
 @triton.jit
 def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.constexpr):
-    """y + delta @ w_dec[:, cols], to nearly fp32: a delta is the sum of two of the weights' dtype."""
+    """y + delta @ w_dec[:, cols], nearly as exact as fp32: a delta is split into two numbers of the weights' dtype."""
     d = tl.load(w_dec + starts[:, None] + cols[None, :], mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
     if EXACT:
         return tl.dot(delta, d.to(tl.float32), y, input_precision="ieee")
@@ -137,7 +116,7 @@ def many_kernel(
     HAS_WEIGHT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Each program takes TOKENS tokens: one pass for all deltas, a second one that adds the decoder rows."""
+    """A program takes TOKENS tokens per turn: the first pass makes all deltas, the second adds the decoder rows."""
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number

@@ -1,4 +1,4 @@
-"""How the edit kernel ends a token: what it does with its dose, and the store in every form. Knows no entries."""
+"""How the edit kernel finishes a token: it measures and limits the dose, and stores every form. It knows no entries."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -21,6 +21,7 @@ from saesteer.kernels.edit.entries import (
     rounded,
     tile,
 )
+from saesteer.kernels.edit.row import columns, put
 
 
 @triton.jit
@@ -30,22 +31,20 @@ def dosed(
     at,  # of the token
     x0,
     x1,
-    changes,  # of the token so far; 0: it has no dose, and stays as it is
+    changes,  # of the token so far; 0: it has no dose and stays as it is
     entries,  # the row's table
-    doses,  # where those of the site begin in the row's counts
+    doses,  # where the site's doses begin in the row's counts
     stride_counters,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The edited token, brought back to the row's limit if its dose is above: [HEAD], [TAIL]. The dose is counted.
+    """The edited token, scaled back to the row's limit if its dose is above: [HEAD], [TAIL]. Counts the dose.
 
-    The stream is read again, since nobody has stored to it yet: kept from the beginning, it would take registers from
-    every token.
+    It reads the stream again, to which nobody has stored yet: the old values would take registers if they were kept.
     """
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    cols0, cols1 = columns(HEAD, TAIL)
     dtype: tl.constexpr = stream.dtype.element_ty
     was0 = finite(tile(stream, second, at + cols0, cols0 < WIDTH, FORM).to(tl.float32), dtype)
     off0 = finite(x0, dtype) - was0
@@ -89,33 +88,37 @@ def store(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """The edited token, rounded once, and what the form asks of its second tensor.
+    """Store the edited token, rounded once, and the second tensor as the form has it.
 
-    Only what is stored hangs on `changed`: ptxas takes it for something that threads might decide differently, and
-    pays for a sum behind such a branch with spills.
+    Only the stores stand behind `changed`: ptxas assumes that threads may disagree on it, and a sum behind such a
+    branch costs spills.
     """
-    cols0 = tl.arange(0, HEAD)
-    cols1 = HEAD + tl.arange(0, TAIL if TAIL > 0 else 1)
+    cols0, cols1 = columns(HEAD, TAIL)
     mask0 = cols0 < WIDTH
     mask1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
-    if FORM == NORMED and HAS_WEIGHT:  # not to wait for after the sum of squares
+    if FORM == NORMED and HAS_WEIGHT:  # early, so that nothing waits for it after the sum of squares
         gain0 = tl.load(norm_weight + cols0, mask=mask0, other=0.0)
         if TAIL > 0:
             gain1 = tl.load(norm_weight + cols1, mask=mask1, other=0.0)
     y0 = rounded(x0, dtype)
-    if TAIL > 0:
-        y1 = rounded(x1, dtype)
+    y1 = rounded(x1, dtype)
     if changed:
-        tl.store(stream + at + cols0, y0, mask=mask0)
-        if TAIL > 0:
-            tl.store(stream + at + cols1, y1, mask=mask1)
+        put(stream + at, cols0, cols1, y0, y1, mask0, mask1, TAIL)
         if FORM == PAIR:
-            tl.store(second + at + cols0, tl.zeros([HEAD], dtype), mask=mask0)
-            if TAIL > 0:
-                tl.store(second + at + cols1, tl.zeros([TAIL], dtype), mask=mask1)
+            put(
+                second + at,
+                cols0,
+                cols1,
+                tl.zeros([HEAD], dtype),
+                tl.zeros([TAIL if TAIL > 0 else 1], dtype),
+                mask0,
+                mask1,
+                TAIL,
+            )
     if FORM == NORMED:
         z0 = y0.to(tl.float32)
+        z1 = z0
         squared = tl.sum(z0 * z0, axis=0)
         if TAIL > 0:
             z1 = y1.to(tl.float32)
@@ -129,6 +132,4 @@ def store(
             if HAS_WEIGHT:
                 z1 *= gain1.to(tl.float32) + weight_offset
         if changed:
-            tl.store(second + at + cols0, z0.to(dtype), mask=mask0)
-            if TAIL > 0:
-                tl.store(second + at + cols1, z1.to(dtype), mask=mask1)
+            put(second + at, cols0, cols1, z0.to(dtype), z1.to(dtype), mask0, mask1, TAIL)

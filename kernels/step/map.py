@@ -1,4 +1,4 @@
-"""The Triton kernel that puts in its place what a batch brings, and lists its tokens and the sites of its edits."""
+"""The Triton kernel that stores what a batch brings and lists its tokens and sites. It knows no edits."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -24,7 +24,7 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 @triton.jit
 def _word(table, stride_table, news, rows, lines, word, real):
-    """A word of rows of the table, of which those with a line in the news are not in the table yet."""
+    """A word of each row of the table, or of its line in the news, since those are not in the table yet."""
     old = tl.load(table + rows * stride_table + word, mask=real & (lines < 0), other=0)
     new = tl.load(news + lines.to(tl.int64) * stride_table + word, mask=real & (lines >= 0), other=0)
     return old + new
@@ -75,10 +75,11 @@ def _map_kernel(
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,  # of the weights
 ):
+    """Program p handles vector p and row p of the news, site p, and request p; see ops.map_."""
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     stride_vector = VECTOR + width + width % 2
-    if request < n_vectors:  # a program is one vector's, too
+    if request < n_vectors:
         vector = news + request.to(tl.int64) * stride_vector
         addresses = vector.to(tl.pointer_type(tl.int64))
         first = tl.load(addresses).to(tl.pointer_type(DTYPE))
@@ -91,7 +92,7 @@ def _map_kernel(
             tl.store(second + cols, values, mask=cols < width)
     numbers = news + n_vectors.to(tl.int64) * stride_vector
     lines = numbers + n_rows + n_rows % 2
-    if (n_lines > 0) & (request < n_rows):  # and one row's
+    if (n_lines > 0) & (request < n_rows):
         line = tl.load(numbers + request)
         if line >= 0:
             for start in range(0, stride_table, BLOCK):
@@ -102,7 +103,7 @@ def _map_kernel(
                 column = start + lanes
                 at = request.to(tl.int64) * stride_counts + column.to(tl.int64) * stride_counters
                 tl.store(counts + at, tl.zeros([BLOCK], tl.int32), mask=column < counters)
-    if (num_reqs >= 0) & (request < n_sites):  # and one site's
+    if (num_reqs >= 0) & (request < n_sites):
         edited = 0
         for start in range(0, num_reqs, BLOCK):
             real = start + lanes < num_reqs
@@ -116,7 +117,7 @@ def _map_kernel(
             edited = tl.maximum(edited, tl.max((begins < ends).to(tl.int32), axis=0))
         tl.store(sites + request * SITE_STRIDE, tl.where(edited > 0, request, ~request))
     if (num_reqs >= 0) & (request <= tl.maximum(num_reqs - 1, 0)):
-        # Items of the requests before this one, and its own: each program finds its place by itself.
+        # Each program counts the items of the requests before its own, and so finds its place by itself.
         place = 0
         parts = 1
         dense = 0
@@ -172,7 +173,7 @@ def map_triton(
     num_reqs: int,
     span: int,
 ) -> None:
-    """Launch the map kernel, one program for each request, site, vector and row; arguments as of the op `map_`."""
+    """Launch the map kernel with a program for each request, site, vector and row. Arguments as for ops.map_."""
     _map_kernel[(max(num_reqs, sites.shape[0], len(news.values), table.shape[0] if news.lines else 0, 1),)](
         work,
         slots,

@@ -1,4 +1,4 @@
-"""The Triton kernel that brings a step's counters to the host, and its launcher. Knows no edits."""
+"""The Triton kernel that brings a step's counters to the host, and its launcher. It knows no edits."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -15,7 +15,7 @@ from saesteer.kernels.edit.entries import COUNTERS, PUBLISHED, STEPS
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 1024  # words that are on their way at once
+_BLOCK = 1024  # words that are copied at once
 
 
 @triton.jit(
@@ -28,11 +28,12 @@ def _publish_kernel(
     counts,  # int32, one counter of all rows behind the other
     rows,
     steps,  # [1] int32
-    published,  # [PUBLISHED, stride_published] int32, memory of the host
+    published,  # [PUBLISHED, stride_published] int32 in host memory
     stride_published,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """published[step] <- the step's number and the counters of all rows, if anybody is steered; see ops.publish_."""
     if tl.load(work) > 0:
         row = tl.arange(0, ROWS)
         used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
@@ -50,7 +51,7 @@ def _publish_kernel(
 
 
 def publish_triton(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """Launch the kernel, one program; arguments as of the op `publish_`."""
+    """Launch the kernel with one program. Arguments as for reference.publish_ref_."""
     rows = table.shape[0]
     _publish_kernel[(1,)](
         table,

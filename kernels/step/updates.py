@@ -1,4 +1,4 @@
-"""What a changed batch brings to the device, packed into one buffer that one copy takes there. Knows no sites."""
+"""What a changed batch brings to the device, packed into one buffer so that one copy suffices. It knows no sites."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Slot = tuple[Tensor, Tensor, int]  # two contiguous tensors [slots, width], and 
 
 
 class News(NamedTuple):
-    """The buffer, and what it says of vectors, for ops.map_."""
+    """The buffer for ops.map_, and what the host knows of its contents."""
 
     words: Tensor  # int32, see layout.py
     dtype: torch.dtype  # of the weights that vectors are written to
     slots: Sequence[Slot] = ()  # where each vector belongs
-    values: Sequence[NDArray[np.float32]] = ()  # of each
-    lines: int = 0
+    values: Sequence[NDArray[np.float32]] = ()  # [width] of each vector
+    lines: int = 0  # number of new rows
 
     @property
     def width(self) -> int:
-        """Of a vector."""
+        """Elements of a vector; 0 without vectors."""
         return len(self.values[0]) if self.values else 0
 
 
@@ -38,21 +38,21 @@ def pack(
     values: Sequence[NDArray[np.float32]] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[News, Tensor]:
-    """One copy to where the table is, in the order of the device's work; the host does not wait.
+    """Copy all news to the table's device at once, in the order of the device's work; the host does not wait.
 
     Args:
         table: that the rows belong to.
-        dtype: of the weights, whether vectors come or not: another one is another kernel.
+        dtype: of the weights, even without vectors, since each dtype is a kernel of its own.
         rows: new words of its rows, by number.
         slots: where each vector belongs.
-        values: [width] of each, all alike.
-        numbers: that the device should have beside it.
+        values: [width] of each, all of one width.
+        numbers: more numbers that the device should have.
 
     Returns:
         The news, and the numbers on the device, int32.
 
     Raises:
-        ValueError: weights that are not alike, or a slot that they do not have.
+        ValueError: weights of another dtype, device or layout, or a slot that they do not have.
     """
     for first, second, slot in slots:
         for one in (first, second):
@@ -64,7 +64,7 @@ def pack(
                 raise ValueError(f"{message}: expected one of {len(values[0])} elements")
     cuda, width = table.is_cuda, len(values[0]) if values else 0
     at = layout.news_words((len(table), table.shape[1]), len(values), len(rows), width)
-    # A fresh pinned buffer each time, whose memory torch uses again once the copy is done.
+    # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
     here = torch.empty(max(at + len(numbers), 1), dtype=torch.int32, pin_memory=cuda)
     words = here.numpy()
     if values:

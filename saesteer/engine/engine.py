@@ -16,6 +16,7 @@ from saesteer.engine.registry import Registry, changed, rooms
 from saesteer.engine.table import Inline, Placement, Places, Row, make_row
 from saesteer.engine.weights import Site, load_site, scratch_for
 from saesteer.kernels import layout, ops
+from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
@@ -92,15 +93,36 @@ class Engine:
         placements: dict[str, Placement] = {}
         reserved, named = rooms(catalog, config.pool_rows), {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
-        self.site_numbers = torch.zeros(len(names), layout.SITE_STRIDE, dtype=torch.int32, device=device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
+        self.work = zeros(max_tokens + 1, 4)
+        self.site_numbers = zeros(len(names), layout.SITE_STRIDE)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
+        kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
+        # The first counters of all rows lie side by side, so that what a step brings to the host is short.
+        self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
+        self.steps = zeros(1)
+        self.published = torch.zeros(
+            layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        common = {
+            "table": self.table,
+            "work": self.work,
+            "positions": self.positions,
+            "cells": zeros(max_tokens),
+            "scratch": scratch_for(infos.values(), width, device),
+        }
         for number, name in enumerate(names):
             here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
             brought = max_rows * config.inline_rows
-            index = self.site_numbers[number, :1]
-            site, found = load_site(
-                index, name, here, paths, width=width, dtype=dtype, device=device, pool=reserved[name] + brought
-            )
+            own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
+            pool = reserved[name] + brought
+            site, found = load_site(name, here, paths, common | own, width=width, dtype=dtype, device=device, pool=pool)
             self.sites[name] = site
+            bind(site)
             placements |= found
             named[name] = Pool(site.pool, reserved[name])
             self._pools[name] = Pool(site.pool + reserved[name], brought)
@@ -110,22 +132,7 @@ class Engine:
         numbers = {name: number for number, name in enumerate(names)}
         self.places = Places(numbers, placements, self.registry.versions[0].arrows, config.max_edits)
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.int32, device=device)
-
-        self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
-        self.work = zeros(max_tokens + 1, 4)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
-        self.kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
-        self.cells = zeros(max_tokens)
-        # The first counters of all rows lie side by side, so that what a step brings to the host is short.
-        self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
-        self.steps = zeros(1)
-        self.published = torch.zeros(
-            layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        self.scratch = scratch_for(list(self.sites.values()), width, device)
-        self._kinds = self.kinds.numpy()  # the same memory: writing through a tensor takes microseconds
+        self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
         self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
@@ -278,14 +285,9 @@ class Engine:
         self.work[0].zero_()
         self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
         try:
-            yield launch_sizes(self.width, len(self.cells))
+            yield launch_sizes(self.width, len(self.work) - 1)
         finally:
             self._kinds[:] = 0
-
-    def kinds_at(self, site: Site) -> Tensor:
-        """Of a site what the op reads, int32 [1], in the memory of all sites' kinds."""
-        number = self.places.sites[site.name]
-        return self.kinds[number : number + 1]
 
     def rest(self) -> None:
         """Make the work list empty, for a step in which nobody is steered; free when it is already."""
@@ -296,26 +298,4 @@ class Engine:
 
     def edit(self, site: Site, stream: Tensor) -> None:
         """Apply the edits of a site to a stream [tokens, d] that is one tensor, in place."""
-        ops.edit_(
-            stream,
-            None,
-            None,
-            self.table,
-            site.index,
-            self.work,
-            self.positions,
-            self.kinds_at(site),
-            site.w_enc,
-            site.w_dec,
-            site.b_enc,
-            site.threshold,
-            site.b_dec,
-            self.cells,
-            self.counts,
-            self.scratch,
-            layout.BARE,
-            0.0,
-            0.0,
-            site.dense_size,
-            site.has_norms,
-        )
+        ops.edit_(stream, None, None, self.counts, site.index, layout.BARE, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """The weights that the op reads at one site: dictionaries, then vectors, row by row. Knows nothing of requests."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.engine.table import Placement
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 from saesteer.language.sites import parse
 from saesteer.loaders import load
 
@@ -20,20 +21,11 @@ _DENSE_TOKENS = 512  # encoded whole at once
 _DENSE_BYTES = 256 << 20  # that their features may take
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Site:
-    """What the op at one site reads beside the common tables and lists."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Site(Bound):
+    """What the op at one site uses, and what the engine knows about the site."""
 
     name: str
-    index: Tensor  # int32 [1], the site's line of layout.py's `sites`; a tensor, so that all compiled layers are alike
-    w_enc: Tensor  # [slots, d]
-    w_dec: Tensor  # [slots, d]
-    b_enc: Tensor  # float32 [slots]
-    threshold: Tensor  # float32 [slots]
-    b_dec: Tensor  # float32 [dictionaries, d]
-    dense_size: int  # features of the largest dictionary that may be ranked or reconstructed
-    has_norms: bool
-
     pool: int  # first slot behind the dictionaries'
 
     @property
@@ -43,23 +35,23 @@ class Site:
 
 
 def load_site(
-    index: Tensor,
     name: str,
     infos: Mapping[str, CoderInfo],
     paths: Mapping[str, str],
+    common: Mapping[str, Tensor],
     *,
     width: int,
     dtype: torch.dtype,
     device: torch.device,
     pool: int,
 ) -> tuple[Site, dict[str, Placement]]:
-    """A site's tensors, filled with its dictionaries, and where each of them lies.
+    """A site with its weights, filled with its dictionaries, and where each of them lies.
 
     Args:
-        index: int32 [1], of the site in the tables.
         name: of the site.
         infos: of the dictionaries that read and write here, by name.
         paths: to their weights.
+        common: the fields of Bound that are no weights.
         width: of the stream.
         dtype: in which the weights are held.
         device: where.
@@ -87,21 +79,31 @@ def load_site(
         b_dec[at].copy_(coder.b_dec)
         placements[key] = _placement(base, at, info, coder)
         base = end
-    dense = max((info.features for info in infos.values() if may_be_dense(info)), default=0)
-    norms = any(info.in_norm != "none" for info in infos.values())
-    return Site(name, index, w_enc, w_dec, b_enc, threshold, b_dec, dense, norms, base), placements
+    site = Site(
+        **common,
+        w_enc=w_enc,
+        w_dec=w_dec,
+        b_enc=b_enc,
+        threshold=threshold,
+        b_dec=b_dec,
+        dense_size=_dense_size(infos.values()),
+        has_norms=any(info.in_norm != "none" for info in infos.values()),
+        name=name,
+        pool=base,
+    )
+    return site, placements
 
 
-def may_be_dense(info: CoderInfo) -> bool:
-    """Whether an edit may need every feature of this dictionary."""
-    return info.can_reconstruct or info.activation in RANKED
+def _dense_size(infos: Iterable[CoderInfo]) -> int:
+    """Features of the largest of these dictionaries of which an edit may need every feature; 0 for none."""
+    return max((info.features for info in infos if info.can_reconstruct or info.activation in RANKED), default=0)
 
 
-def scratch_for(sites: Sequence[Site], width: int, device: torch.device) -> Tensor:
+def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) -> Tensor:
     """The kernels' scratch memory, zeros; empty on a CPU, where the reference needs none."""
     if device.type == "cpu":
         return torch.zeros(0, dtype=torch.float32)
-    dense = max((site.dense_size for site in sites), default=0)
+    dense = _dense_size(infos)
     fitting = _DENSE_BYTES // (4 * max(1, dense)) // layout.TILE * layout.TILE
     tokens = max(layout.TILE, min(_DENSE_TOKENS, fitting))
     return torch.zeros(layout.scratch_words(width, dense, tokens), dtype=torch.float32, device=device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import plot
-from bench.batch import FORMS, TINY, Batches, floor
+from bench.batch import FORMS, TINY, Batches, edit, floor
 from bench.cases import ACTIVE, CASES, CURVES, FEATURES, THRESHOLD, WIDTHS, Case
 from bench.gate import Gate
 from bench.kernels import caches, fits, row, table
@@ -24,7 +24,6 @@ from saesteer.kernels import ops
 
 CEILING = Ceilings(copy_gb_s=4300, matmul_tflop_s=790, launch_us=0.5)
 BY_NAME = {case.name: case for case in CASES}
-EDIT: Any = torch.ops.saesteer.edit_
 
 
 def small(case: Case) -> Case:
@@ -95,13 +94,13 @@ def test_about_seventy_features_are_active() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_gate_lets_the_reference_through_and_nothing_else(batches: Batches, case: Case, form: str) -> None:
     gate = Gate(batches, small(case), form)
-    assert gate.wrong(EDIT) is None
+    assert gate.wrong(edit) is None
     if not case.steered:
         return
     assert gate.wrong(lambda *_: None), "doing nothing is wrong"
 
     def poisoned(stream: Any, *rest: Any) -> None:
-        EDIT(stream, *rest)
+        edit(stream, *rest)
         stream[int(gate.tokens[0]), 0] = float("nan")
 
     assert "finite" in str(gate.wrong(poisoned))
@@ -111,7 +110,7 @@ def test_the_gate_sees_a_changed_token_that_nobody_steers(batches: Batches) -> N
     gate = Gate(batches, small(BY_NAME["8192 x 1, one in ten"]), "normed")
 
     def untidy(stream: Any, *rest: Any) -> None:
-        EDIT(stream, *rest)
+        edit(stream, *rest)
         stream[3] += 1
 
     assert "without an edit" in str(gate.wrong(untidy))
@@ -123,8 +122,8 @@ def test_what_is_timed_edits_in_full_and_leaves_the_stream(kind: str) -> None:
     case = Case("some", (2, 2), edits=1 if kind == "reconstruct" else 3, kind=kind)
     assert 0 < TINY < 1e-9
     [call, *_] = batches.calls(case, "bare", "warm")
-    before, counts = call[0].clone(), call[14]
-    EDIT(*call)
+    before, counts = call[0].clone(), call[3]
+    edit(*call)
     assert torch.equal(call[0], before)
     # Nearly no projection is within a cap, but one may be.
     assert int(counts[1:, : case.edits].sum()) >= 0.9 * case.tokens * case.edits
@@ -132,10 +131,10 @@ def test_what_is_timed_edits_in_full_and_leaves_the_stream(kind: str) -> None:
 
 def test_cold_launches_go_through_the_dictionary(batches: Batches) -> None:
     case = Case("some", (1, 1), edits=8)
-    tables = {call[3].data_ptr(): call[3] for call in batches.calls(case, "bare", "cold")}
+    tables = {call[4].table.data_ptr(): call[4].table for call in batches.calls(case, "bare", "cold")}
     words = [table[1:, 16::16] for table in tables.values()]  # SLOT of every entry
     assert torch.cat(words).flatten().sort().values.tolist() == list(range(256))
-    assert len({call[3].data_ptr() for call in batches.calls(case, "bare", "warm")}) == 1
+    assert len({call[4].table.data_ptr() for call in batches.calls(case, "bare", "warm")}) == 1
 
 
 def test_rows_say_what_was_reached() -> None:

@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch, and it asks again)
 
+    import saesteer.kernels.edit.launch
+    import saesteer.kernels.step.map
+    import saesteer.kernels.step.publish  # noqa: F401
+
     if before is None:
         del os.environ["TRITON_INTERPRET"]
     else:

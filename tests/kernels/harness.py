@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 from saesteer.kernels.edit.configs import Configs
 from saesteer.kernels.edit.launch import edit_triton
 from saesteer.kernels.layout import BARE, NORMED, PAIR
@@ -21,10 +21,9 @@ from tests.kernels.tables import assert_as_accurate, make_positions, make_work, 
 from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, When, dosed, outcome
 
 GPU = torch.cuda.is_available()
-LAUNCH: Any = edit_triton  # its arguments come as one list
-REFERENCE: Any = edit_ref_
 NEAR = 1e-4  # nearer to a decision than this fp32 may fall on the other side than float64
 EPS, OFFSET = 1e-6, 1.0
+WEIGHTS = ("w_enc", "w_dec", "b_enc", "threshold", "b_dec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +70,24 @@ class Call:
     dense_size: int
     has_norms: bool
 
-    def reference(self, state: State) -> None:
-        REFERENCE(
-            state.stream,
-            state.second,
-            self.norm_weight,
-            self.table,
-            self.site,
-            self.work,
-            self.positions,
-            *self.weights,
-            state.cells,
-            state.counts,
-            self.form,
-            EPS,
-            OFFSET,
+    def bound(self, place: str, cells: Tensor, scratch: Tensor) -> Bound:
+        """What the call reads, bound to its site, over copies on another device."""
+        return Bound(
+            index=self.site.to(place),
+            table=self.table.to(place),
+            work=self.work.to(place),
+            positions=self.positions.to(place),
+            kinds=self.kinds,
+            **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
+            cells=cells,
+            scratch=scratch,
+            dense_size=self.dense_size,
+            has_norms=self.has_norms,
         )
+
+    def reference(self, state: State) -> None:
+        bound = self.bound("cpu", state.cells, torch.zeros(0))
+        edit_ref_(state.stream, state.second, self.norm_weight, state.counts, bound, self.form, EPS, OFFSET)
 
     def kernel(self, state: State, path: Path) -> None:
         """On CPU tensors in the interpreter, or over a copy on the GPU."""
@@ -94,31 +95,21 @@ class Call:
         # Room for one round of dense tokens only. The kernels' first words are arrivals; the rest may hold anything.
         scratch = torch.full((layout.scratch_words(state.stream.shape[1], self.dense_size, layout.TILE),), torch.nan)
         scratch[: layout.PARTIALS] = 0
-        moved: list[Any] = [
-            a.to(place) if isinstance(a, Tensor) else a
-            for a in (state.stream, state.second, self.norm_weight, self.table, self.site, self.work, self.positions)
-        ]
-        changed = [state.cells.to(place), state.counts.to(place), scratch.to(place)]
+        stream, second, norm_weight = (
+            None if one is None else one.to(place) for one in (state.stream, state.second, self.norm_weight)
+        )
+        assert stream is not None
+        counts = state.counts.to(place)
+        bound = self.bound(place, state.cells.to(place), scratch.to(place))
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
-            LAUNCH(
-                *moved,
-                self.kinds,
-                *(w.to(place) for w in self.weights),
-                *changed,
-                self.form,
-                EPS,
-                OFFSET,
-                self.dense_size,
-                self.has_norms,
-                tuned=path.tuned,
-                tiled=path.tiled,
-            )
-        state.stream.copy_(moved[0])
-        if state.second is not None:
-            state.second.copy_(moved[1])
-        state.cells.copy_(changed[0])
-        state.counts.copy_(changed[1])
-        assert not changed[2][: layout.PARTIALS].any(), "arrivals are left behind"
+            given = stream, second, norm_weight, counts, bound, self.form, EPS, OFFSET
+            edit_triton(*given, tuned=path.tuned, tiled=path.tiled)
+        state.stream.copy_(stream)
+        if state.second is not None and second is not None:
+            state.second.copy_(second)
+        state.cells.copy_(bound.cells)
+        state.counts.copy_(counts)
+        assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
 
 
 def cut(tokens: Sequence[tuple[int, int, int]], span: int) -> list[tuple[int, int, int, int]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 
 END = 2**31 - 1  # the open end of a window
 
@@ -137,6 +139,15 @@ def make_work(
         token, row, _, length = (*item, 1)[:4]
         work[1 + at] = torch.tensor([token, row, length, 0], dtype=torch.int32)
     return work.to(device)
+
+
+def copied(bound: Bound, device: str | torch.device | None = None, **changes: Any) -> Bound:
+    """The same over copies, on another device or here, but for the changes; not bound yet."""
+    there: dict[str, Any] = {field.name: getattr(bound, field.name) for field in fields(bound)}
+    for name, value in there.items():
+        if isinstance(value, Tensor):
+            there[name] = value.clone() if device is None else value.to(device, copy=True)
+    return Bound(**there | changes)
 
 
 def make_positions(items: Sequence[tuple[int, ...]], max_tokens: int, device: str | torch.device = "cpu") -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saesteer.kernels import layout, ops
+from saesteer.kernels.bound import Bound, bind
 from saesteer.kernels.reference import publish_ref_
 from saesteer.kernels.step.publish import publish_triton
 
@@ -34,6 +36,30 @@ def tensors(used: list[int], counters: int, step: int, device: torch.device) -> 
     published = torch.full((layout.PUBLISHED, 1 + rows * counters), GARBAGE, dtype=torch.int32, pin_memory=GPU)
     before = torch.tensor([(step - 1) % layout.STEPS], dtype=torch.int32)
     return [table.to(device), work.to(device), counts.to(device).t(), before.to(device), published]
+
+
+def op_args(args: list[Tensor]) -> tuple[list[Tensor], Bound]:
+    """Arguments of the op with these tensors, and what is bound to its site."""
+    table, work, counts, steps, published = args
+    none = torch.zeros(1, device=table.device)
+    bound = Bound(
+        index=torch.zeros(1, dtype=torch.int32, device=table.device),
+        table=table,
+        work=work,
+        positions=work[:, 0].contiguous(),
+        kinds=torch.zeros(1, dtype=torch.int32),
+        w_enc=none[None],
+        w_dec=none[None],
+        b_enc=none,
+        threshold=none,
+        b_dec=none[None],
+        cells=work[:, 0].contiguous(),
+        scratch=torch.zeros(layout.scratch_words(1, 0, layout.TILE), device=table.device),
+        dense_size=0,
+        has_norms=False,
+    )
+    bind(bound)
+    return [counts, bound.index, steps, published], bound
 
 
 def settle() -> None:
@@ -82,8 +108,10 @@ def test_nothing_is_written_where_nobody_is_steered(function: Callable[..., None
     assert int(args[3][0]) == 3 and (args[4] == GARBAGE).all()
 
 
-def test_opcheck() -> None:
-    args = tensors([1, 0, 2], 3, 1, torch.device("cpu"))  # it copies arguments, into memory that a GPU cannot write to
+def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It copies arguments: the site, too, and `published` into memory that a GPU cannot write to.
+    args, bound = op_args(tensors([1, 0, 2], 3, 1, torch.device("cpu")))
+    monkeypatch.setattr("saesteer.kernels.bound._sites", defaultdict(lambda: bound))
     # Without test_schema, as it does not say that `published` changes.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(PUBLISH, tuple(args), test_utils=checks)
@@ -91,31 +119,31 @@ def test_opcheck() -> None:
 
 def test_a_compiled_model_keeps_it_behind_the_counting(device: torch.device) -> None:
     torch._dynamo.reset()
-    args = tensors([1, 0, 2], 3, 1, device)
+    args, _bound = op_args(tensors([1, 0, 2], 3, 1, device))
+    counts, _site, _steps, published = args
 
-    def model(x: Tensor, table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> Tensor:
+    def model(x: Tensor, counts: Tensor, *rest: Tensor) -> Tensor:
         counts += 5  # as the last site's edit does
-        PUBLISH(table, work, counts, steps, published)
+        PUBLISH(counts, *rest)
         return x + 1
 
-    ops.hits.pop(args[4].data_ptr(), None)
-    want = args[2][:, :2].cpu() + 5
+    ops.hits.pop(published.data_ptr(), None)
+    want = counts[:, :2].cpu() + 5
     torch.compile(model, fullgraph=True, backend="aot_eager")(torch.zeros(3, device=device), *args)
     settle()
-    assert ops.hits.pop(args[4].data_ptr()) == 1
-    assert args[4][1, 0] == 1
-    assert torch.equal(args[4][1, 1:7].view(2, 3).t(), want)
+    assert ops.hits.pop(published.data_ptr()) == 1
+    assert published[1, 0] == 1
+    assert torch.equal(published[1, 1:7].view(2, 3).t(), want)
 
 
 WRONG: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
-    "table": (0, lambda a: a.long(), "table"),
-    "work": (1, lambda a: a[:, :3], "work"),
-    "counts of other rows": (2, lambda a: a[1:], "counts"),
-    "row by row": (2, lambda a: a.contiguous(), "counts"),
-    "steps": (3, lambda a: a.repeat(2), "steps"),
-    "too short": (4, lambda a: a[:, :-1].contiguous(), "published"),
-    "too few": (4, lambda a: a[1:], "published"),
-    "wide": (4, lambda a: a.long(), "published"),
+    "counts of other rows": (0, lambda a: a[1:], "counts"),
+    "row by row": (0, lambda a: a.contiguous(), "counts"),
+    "nobody's site": (1, lambda a: a.clone(), "site"),
+    "steps": (2, lambda a: a.repeat(2), "steps"),
+    "too short": (3, lambda a: a[:, :-1].contiguous(), "published"),
+    "too few": (3, lambda a: a[1:], "published"),
+    "wide": (3, lambda a: a.long(), "published"),
 }
 
 
@@ -123,7 +151,7 @@ WRONG: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
 def test_what_does_not_fit_is_refused(
     at: int, change: Callable[[Tensor], Tensor], name: str, device: torch.device
 ) -> None:
-    args = tensors([1, 2], 2, 1, device)
+    args, _bound = op_args(tensors([1, 2], 2, 1, device))
     with pytest.raises(ValueError, match=f"^{name}"):
         PUBLISH(*args[:at], change(args[at]), *args[at + 1 :])
 

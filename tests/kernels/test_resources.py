@@ -26,11 +26,11 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
     for encode in [EXACT_ENCODE] if exact else [one for _, one in tuned.encode]:
         blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
-        yield "encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
+        yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
     many = tuned.many
     shares = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
     tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
-    yield "many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
+    yield "edit.many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
     lone = tuned.lone
     head, tail = blocks(width, lone.num_warps, lone.split)
     turns = {
@@ -39,7 +39,7 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         "SHARES": layout.TILE // lone.tokens,
     }
     row = {"HEAD": head, "TAIL": tail, "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
-    yield "lone", "lone_kernel", lone.num_warps, {**turns, **row}
+    yield "edit.lone", "lone_kernel", lone.num_warps, {**turns, **row}
 
 
 @pytest.fixture(scope="module")

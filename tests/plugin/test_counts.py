@@ -43,7 +43,8 @@ def schedule(engine: Engine, rows: list[int], tokens: int) -> None:
 
 def publish(engine: Engine) -> None:
     """As the step's last op does."""
-    ops.publish_(engine.table, engine.work, engine.counts, engine.steps, engine.published)
+    (site,) = engine.sites.values()
+    ops.publish_(engine.counts, site.index, engine.steps, engine.published)
 
 
 def run(steering: worker.Steering, name: str, row: int) -> list[int]:

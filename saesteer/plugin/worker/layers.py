@@ -23,63 +23,25 @@ from saesteer.models.families import Family, find_trunk
 
 
 class _Edited(nn.Module):
-    """Mixin of a swapped norm; its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
+    """Mixin of a swapped norm. Its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
 
-    saesteer_table: Tensor
-    saesteer_work: Tensor
-    saesteer_positions: Tensor
-    saesteer_kinds: Tensor
     saesteer_site: Tensor
-    saesteer_w_enc: Tensor
-    saesteer_w_dec: Tensor
-    saesteer_b_enc: Tensor
-    saesteer_threshold: Tensor
-    saesteer_b_dec: Tensor
-    saesteer_cells: Tensor
     saesteer_counts: Tensor
-    saesteer_scratch: Tensor
     saesteer_steps: Tensor
     saesteer_published: Tensor
     saesteer_weight_offset: float
-    saesteer_dense_size: int
-    saesteer_has_norms: bool
     saesteer_last: bool
     weight: Tensor
     variance_epsilon: float
 
     def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
-        """Call the op on the stream of this norm's site; behind the last one, tell the host what was counted."""
-        torch.ops.saesteer.edit_(
-            stream,
-            second,
-            self.weight.data if form == layout.NORMED else None,
-            self.saesteer_table,
-            self.saesteer_site,
-            self.saesteer_work,
-            self.saesteer_positions,
-            self.saesteer_kinds,
-            self.saesteer_w_enc,
-            self.saesteer_w_dec,
-            self.saesteer_b_enc,
-            self.saesteer_threshold,
-            self.saesteer_b_dec,
-            self.saesteer_cells,
-            self.saesteer_counts,
-            self.saesteer_scratch,
-            form,
-            self.variance_epsilon,
-            self.saesteer_weight_offset,
-            self.saesteer_dense_size,
-            self.saesteer_has_norms,
-        )
+        """Call the op on the stream of this norm's site; behind the last site, publish what was counted."""
+        weight = self.weight.data if form == layout.NORMED else None
+        counts, site = self.saesteer_counts, self.saesteer_site
+        eps, offset = self.variance_epsilon, self.saesteer_weight_offset
+        torch.ops.saesteer.edit_(stream, second, weight, counts, site, form, eps, offset)
         if self.saesteer_last:
-            torch.ops.saesteer.publish_(
-                self.saesteer_table,
-                self.saesteer_work,
-                self.saesteer_counts,
-                self.saesteer_steps,
-                self.saesteer_published,
-            )
+            torch.ops.saesteer.publish_(counts, site, self.saesteer_steps, self.saesteer_published)
 
 
 class _AfterNorm(_Edited):
@@ -136,29 +98,15 @@ def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edi
 def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
     if type(norm) not in (RMSNorm, GemmaRMSNorm):
         raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
-    buffers = {
-        "table": engine.table,
-        "work": engine.work,
-        "positions": engine.positions,
-        "kinds": engine.kinds_at(site),
-        "site": site.index,
-        "w_enc": site.w_enc,
-        "w_dec": site.w_dec,
-        "b_enc": site.b_enc,
-        "threshold": site.threshold,
-        "b_dec": site.b_dec,
-        "cells": engine.cells,
-        "counts": engine.counts,
-        "scratch": engine.scratch,
-        "steps": engine.steps,
-        "published": engine.published,
-    }
-    for name, tensor in buffers.items():
+    for name, tensor in (
+        ("site", site.index),
+        ("counts", engine.counts),
+        ("steps", engine.steps),
+        ("published", engine.published),
+    ):
         norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
     cls = type(norm)
     norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
     edited: Any = norm
     edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0
-    edited.saesteer_dense_size = site.dense_size
-    edited.saesteer_has_norms = site.has_norms
     edited.saesteer_last = site is list(engine.sites.values())[-1]

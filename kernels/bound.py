@@ -1,0 +1,66 @@
+"""What is bound to a site: the tensors that the op uses there and a compiler need not know. Knows no requests.
+
+To add a tensor of the engine, add its field here, its check in arguments.py, and make it in saesteer/engine/engine.py.
+No signature changes: ops, layers and launches hand the whole record on, to the kernel that reads the new field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from saesteer.kernels.arguments import check_bound
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
+class Bound:
+    """The tensors of one site. They keep their addresses for life, since captured CUDA graphs hold these.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, dtype or layout.
+    """
+
+    index: Tensor  # [1] int32, the site's number in the table; below 0 where there is nothing to do, see layout.py
+    table: Tensor  # [rows, words] int32, see layout.py
+    work: Tensor  # [max_tokens + 1, 4] int32, see layout.py; filled by ops.map_
+    positions: Tensor  # [>= max_tokens] int32 or int64, of each token in its request, where a request's are consecutive
+    # [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. It spares
+    # launches outside of CUDA graphs; nothing looks at it during capture.
+    kinds: Tensor
+    w_enc: Tensor  # [slots, d] contiguous, any float dtype
+    w_dec: Tensor  # [slots, d], like w_enc
+    b_enc: Tensor  # [slots] fp32, read where whole dictionaries are encoded
+    threshold: Tensor  # [slots] fp32, like b_enc
+    b_dec: Tensor  # [dictionaries, d] fp32, read for reconstructions
+    cells: Tensor  # [>= max_tokens] int32, see layout.py; changed in place
+    scratch: Tensor  # [>= layout.scratch_words] fp32, zeros at first; only the kernels use it, only on a GPU
+    dense_size: int  # features of the largest dictionary that an entry may rank or reconstruct here; 0 for none
+    has_norms: bool  # whether an entry may ask for an input norm
+
+    def __post_init__(self) -> None:
+        check_bound(self)
+
+
+# By the address of `index`. A record keeps its index alive, so nothing else gets this address meanwhile. This table
+# keeps no record alive, so an engine that ends takes its sites along.
+_sites: WeakValueDictionary[int, Bound] = WeakValueDictionary()
+
+
+def bind(bound: Bound) -> None:
+    """Let the ops find `bound` by the tensor `bound.index`, for as long as the caller keeps `bound`."""
+    _sites[bound.index.data_ptr()] = bound
+
+
+def bound_at(site: Tensor) -> Bound:
+    """What is bound to the site.
+
+    Raises:
+        ValueError: nothing is.
+    """
+    try:
+        return _sites[site.data_ptr()]
+    except KeyError:
+        message = "nothing is bound to it: call bind first, and keep what you bind"
+        raise ValueError(f"site is a tensor at address {site.data_ptr():#x}: {message}") from None
