@@ -13,13 +13,14 @@ from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
-from saesteer.loaders.formats import gemma_scope, manifest, own, saelens
+from saesteer.loaders.formats import gemma_scope, gemma_scope_2, manifest, own, saelens
 
 __all__ = ["FORMATS", "describe", "load"]
 
 # By name. The first format that takes the files wins, so the loosest is last.
 FORMATS: dict[str, Format] = {
     "gemma_scope": gemma_scope,
+    "gemma_scope_2": gemma_scope_2,
     "manifest": manifest,
     "saelens": saelens,
     "saesteer": own,

@@ -34,9 +34,11 @@ ROLES: dict[str, tuple[str, ...]] = {
     "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the bias of the magnitude
     "r_mag": ("F",),
     "ones": ("F",),  # a factor of the features, refused unless it is 1
+    "skip": ("d_out", "d_in"),  # y += x @ skip.T, refused
 }
 MATRICES = ("w_enc", "w_dec")
 SIZES = ("F", "d_in", "d_out")
+Sites = tuple[str | None, str | None]  # site_in, site_out
 SQUARE = "F other than d_in: a square encoder may be transposed unseen"
 
 
@@ -69,7 +71,7 @@ class Draft:
 
     k: int | None = None
     in_norm: InNorm = "none"
-    sites: tuple[str | None, str | None] = (None, None)  # site_in, site_out
+    sites: Sites = (None, None)
     feature_unit: FeatureUnit = "raw"
     skip_first: int = 1
     feature_ids: tuple[int, ...] | None = None
@@ -116,6 +118,8 @@ def facts(draft: Draft, name: str) -> CoderInfo:
     axes = _axes(draft)
     site_in, site_out = draft.sites
     features, d_in, d_out = (axes[axis].size for axis in SIZES)
+    if "skip" in held:
+        raise wrong(weights.path, held["skip"], "an affine skip connection", "a transcoder without one")
     for role, key in held.items():
         weights.check(key, *_expected(draft, axes, role))
     if not draft.unmistakable and features == d_in:

@@ -23,7 +23,8 @@ from saesteer.loaders import arrays, describe, files, load, max_act
 from saesteer.loaders.files import fetch
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
-from tests.loaders.test_formats import Case, every_case
+from tests.loaders.case import Case
+from tests.loaders.test_formats import every_case
 
 LEAF = "layer_20/width_16k/average_l0_71"
 WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}

@@ -4,7 +4,6 @@ The formulas here know no loader and no torch; each case is one row of CASES.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,11 @@ from numpy.typing import NDArray
 
 from saesteer.loaders import FORMATS, describe, load
 from tests.loaders import writers
+from tests.loaders.case import Array, Case, jumprelu, relu, topk
+from tests.loaders.formats import gemma_scope_2
 from tests.loaders.writers import SEEN, D, F
 
-Array = NDArray[np.float64]
 X = writers.tokens()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One file and what it must mean: ``encode(x)`` and ``decode(f, x)`` in numpy, and facts of its info."""
-
-    name: str
-    write: Callable[[Path], Path]
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array, Array], Array]
-    facts: dict[str, Any]
-
-
-def relu(pre: Array) -> Array:
-    return np.maximum(pre, 0)
-
-
-def jumprelu(pre: Array, theta: NDArray[Any]) -> Array:
-    return pre * (pre > theta)
-
-
-def topk(pre: Array, k: int) -> Array:
-    keep = np.zeros_like(pre)
-    np.put_along_axis(keep, np.argsort(-pre, axis=-1, kind="stable")[..., :k], 1, axis=-1)
-    return relu(pre * keep)
 
 
 def gemma_scope_cases() -> list[Case]:
@@ -258,7 +233,9 @@ def own_cases() -> list[Case]:
     ]
 
 
+MORE = [gemma_scope_2]
 CASES = [*gemma_scope_cases(), *saelens_cases(), *manifest_cases(), *own_cases()]
+CASES += [case for module in MORE for case in module.cases()]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

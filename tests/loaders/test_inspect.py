@@ -17,7 +17,8 @@ from saesteer.loaders.formats import own
 from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.windows import windows
 from tests.loaders import writers
-from tests.loaders.test_formats import CASES, Case, every_case
+from tests.loaders.case import Case
+from tests.loaders.test_formats import CASES, every_case
 
 ACTIVATIONS = get_args(Activation)
 CLAMP = {"op": "clamp", "dictionary": "d", "feature": 2, "value": 1.0}

@@ -18,12 +18,13 @@ from saesteer.errors import LoadError
 from saesteer.loaders import describe, load
 from saesteer.loaders.arrays import open_arrays
 from tests.loaders import writers
+from tests.loaders.case import Row
+from tests.loaders.test_formats import MORE
 from tests.loaders.writers import SEEN, D, F
 
 R = writers.raw()
 PLAIN = {key: R[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}
 ONE = ((20, "post_block"),)
-Row = tuple[str, Callable[[Path], Path], str]
 
 
 def without(key: str) -> dict[str, Any]:
@@ -216,6 +217,7 @@ def own_rows() -> list[Row]:
 
 
 ROWS = [*gemma_rows(), *saelens_rows(), *manifest_rows(), *own_rows()]
+ROWS += [row for module in MORE for row in module.wrong()]
 
 
 @pytest.mark.filterwarnings("error")
@@ -241,6 +243,7 @@ GOOD: dict[str, Callable[[Path], Path]] = {
     ),
     "own": lambda folder: writers.own(folder / "saesteer.safetensors", writers.own_tensors(R)),
 }
+GOOD |= {module.__name__.rpartition(".")[2]: module.good for module in MORE}
 every_good_file = pytest.mark.parametrize("name", GOOD)
 
 
@@ -270,7 +273,7 @@ def test_cut_short_while_it_is_read(name: str, tmp_path: Path) -> None:
 def test_broken_bytes_give_a_load_error_or_a_dictionary(name: str, tmp_path: Path, data: st.DataObject) -> None:
     file = GOOD[name](tmp_path)
     content = bytearray(file.read_bytes())
-    header = len(content) if name == "gemma" else 8 + struct.unpack("<Q", content[:8])[0]
+    header = len(content) if file.suffix != ".safetensors" else 8 + struct.unpack("<Q", content[:8])[0]
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(content)

@@ -44,6 +44,20 @@ def tokens(width: int = D, seed: int = 1) -> Array:
     return x
 
 
+def tensors(file: Path, arrays: Mapping[str, NDArray[Any]]) -> Path:
+    """A .safetensors file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, file)
+    return file
+
+
+def config(file: Path, document: Any) -> Path:
+    """A JSON file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document))
+    return file
+
+
 def gemma_scope(folder: Path, arrays: Mapping[str, Array], **more: NDArray[Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     everything: dict[str, Any] = {**arrays, **more}
