@@ -13,7 +13,7 @@ from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
-from saesteer.loaders.formats import gemma_scope, gemma_scope_2, manifest, own, saelens
+from saesteer.loaders.formats import dictionary_learning, gemma_scope, gemma_scope_2, manifest, own, saelens
 
 __all__ = ["FORMATS", "describe", "load"]
 
@@ -21,6 +21,7 @@ __all__ = ["FORMATS", "describe", "load"]
 FORMATS: dict[str, Format] = {
     "gemma_scope": gemma_scope,
     "gemma_scope_2": gemma_scope_2,
+    "dictionary_learning": dictionary_learning,
     "manifest": manifest,
     "saelens": saelens,
     "saesteer": own,

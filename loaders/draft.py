@@ -35,6 +35,8 @@ ROLES: dict[str, tuple[str, ...]] = {
     "r_mag": ("F",),
     "ones": ("F",),  # a factor of the features, refused unless it is 1
     "skip": ("d_out", "d_in"),  # y += x @ skip.T, refused
+    "length_in": ("1",),  # as Draft.lengths, in the file
+    "length_out": ("1",),
 }
 MATRICES = ("w_enc", "w_dec")
 SIZES = ("F", "d_in", "d_out")
@@ -59,13 +61,18 @@ class Draft:
 
     _: KW_ONLY
     optional: Mapping[str, str] = field(default_factory=dict)  # role -> array that the file may lack
+    ignored: Set[str] = frozenset()  # arrays that the file may have, and that change nothing
     transposed: Set[str] = frozenset()  # roles whose arrays are stored as [columns, rows]
     configs: tuple[Path, ...] = ()  # small files that were read for this draft; the fingerprint covers them
     sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out by the config; None: as the matrices' shapes say
     # No other format has these keys, so F == d_in cannot hide a transposed matrix, and nobody guessed the sites.
     unmistakable: bool = False
 
-    decoder_norm: bool = False  # fold the decoder's row lengths into the feature values
+    # Where the lengths of the decoder's rows belong. values: into the feature values, which thresholds then are about.
+    # gates: pre is compared multiplied by them. dropped: the format divides each row by its own.
+    decoder_norm: Literal["kept", "values", "gates", "dropped"] = "kept"
+    # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
+    lengths: tuple[float, float] | None = None
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
 
@@ -114,7 +121,7 @@ def facts(draft: Draft, name: str) -> CoderInfo:
         LoadError: naming the file, the array or the key, what is there and what was expected.
     """
     weights, held = draft.weights, draft.present
-    weights.expect(set(draft.keys.values()), set(draft.optional.values()))
+    weights.expect(set(draft.keys.values()), {*draft.optional.values(), *draft.ignored})
     axes = _axes(draft)
     site_in, site_out = draft.sites
     features, d_in, d_out = (axes[axis].size for axis in SIZES)
@@ -164,19 +171,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     """
     info, weights, held = facts(draft, name), draft.weights, draft.present
     vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
-    b_enc, enc_scale, dec_scale = vectors["b_enc"], None, None
-    threshold = vectors.get("threshold")
-    if "one_threshold" in vectors:
-        threshold = vectors["one_threshold"].expand(info.features).clone()
-    if "log_threshold" in vectors:
-        threshold = vectors["log_threshold"].exp()
-    if "b_gate" in vectors:
-        enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
-    if draft.decoder_norm:
-        assert threshold is None, "whether the thresholds are of scaled features, a format would have to say"
-        norms = weights.row_norms(held["w_dec"], transpose="w_dec" in draft.transposed)
-        enc_scale, dec_scale = folds.to_decoder_norm(norms)
-        b_enc = b_enc * enc_scale
+    folded = _folded(draft, info, vectors)
 
     def matrix(role: str, width: int, scale: Tensor | None) -> Tensor:
         shape, turned = (info.features, width), role in draft.transposed
@@ -185,7 +180,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
-    w_enc = matrix("w_enc", info.d_in, enc_scale)
+    w_enc, b_enc, threshold = matrix("w_enc", info.d_in, folded.enc_scale), folded.b_enc, folded.threshold
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
     if not b_enc.isfinite().all():
@@ -193,12 +188,53 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     return SparseCoder(
         w_enc=ordered(w_enc),
         b_enc=ordered(b_enc),
-        w_dec=ordered(matrix("w_dec", info.d_out, dec_scale)),
-        b_dec=vectors["b_dec"] if "b_dec" in vectors else torch.zeros(info.d_out),
+        w_dec=ordered(matrix("w_dec", info.d_out, folded.dec_scale)),
+        b_dec=folded.b_dec,
         info=info,
         threshold=None if threshold is None else ordered(threshold),
         max_act=ordered(vectors["max_act"]) if "max_act" in vectors else None,
     )
+
+
+class _Folded(NamedTuple):
+    """What is left to do with the arrays once every fold is a factor."""
+
+    enc_scale: Tensor | None  # [F], of the encoder's rows
+    b_enc: Tensor
+    threshold: Tensor | None
+    dec_scale: Tensor | None  # [F], of the decoder's rows
+    b_dec: Tensor
+
+
+def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Folded:
+    """All folds but that of b_in, which needs the encoder itself."""
+    b_enc, enc_scale, dec_scale = vectors["b_enc"], None, None
+    b_dec = vectors["b_dec"] if "b_dec" in vectors else torch.zeros(info.d_out)
+    threshold = vectors.get("threshold")
+    if "one_threshold" in vectors:
+        threshold = vectors["one_threshold"].expand(info.features).clone()
+    if "log_threshold" in vectors:
+        threshold = vectors["log_threshold"].exp()
+    if "b_gate" in vectors:
+        enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
+    if draft.decoder_norm != "kept":
+        norms = draft.weights.row_norms(draft.keys["w_dec"], transpose="w_dec" in draft.transposed)
+    if draft.decoder_norm == "gates" and threshold is not None:
+        threshold = folds.gate_by_norm(threshold, norms)
+    if draft.lengths is not None or "length_in" in vectors:
+        lengths = draft.lengths or (vectors["length_in"].item(), vectors["length_out"].item())
+        s_in, s_out = (width**0.5 / length for width, length in zip((info.d_in, info.d_out), lengths, strict=True))
+        b_enc, b_dec, dec_scale = b_enc / s_in, b_dec / s_out, torch.full((info.features,), s_in / s_out)
+        if threshold is not None and draft.decoder_norm != "values":
+            threshold = threshold / s_in
+    if draft.decoder_norm in ("values", "dropped"):
+        before = 1.0 if dec_scale is None else dec_scale
+        enc_scale, dec_scale = folds.to_decoder_norm(norms * before)
+        dec_scale = dec_scale * before
+        b_enc = b_enc * enc_scale
+    if draft.decoder_norm == "dropped":
+        ...
+    return _Folded(enc_scale, b_enc, threshold, dec_scale, b_dec)
 
 
 def _axes(draft: Draft) -> dict[str, Axis]:

@@ -15,7 +15,7 @@ from typing import Any
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 
-WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name themselves
+WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name themselves
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
@@ -102,6 +102,14 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
     value = document.get(key)
     if value is not None and not isinstance(value, str):
         raise wrong(file, key, repr(value), "a string")
+    return value
+
+
+def section(file: Path, document: dict[str, Any], key: str) -> dict[str, Any]:
+    """``document[key]``, which must be an object."""
+    value = document.get(key)
+    if not isinstance(value, dict):
+        raise wrong(file, key, repr(value), "a JSON object")
     return value
 
 

@@ -42,3 +42,12 @@ def to_decoder_norm(norms: Tensor) -> tuple[Tensor, Tensor]:
     A row of length 0 writes nothing whatever its value is; it stays zero on both sides.
     """
     return norms, torch.where(norms > 0, 1 / norms, 0.0)
+
+
+def gate_by_norm(threshold: Tensor, norms: Tensor) -> Tensor:
+    """The threshold' with ``pre * norms > threshold  ==  pre > threshold'``; all are [F].
+
+    What a row of length 0 writes is nothing; it never passes, at the largest float32.
+    """
+    divided = torch.where(norms > 0, threshold.double() / norms.double(), torch.inf)
+    return divided.float().clamp_max(torch.finfo(torch.float32).max)

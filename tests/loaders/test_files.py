@@ -73,7 +73,7 @@ def test_fake_hub_gives_one_dictionary_of_a_repository(fake_hub: FakeHub) -> Non
 def test_fake_hub_is_asked_for_no_other_file(fake_hub: FakeHub) -> None:
     repo = writers.saelens(fake_hub.root / "org" / "sae", writers.saelens_cfg("jumprelu"), writers.raw())
     writers.saelens(repo / "layer_1", writers.saelens_cfg("jumprelu"), writers.raw())
-    for name in ("ae.pt", "model.safetensors", "layer_1/x.safetensors", "run.py"):
+    for name in ("other.pt", "model.safetensors", "layer_1/x.safetensors", "run.py"):
         (repo / name).write_bytes(b"x")
     assert load("org/sae").info.format == "saelens"
     assert fake_hub.given == ["cfg.json", "sae_weights.safetensors"]

@@ -164,3 +164,12 @@ def test_vectors(tmp_path: Path) -> None:
         "length": ["3 to 5"],
         "bias": ["0"],
     }
+
+
+def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
+    [case] = [case for case in CASES if case.name == "dictionary_learning-BatchTopKSAE"]
+    assert lines(case.write(tmp_path) / "ae.pt")["format"] == ["dictionary_learning"]
+    said = lines(writers.torch_file(tmp_path / "v.pt", {"layer.3": np.ones(8, np.float32)}))
+    assert said["vectors"] == ["one for each layer of 3"]
+    with pytest.raises(LoadError, match=r"nothing\.pt"):
+        report(writers.torch_file(tmp_path / "nothing.pt", {"a": np.ones(8), "b": np.ones(8)}))
