@@ -13,7 +13,18 @@ from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
-from saesteer.loaders.formats import dictionary_learning, gemma_scope, gemma_scope_2, manifest, own, saelens
+from saesteer.loaders.formats import (
+    dictionary_learning,
+    gemma_scope,
+    gemma_scope_2,
+    llama_scope,
+    llama_scope_r1,
+    llamascopium,
+    manifest,
+    own,
+    saelens,
+    sparsify,
+)
 
 __all__ = ["FORMATS", "describe", "load"]
 
@@ -22,8 +33,12 @@ FORMATS: dict[str, Format] = {
     "gemma_scope": gemma_scope,
     "gemma_scope_2": gemma_scope_2,
     "dictionary_learning": dictionary_learning,
+    "llama_scope": llama_scope,
+    "llama_scope_r1": llama_scope_r1,
+    "llamascopium": llamascopium,
     "manifest": manifest,
     "saelens": saelens,
+    "sparsify": sparsify,
     "saesteer": own,
 }
 

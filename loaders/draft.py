@@ -7,6 +7,7 @@ It takes a draft, not a place: a place that holds a dictionary for each layer gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -71,6 +72,7 @@ class Draft:
     # Where the lengths of the decoder's rows belong. values: into the feature values, which thresholds then are about.
     # gates: pre is compared multiplied by them. dropped: the format divides each row by its own.
     decoder_norm: Literal["kept", "values", "gates", "dropped"] = "kept"
+    threshold: float | None = None  # of all features, by the config
     # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
     lengths: tuple[float, float] | None = None
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
@@ -208,11 +210,12 @@ class _Folded(NamedTuple):
 
 def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Folded:
     """All folds but that of b_in, which needs the encoder itself."""
-    b_enc, enc_scale, dec_scale = vectors["b_enc"], None, None
-    b_dec = vectors["b_dec"] if "b_dec" in vectors else torch.zeros(info.d_out)
-    threshold = vectors.get("threshold")
+    b_enc, b_dec = vectors["b_enc"], vectors.get("b_dec", torch.zeros(info.d_out))
+    threshold, enc_scale, dec_scale, factor = vectors.get("threshold"), None, None, 1.0
     if "one_threshold" in vectors:
         threshold = vectors["one_threshold"].expand(info.features).clone()
+    if draft.threshold is not None:
+        threshold = torch.full((info.features,), draft.threshold)
     if "log_threshold" in vectors:
         threshold = vectors["log_threshold"].exp()
     if "b_gate" in vectors:
@@ -223,17 +226,18 @@ def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Fo
         threshold = folds.gate_by_norm(threshold, norms)
     if draft.lengths is not None or "length_in" in vectors:
         lengths = draft.lengths or (vectors["length_in"].item(), vectors["length_out"].item())
-        s_in, s_out = (width**0.5 / length for width, length in zip((info.d_in, info.d_out), lengths, strict=True))
-        b_enc, b_dec, dec_scale = b_enc / s_in, b_dec / s_out, torch.full((info.features,), s_in / s_out)
+        s_in, s_out = (
+            math.sqrt(width) / length for width, length in zip((info.d_in, info.d_out), lengths, strict=True)
+        )
+        b_enc, b_dec, factor = b_enc / s_in, b_dec / s_out, s_in / s_out
+        dec_scale = torch.full((info.features,), factor)
         if threshold is not None and draft.decoder_norm != "values":
             threshold = threshold / s_in
-    if draft.decoder_norm in ("values", "dropped"):
-        before = 1.0 if dec_scale is None else dec_scale
-        enc_scale, dec_scale = folds.to_decoder_norm(norms * before)
-        dec_scale = dec_scale * before
-        b_enc = b_enc * enc_scale
+    if draft.decoder_norm == "values":
+        enc_scale, dec_scale = folds.to_decoder_norm(norms * factor)
+        b_enc, dec_scale = b_enc * enc_scale, dec_scale * factor
     if draft.decoder_norm == "dropped":
-        ...
+        _, dec_scale = folds.to_decoder_norm(norms)
     return _Folded(enc_scale, b_enc, threshold, dec_scale, b_dec)
 
 
@@ -268,6 +272,8 @@ def _vector(draft: Draft, role: str) -> Tensor:
     vector = weights.vector(key)
     if role == "ones" and not (vector == 1).all():
         raise wrong(weights.path, key, "not all ones", "ones: another scale of the features is not served")
+    if role.startswith("length") and not (vector > 0).all():
+        raise wrong(weights.path, key, f"holds {vector.min().item()}", "values above 0")
     below = {"max_act": "refused", "threshold": draft.below_zero, "one_threshold": draft.below_zero}.get(role, "kept")
     if below == "refused" and (vector < 0).any():
         raise wrong(weights.path, key, f"holds {vector.min().item()}", "values of 0 or more")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def _from_hub(place: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        # The hub's * also crosses "/": without the second list "layer_*.safetensors" would fetch whole sub-folders.
-        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=[f"{prefix}*/*"]))
+        # The hub's * also crosses "/": without this list "layer_*_*.safetensors" would fetch whole sub-folders.
+        crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
+        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
     except Exception as exc:  # the seam where every failure of the hub, the network and its cache becomes ours
         reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
         raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason})") from exc
@@ -97,6 +99,22 @@ def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: in
     return value
 
 
+def positive(file: Path, document: dict[str, Any], key: str) -> float:
+    """``document[key]`` as a finite number above 0."""
+    value = document.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise wrong(file, key, repr(value), "a number above 0")
+    return float(value)
+
+
+def flag(file: Path, document: dict[str, Any], key: str, *, default: bool) -> bool:
+    """``document[key]`` as true or false, default where it is absent."""
+    value = document.get(key, default)
+    if not isinstance(value, bool):
+        raise wrong(file, key, repr(value), "true or false")
+    return value
+
+
 def text(file: Path, document: dict[str, Any], key: str) -> str | None:
     """``document[key]`` as a string, None where it is absent or null."""
     value = document.get(key)
@@ -111,6 +129,13 @@ def section(file: Path, document: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(file, key, repr(value), "a JSON object")
     return value
+
+
+def only(file: Path, document: dict[str, Any], known: Mapping[str, object]) -> None:
+    """Refuses a value other than the one that is known, where the key is there."""
+    for key, value in known.items():
+        if document.get(key, value) != value:
+            raise wrong(file, key, repr(document[key]), f"{value!r}: nothing else is served")
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -66,7 +66,8 @@ def draft(place: Path) -> Draft | None:
     if name not in _CLASSES:
         raise wrong(config, "trainer.dict_class", repr(name), f"one of {', '.join(_CLASSES)}")
     activation, keys, ignored = _CLASSES[name]
-    width = whole_number(config, trainer, "activation_dim")
+    features = Axis("dict_size", whole_number(config, trainer, "dict_size"))
+    width = Axis("activation_dim", whole_number(config, trainer, "activation_dim"))
     site = _site(config, cfg, trainer)
     return Draft(
         open_arrays(file),
@@ -75,7 +76,7 @@ def draft(place: Path) -> Draft | None:
         ignored=ignored,
         transposed={"w_enc"} if keys["w_enc"] == "W_enc" else {"w_dec"},
         configs=(config,),
-        sizes=(Axis("dict_size", whole_number(config, trainer, "dict_size")), *[Axis("activation_dim", width)] * 2),
+        sizes=(features, width, width),
         below_zero="raised",
         k=whole_number(config, trainer, "k") if activation == "topk" else None,
         sites=(site, site),

@@ -20,7 +20,7 @@ from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, text, whole_number, wrong
+from saesteer.loaders.files import flag, read_json, text, whole_number, wrong
 
 FILES = ("cfg.json", "sae_weights.safetensors")
 # architecture -> the activation that it becomes, and the arrays that it has beside W_enc, W_dec and b_dec
@@ -68,7 +68,8 @@ def draft(place: Path) -> Draft | None:
     features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
     k = whole_number(config, cfg, "k") if architecture == "topk" else None
     in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
-    subtract = _flag(config, cfg, "apply_b_dec_to_input", default=True)
+    rescaled = flag(config, cfg, "rescale_acts_by_decoder_norm", default=False)
+    subtract = flag(config, cfg, "apply_b_dec_to_input", default=True)
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
     if "threshold" in more and "log_threshold" in weights.entries:
@@ -81,7 +82,7 @@ def draft(place: Path) -> Draft | None:
         transposed={"w_enc"},
         configs=(config,),
         sizes=(Axis("d_sae", features), Axis("d_in", d_in), Axis("d_in", d_in)),
-        decoder_norm=architecture == "topk" and _flag(config, cfg, "rescale_acts_by_decoder_norm", default=False),
+        decoder_norm="values" if architecture == "topk" and rescaled else "kept",
         below_zero="raised",
         k=k,
         in_norm=in_norm,
@@ -122,13 +123,6 @@ def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
         why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
         raise wrong(file, "normalize_activations", f"{name!r} ({why})", f"one of {', '.join(_NORMS)}")
     return _NORMS[name]
-
-
-def _flag(file: Path, cfg: dict[str, Any], key: str, *, default: bool) -> bool:
-    value = cfg.get(key, default)
-    if not isinstance(value, bool):
-        raise wrong(file, key, repr(value), "true or false")
-    return value
 
 
 def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from saesteer.loaders import FORMATS, describe, load
 from tests.loaders import writers
 from tests.loaders.case import Array, Case, jumprelu, relu, topk
-from tests.loaders.formats import dictionary_learning, gemma_scope_2
+from tests.loaders.formats import (
+    dictionary_learning,
+    gemma_scope_2,
+    llama_scope,
+    llama_scope_r1,
+    llamascopium,
+    sparsify,
+)
 from tests.loaders.writers import SEEN, D, F
 
 X = writers.tokens()
@@ -233,7 +240,7 @@ def own_cases() -> list[Case]:
     ]
 
 
-MORE = [gemma_scope_2, dictionary_learning]
+MORE = [gemma_scope_2, dictionary_learning, llama_scope, llama_scope_r1, llamascopium, sparsify]
 CASES = [*gemma_scope_cases(), *saelens_cases(), *manifest_cases(), *own_cases()]
 CASES += [case for module in MORE for case in module.cases()]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

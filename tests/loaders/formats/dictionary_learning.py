@@ -1,5 +1,6 @@
 """Files of dictionary_learning and what they mean: seven classes, whose names alone say which formula holds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ def write(folder: Path, arrays: dict[str, Any], cfg: dict[str, Any]) -> Path:
 
 
 def cases() -> list[Case]:
-    subtracted = {
-        "AutoEncoder": lambda pre: relu(pre),
+    subtracted: dict[str, Callable[[Array], Array]] = {
+        "AutoEncoder": relu,
         "AutoEncoderTopK": lambda pre: topk(pre, K),
         "BatchTopKSAE": lambda pre: relu(pre) * (pre > THETA),
         "MatryoshkaBatchTopKSAE": lambda pre: relu(pre) * (pre > THETA),
     }
-    whole = {
-        "AutoEncoderNew": lambda pre: relu(pre),
+    whole: dict[str, Callable[[Array], Array]] = {
+        "AutoEncoderNew": relu,
         "JumpReluAutoEncoder": lambda pre: relu(pre * (pre > R["threshold"])),
     }
 

@@ -1,0 +1,44 @@
+"""Llama Scope R1-Distill of OpenMOSS: ``config.json`` + ``sae_weights.safetensors`` with linear layers' names.
+
+    s = sqrt(d) / dataset_average_activation_norm        pre = (x * s) @ W_enc + b_enc
+    f = pre * (pre * |W_dec_i| > exp(log_jumprelu_threshold))        y = (f @ W_dec + b_dec) / s
+
+Feature values become raw: f / s. It knows neither Llama Scope 1, whose threshold is one number, nor llamascopium, whose
+config has the same name. SAELens does not multiply by the row length in the gate, so other features are active there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import positive, read_json, text, whole_number
+
+FILES = ("config.json", "sae_weights.safetensors")
+_KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+        return None
+    cfg = read_json(config)
+    if "sae_type" in cfg or "hook_point_in" not in cfg:
+        return None
+    width = Axis("d_model", whole_number(config, cfg, "d_model"))
+    features = int(width.size * positive(config, cfg, "expansion_factor"))
+    hook = text(config, cfg, "hook_point_in")
+    length = f"dataset_average_activation_norm.{hook}"
+    return Draft(
+        open_arrays(file),
+        _KEYS | {"log_threshold": "log_jumprelu_threshold", "length_in": length, "length_out": length},
+        "jumprelu",
+        transposed={"w_dec"},
+        configs=(config,),
+        sizes=(Axis("d_model * expansion_factor", features), width, width),
+        decoder_norm="gates",
+        sites=aliases.pair(hook, text(config, cfg, "hook_point_out")),
+    )
