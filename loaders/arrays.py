@@ -297,8 +297,8 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> E
     fortran = value.ndim == 2 and not value.is_contiguous() and value.T.is_contiguous()
     if not (fortran or value.is_contiguous()):
         raise wrong(path, key, f"shape {list(shape)} with strides {list(value.stride())}", "a dense tensor")
-    begin: int = stored._checkpoint_offset  # type: ignore[attr-defined]
-    start = begin + value.storage_offset() * value.itemsize
+    begin = stored._checkpoint_offset or 0
+    start = int(begin + value.storage_offset() * value.itemsize)
     if start + value.numel() * value.itemsize > ends.get(begin, 0):
         raise wrong(path, key, f"shape {list(shape)}, more than is stored", "a complete file")
     return Entry(shape, _TORCH.get(value.dtype, str(value.dtype)), start, fortran=fortran)

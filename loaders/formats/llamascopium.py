@@ -12,7 +12,7 @@ dictionary, no Lorsa and no gated linear unit, which are refused, and batch-wise
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
@@ -23,6 +23,7 @@ from saesteer.loaders.files import flag, only, positive, read_json, text, whole_
 FILES = ("config.json", "sae_weights.safetensors")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "jumprelu": "jumprelu", "topk": "topk"}
 _NORMS = ("inference", "token-wise", "dataset-wise")
+_BY_NORM: dict[Activation, Literal["gates", "values"]] = {"jumprelu": "gates", "topk": "values"}
 _REFUSED = {
     "clt": "it writes to several layers, which is not served yet",
     "crosscoder": "it reads several places at once",
@@ -65,7 +66,7 @@ def draft(place: Path) -> Draft | None:
         transposed={"w_enc"},
         configs=(config,),
         sizes=(Axis("d_model * expansion_factor", features), width, width),
-        decoder_norm={"jumprelu": "gates", "topk": "values"}.get(activation, "kept") if by_norm else "kept",
+        decoder_norm=_BY_NORM.get(activation, "kept") if by_norm else "kept",
         k=whole_number(config, cfg, "top_k") if activation == "topk" else None,
         in_norm="l2_sqrt_d" if norm == "token-wise" else "none",
         feature_unit="normalised" if norm == "token-wise" else "raw",

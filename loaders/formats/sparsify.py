@@ -1,10 +1,10 @@
-"""EleutherAI's sparsify: a folder named after a module, with ``cfg.json`` + ``sae.safetensors``; it knows no training run.
+"""EleutherAI's sparsify: ``cfg.json`` + ``sae.safetensors`` in a folder named after a module; it knows no training.
 
     xs = x - b_dec (x in a transcoder)        p = relu(xs @ encoder.weight.T + encoder.bias)
     f = the k largest p, or the largest p of each of k groups        y = f @ W_dec + b_dec
 
-signed, in old files: no relu, the k largest of |p|. A transcoder from before February 2025 has no transcode in its config
-and did subtract b_dec, as today's library still does with such a file. Skip connections are refused.
+signed, in old files: no relu, the k largest of |p|. A transcoder from before February 2025 has no transcode in its
+config and did subtract b_dec, as today's library still does with such a file; its repository's name says what it is.
 
 An SAE reads and writes the output of the module, a transcoder reads its input and writes its output. Whether mlp_out is
 the output of the module mlp depends on the model: its name is looked for in ../config.json and in the path.

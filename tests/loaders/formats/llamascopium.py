@@ -1,4 +1,4 @@
-"""Files of llamascopium and what they mean: three activations, three norms, with and without the gate by row lengths."""
+"""Files of llamascopium and what they mean: three activations, three norms, gated by row lengths or not."""
 
 from itertools import product
 from pathlib import Path
