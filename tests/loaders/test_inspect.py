@@ -123,6 +123,15 @@ def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp
         SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}).describe()
 
 
+@pytest.mark.parametrize("site_out", ["mlp_out.3", None])
+def test_a_transcoder_is_not_served_as_an_sae(site_out: str | None, tmp_path: Path) -> None:
+    place = written(tmp_path, site_in="mlp_in.3", site_out=site_out)
+    with pytest.raises(
+        ConfigError, match=rf"reads mlp_in\.3 and writes {site_out or 'another place'}.*got @resid_post"
+    ):
+        SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}).describe()
+
+
 @pytest.mark.parametrize("skip_first", [0, 1, 3])
 def test_the_positions_that_are_left_alone(skip_first: int, tmp_path: Path) -> None:
     place = written(tmp_path, skip_first=skip_first)

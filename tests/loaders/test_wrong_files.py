@@ -75,11 +75,16 @@ def saelens_rows() -> list[Row]:
         return cfg | {"metadata": cfg["metadata"] | more}
 
     v6, old = writers.saelens_cfg, writers.old_saelens_cfg
-    refused = ["abstopk", "matching_pursuit", "temporal", "batchtopk", "transcoder", "jumprelu_skip_transcoder", "new"]
+    refused = ["skip_transcoder", "matching_pursuit", "temporal", "batchtopk", "jumprelu_skip_transcoder", "new"]
     head = "blocks.1.attn.hook_z"
     return [
         *(row(f"no-{key}", v6("jumprelu"), f"sae_weights.safetensors: {key}: missing", without(key)) for key in R),
         *(row(name, v6(name), f"cfg.json: architecture: '{name}' (", PLAIN) for name in refused),
+        row("no-d_out", v6("transcoder"), "d_out: None; expected a whole number", PLAIN),
+        row(
+            "normed", v6("transcoder", d_out=D, normalize_activations="layer_norm"), "layer_norm; expected none", PLAIN
+        ),
+        row("written", v6("transcoder", d_out=12), "W_dec: shape [40, 24]; expected [d_sae, d_out] = [40, 12]", PLAIN),
         row("no-architecture", {k: v for k, v in v6("standard").items() if k != "architecture"}, "architecture: None"),
         row(
             "average",
