@@ -14,14 +14,20 @@ from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import (
+    apollo,
+    circuit_tracer,
+    connor_rob,
     dictionary_learning,
     gemma_scope,
     gemma_scope_2,
+    goodfire,
     llama_scope,
     llama_scope_r1,
     llamascopium,
     manifest,
+    openai_gpt2,
     own,
+    qwen_scope,
     saelens,
     sparsify,
 )
@@ -39,6 +45,12 @@ FORMATS: dict[str, Format] = {
     "manifest": manifest,
     "saelens": saelens,
     "sparsify": sparsify,
+    "circuit_tracer": circuit_tracer,
+    "qwen_scope": qwen_scope,
+    "connor_rob": connor_rob,
+    "openai_gpt2": openai_gpt2,
+    "goodfire": goodfire,
+    "apollo": apollo,
     "saesteer": own,
 }
 

@@ -188,6 +188,14 @@ def open_arrays(path: Path) -> Arrays:
         return _OPEN.get(path.suffix, _open_safetensors)(path)
 
 
+def open_torch(place: Path) -> Arrays | None:
+    """As ``open_arrays``, of a .pt or .pth file; None where the place is no file that torch.save wrote."""
+    if place.suffix not in (".pt", ".pth") or not place.is_file():
+        return None
+    with place.open("rb") as stream:
+        return open_arrays(place) if stream.read(2) == b"PK" else None
+
+
 def _open_safetensors(path: Path) -> Arrays:
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -300,7 +308,7 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> E
     begin = stored._checkpoint_offset or 0
     start = int(begin + value.storage_offset() * value.itemsize)
     if start + value.numel() * value.itemsize > ends.get(begin, 0):
-        raise wrong(path, key, f"shape {list(shape)}, more than is stored", "a complete file")
+        raise wrong(path, key, f"shape {list(shape)}, not stored where torch looks", "what torch.save writes, complete")
     return Entry(shape, _TORCH.get(value.dtype, str(value.dtype)), start, fortran=fortran)
 
 

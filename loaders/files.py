@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name themselves
+LARGEST_YAML = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub names a large file by it; a small one by git's digest, of 40 letters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
@@ -39,6 +42,8 @@ def fetch(place: str | Path) -> Path:
     if path.exists():
         return path
     base, mark, name = str(place).rpartition("#")
+    if mark and "/" not in name and _HUB_ID.fullmatch(base) and not Path(base).exists():
+        return _from_hub(f"{base}/{name}.safetensors")  # alone: a set may hold 100 GB
     if mark and base:
         folder = fetch(base)
         chosen = folder / f"{name}.safetensors"
@@ -59,12 +64,14 @@ def _from_hub(place: str) -> Path:
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
     # All that is ever asked of the hub; a repository cannot make us fetch anything else. A single file needs its JSON.
-    names = [name for form in FORMATS.values() for name in form.FILES if name.endswith(".json") or not is_file]
+    names = [
+        name for form in FORMATS.values() for name in form.FILES if name.endswith((".json", ".yaml")) or not is_file
+    ]
     patterns = [inside] * is_file + [prefix + name for name in names]
     try:
         from huggingface_hub import snapshot_download
 
-        # The hub's * also crosses "/": without this list "layer_*_*.safetensors" would fetch whole sub-folders.
+        # The hub's * also crosses "/": without this list "layer_*.safetensors" would fetch whole sub-folders.
         crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
         root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
     except Exception as exc:  # the seam where every failure of the hub, the network and its cache becomes ours
@@ -88,6 +95,20 @@ def read_json(file: Path) -> dict[str, Any]:
         raise LoadError(f"{file}: not readable as JSON ({exc}); expected a JSON object") from exc
     if not isinstance(document, dict):
         raise LoadError(f"{file}: holds a JSON {type(document).__name__}; expected a JSON object")
+    return document
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """As ``read_json``, of a YAML file of at most 1 MB; its tags make nothing but plain values."""
+    try:
+        if (size := file.stat().st_size) > LARGEST_YAML:
+            raise ValueError(f"{size} bytes")
+        document = yaml.safe_load(file.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
+        reason = str(exc).splitlines()[0]
+        raise LoadError(f"{file}: not readable as YAML ({reason}); expected keys and values") from exc
+    if not isinstance(document, dict):
+        raise LoadError(f"{file}: holds a YAML {type(document).__name__}; expected keys and values")
     return document
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, jumprelu, relu, topk, wrong_arrays
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=16)
@@ -66,12 +66,8 @@ def case(act: str, norm: str, gate: bool, *, transcoder: bool = False, bias: boo
     def encode(x: Array) -> Array:
         pre = (x * scales(x)[0]) @ R["W_enc"] + R["b_enc"]
         g = pre * n
-        f = {
-            "relu": lambda: relu(g) / n,
-            "topk": lambda: topk(g, K) / n,
-            "jumprelu": lambda: g * (g > R["threshold"] * 2) / n,
-        }[act]()
-        return np.asarray(f * unit(x))
+        f = relu(g) if act == "relu" else topk(g, K) if act == "topk" else jumprelu(g, R["threshold"] * 2)
+        return np.asarray(f / n * unit(x))
 
     def decode(f: Array, x: Array) -> Array:
         return np.asarray(((f / unit(x)) @ R["W_dec"] + (R["b_dec"] if bias else 0)) / scales(x)[1])
