@@ -40,6 +40,7 @@ _MODULES = {
 }
 # Families that add to the stream what attention and the MLP put out, with no norm between.
 _NO_POST_NORM = re.compile(r"llama|smollm|mistral|mixtral|qwen|pythia|gpt-?2|gpt-oss|phi-3|r1-distill", re.IGNORECASE)
+_POST_NORM = re.compile(r"gemma|olmo", re.IGNORECASE)  # a path may hold other words, too
 # In TransformerLens copies of the stream before the norm; elsewhere the same names mean the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
 
@@ -72,7 +73,8 @@ def from_module_output(name: str, model: str) -> str | None:
 
 def added(site: str | None, model: str | None) -> str | None:
     """The site itself; or, where it is a module's output and the model adds just that to the stream, what is added."""
-    return site.replace("_raw", "") if site and model and _NO_POST_NORM.search(model) else site
+    plain = model is not None and _NO_POST_NORM.search(model) and not _POST_NORM.search(model)
+    return site.replace("_raw", "") if site and plain else site
 
 
 def is_ambiguous(name: str) -> bool:

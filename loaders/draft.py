@@ -7,7 +7,6 @@ It takes a draft, not a place: a place that holds a dictionary for each layer gi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -226,13 +225,10 @@ def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Fo
         threshold = folds.gate_by_norm(threshold, norms)
     if draft.lengths is not None or "length_in" in vectors:
         lengths = draft.lengths or (vectors["length_in"].item(), vectors["length_out"].item())
-        s_in, s_out = (
-            math.sqrt(width) / length for width, length in zip((info.d_in, info.d_out), lengths, strict=True)
-        )
-        b_enc, b_dec, factor = b_enc / s_in, b_dec / s_out, s_in / s_out
-        dec_scale = torch.full((info.features,), factor)
+        of_features, factor, of_output = folds.to_raw_units((info.d_in, info.d_out), lengths)
+        b_enc, b_dec, dec_scale = b_enc * of_features, b_dec * of_output, torch.full((info.features,), factor)
         if threshold is not None and draft.decoder_norm != "values":
-            threshold = threshold / s_in
+            threshold = threshold * of_features
     if draft.decoder_norm == "values":
         enc_scale, dec_scale = folds.to_decoder_norm(norms * factor)
         b_enc, dec_scale = b_enc * enc_scale, dec_scale * factor

@@ -67,7 +67,7 @@ def _from_hub(place: str) -> Path:
     names = [
         name for form in FORMATS.values() for name in form.FILES if name.endswith((".json", ".yaml")) or not is_file
     ]
-    patterns = [inside] * is_file + [prefix + name for name in names]
+    patterns = list(dict.fromkeys([inside] * is_file + [prefix + name for name in names]))
     try:
         from huggingface_hub import snapshot_download
 

@@ -46,7 +46,7 @@ def draft(place: Path) -> Draft | None:
         _KEYS | ({} if transcode else {"b_in": "b_dec"}),
         "abstopk" if flag(config, cfg, "signed", default=False) else _ACTIVATIONS[name],
         optional={"skip": "W_skip"},
-        configs=(config,),
+        configs=(config, run) if run.is_file() else (config,),
         sizes=(Axis("num_latents", features), width, width),
         k=whole_number(config, cfg, "k"),
         sites=_sites(folder, model, transcode or "transcoder" in str(folder.absolute())),

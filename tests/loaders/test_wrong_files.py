@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load
+from saesteer.loaders import FORMATS, describe, load
 from saesteer.loaders.arrays import open_arrays
 from tests.loaders import writers
 from tests.loaders.case import Row
@@ -223,6 +223,11 @@ def own_rows() -> list[Row]:
 
 ROWS = [*gemma_rows(), *saelens_rows(), *manifest_rows(), *own_rows()]
 ROWS += [row for module in MORE for row in module.wrong()]
+
+
+def test_every_format_has_wrong_files() -> None:
+    names = {"gemma": "gemma_scope", "own": "saesteer"}
+    assert {names.get(found := name.partition("-")[0], found) for name, _, _ in ROWS} == set(FORMATS)
 
 
 @pytest.mark.filterwarnings("error")
