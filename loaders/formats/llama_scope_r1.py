@@ -32,10 +32,12 @@ def draft(place: Path) -> Draft | None:
     features = int(width.size * positive(config, cfg, "expansion_factor"))
     hook = text(config, cfg, "hook_point_in")
     length = f"dataset_average_activation_norm.{hook}"
+    weights = open_arrays(file)
     return Draft(
-        open_arrays(file),
+        weights,
         _KEYS | {"log_threshold": "log_jumprelu_threshold", "length_in": length, "length_out": length},
         "jumprelu",
+        ignored={key for key in weights.entries if key.startswith("dataset_average_activation_norm.")},
         transposed={"w_dec"},
         configs=(config,),
         sizes=(Axis("d_model * expansion_factor", features), width, width),

@@ -22,6 +22,7 @@ from saesteer.loaders.files import flag, only, positive, read_json, text, whole_
 
 FILES = ("config.json", "sae_weights.safetensors")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "jumprelu": "jumprelu", "topk": "topk"}
+_AVERAGE = "dataset_average_activation_norm"
 _NORMS = ("inference", "token-wise", "dataset-wise")
 _BY_NORM: dict[Activation, Literal["gates", "values"]] = {"jumprelu": "gates", "topk": "values"}
 _REFUSED = {
@@ -54,15 +55,17 @@ def draft(place: Path) -> Draft | None:
     if activation == "jumprelu":
         keys["log_threshold"] = "activation_function.log_jumprelu_threshold"
     if norm == "dataset-wise":
-        average = "dataset_average_activation_norm"
-        keys |= {"length_in": f"{average}.{hooks[0]}", "length_out": f"{average}.{hooks[1]}"}
+        keys |= {"length_in": f"{_AVERAGE}.{hooks[0]}", "length_out": f"{_AVERAGE}.{hooks[1]}"}
     by_norm = flag(config, cfg, "sparsity_include_decoder_norm", default=True)
     width = Axis("d_model", whole_number(config, cfg, "d_model"))
     features = int(width.size * positive(config, cfg, "expansion_factor"))
+    weights = open_arrays(file)
     return Draft(
-        open_arrays(file),
+        weights,
         keys,
         activation,
+        # Always there: without a fixed scale, they are whatever was in memory when the file was saved.
+        ignored={key for key in weights.entries if key.startswith(_AVERAGE)},
         transposed={"w_enc"},
         configs=(config,),
         sizes=(Axis("d_model * expansion_factor", features), width, width),

@@ -42,8 +42,10 @@ def case(act: str, norm: str, gate: bool, *, transcoder: bool = False, bias: boo
     read, written = (READ, WRITTEN) if transcoder else (POST, POST)
     n = np.linalg.norm(R["W_dec"].astype(float), axis=1) if gate else np.ones(F)
     arrays = PLAIN | (LOGS if act == "jumprelu" else {})
-    if norm == "dataset-wise":
-        arrays = arrays | {f"{AVERAGE}.{hook}": LENGTHS[hook] for hook in (read, written)}
+    # The library saves them whatever the norm is, and uninitialised where it has none.
+    unset = np.array(np.nan, np.float32)
+    lengths = {f"{AVERAGE}.{hook}": LENGTHS[hook] if norm == "dataset-wise" else unset for hook in (read, written)}
+    arrays = arrays | lengths
     if not bias:
         arrays = {key: arrays[key] for key in arrays if key != "b_D"}
     config = CONFIG | {"act_fn": act, "norm_activation": norm, "sparsity_include_decoder_norm": gate}
@@ -53,8 +55,8 @@ def case(act: str, norm: str, gate: bool, *, transcoder: bool = False, bias: boo
         if norm == "token-wise":
             c = np.sqrt(D) / np.linalg.norm(x, axis=-1, keepdims=True)
             return c, c
-        lengths = (LENGTHS[read], LENGTHS[written]) if norm == "dataset-wise" else (np.sqrt(D), np.sqrt(D))
-        return np.asarray(np.sqrt(D) / lengths[0]), np.asarray(np.sqrt(D) / lengths[1])
+        fixed = (LENGTHS[read], LENGTHS[written]) if norm == "dataset-wise" else (np.sqrt(D), np.sqrt(D))
+        return np.asarray(np.sqrt(D) / fixed[0]), np.asarray(np.sqrt(D) / fixed[1])
 
     # What a value is told in: raw inputs where the scale is fixed; and on unit decoder rows where they are ranked.
     def unit(x: Array) -> Array:
