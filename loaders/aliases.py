@@ -51,9 +51,9 @@ def from_transformer_lens(name: str) -> str | None:
 
 
 def pair(read: str | None, written: str | None) -> tuple[str | None, str | None]:
-    """The sites that two TransformerLens names mean, the second the first's where it is None."""
-    site_in = from_transformer_lens(read) if read else None
-    return site_in, from_transformer_lens(written) if written else site_in
+    """The sites that two TransformerLens names mean; None for a name that is not there, or has no site."""
+    site_in, site_out = (from_transformer_lens(name) if name else None for name in (read, written))
+    return site_in, site_out
 
 
 def from_hugging_face(name: str) -> str | None:

@@ -28,11 +28,12 @@ def draft(place: Path) -> Draft | None:
         return None
     if len(hooks) > 1:
         raise wrong(place, ", ".join(hooks), f"{len(hooks)} dictionaries in one file", "one")
+    site = aliases.from_transformer_lens(hooks[0].replace("-", "."))
     return Draft(
         weights,
         {role: f"{hooks[0]}.{key}" for role, key in _KEYS.items()},
         "relu",
         transposed={"w_dec"},
         decoder_norm="dropped",
-        sites=aliases.pair(hooks[0].replace("-", "."), None),
+        sites=(site, site),
     )

@@ -30,6 +30,6 @@ def draft(place: Path) -> Draft | None:
         transposed={"w_enc"},
         configs=(config,),
         sizes=(Axis("dict_size", whole_number(config, cfg, "dict_size")), width, width),
-        sites=aliases.pair(site, None),
+        sites=aliases.pair(site, site),
         model=text(config, cfg, "model_name"),
     )

@@ -42,5 +42,5 @@ def draft(place: Path) -> Draft | None:
         configs=(config,),
         sizes=(Axis("d_model * expansion_factor", features), width, width),
         decoder_norm="gates",
-        sites=aliases.pair(hook, text(config, cfg, "hook_point_out")),
+        sites=aliases.pair(hook, text(config, cfg, "hook_point_out") or hook),
     )

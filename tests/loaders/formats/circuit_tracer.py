@@ -65,6 +65,7 @@ def cases() -> list[Case]:
         case("resid_mid", "relu", ("resid_mid.3", "mlp_out.3"), **hooks("hook_resid_mid")),
         case("pregain", "relu", ("mlp_in_pregain.3", "mlp_out.3"), **hooks("ln2.hook_normalized")),
         case("post-norm", "relu", ("mlp_in.3", "mlp_out_raw.3"), model_name=gemma),
+        case("no-output", "relu", ("resid_mid.3", None), feature_input_hook="hook_resid_mid", feature_output_hook=None),
         case("ambiguous", "relu", (None, "mlp_out.3"), **hooks("hook_mlp_in")),
     ]
 
