@@ -1,8 +1,8 @@
 """Named arrays of one .safetensors, .npz or .pt file: headers at once, values in blocks; it knows no format's keys.
 
 The first two containers are parsed here, as bytes, and nothing in them is unpickled. The names and shapes in a .pt
-file come from torch.load with weights_only, on the meta device, which reads no values. Nothing beyond a block is held
-twice, and whatever a broken file makes zipfile, numpy or torch raise leaves as a LoadError.
+file come from torch.load with weights_only on the meta device, for which torch reads no values since 2.11. Nothing
+beyond a block is held twice, and whatever a broken file makes zipfile, numpy or torch raise leaves as a LoadError.
 
 The safetensors package does not read files here, because it maps them into memory: when a file is cut short or its disk
 fails while it is read, a bus error ends the whole process (seen with 0.8.0), where reading raises. Its errors also do

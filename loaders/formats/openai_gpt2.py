@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from saesteer.loaders.arrays import open_torch
 from saesteer.loaders.draft import Draft
@@ -37,7 +38,7 @@ def draft(place: Path) -> Draft | None:
     activation = weights.metadata.get("activation", "ReLU")
     if activation not in ("ReLU", "TopK"):
         raise wrong(place, "activation", repr(activation), "ReLU or TopK")
-    state = json.loads(weights.metadata.get("activation_state_dict", "{}"))
+    state = _state(place, weights.metadata.get("activation_state_dict", "{}"))
     only(place, state, {"postact_fn": "ReLU"})
     top_k, found = activation == "TopK", _PLACE.fullmatch(place.absolute().as_posix())
     site = f"{_SITES[found[1]]}.{int(found[2])}" if found else None
@@ -53,3 +54,13 @@ def draft(place: Path) -> Draft | None:
         feature_unit="normalised" if top_k else "raw",
         model="openai-community/gpt2",
     )
+
+
+def _state(file: Path, said: str) -> dict[str, Any]:
+    try:
+        state = json.loads(said)
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise wrong(file, "activation_state_dict", f"{said!r:.80}", "a dict with k and postact_fn")
+    return state

@@ -182,6 +182,10 @@ def wrong() -> list[Row]:
         file("openai_gpt2-act", OPENAI | {"activation": "Tanh"}, "7.pt: activation: 'Tanh'; expected", "7.pt"),
         file("openai_gpt2-no-k", OPENAI | {"activation": "TopK"}, "7.pt: k: None; expected a whole number", "7.pt"),
         file("openai_gpt2-post", OPENAI | TOP_K | gelu, "7.pt: postact_fn: 'GELU'; expected 'ReLU'", "7.pt"),
+        file(
+            "openai_gpt2-state", OPENAI | {"activation_state_dict": "[1]"}, "7.pt: activation_state_dict: '[1]'", "7.pt"
+        ),
+        file("openai_gpt2-broken", OPENAI | {"activation_state_dict": "{"}, "activation_state_dict: '{'; exp", "7.pt"),
         file("apollo-two", two, "2 dictionaries in one file; expected one", "a.pt"),
         file("goodfire-objects", GOODFIRE | {"cfg": Path()}, "a.pt: data.pkl: Python objects; expected", "a.pt"),
     ]
