@@ -46,9 +46,9 @@ def cases() -> list[Case]:
         pre = x @ (R["W_enc"] * n) + R["b_enc"] / fi * n
         return np.asarray(pre * (pre > 3.5))
 
-    def case(name: str, read: str, written: str, sites: tuple[Any, Any], bias: bool = True) -> Case:
+    def case(name: str, read: str, written: str | None, sites: tuple[Any, Any], bias: bool = True, **more: Any) -> Case:
         arrays = ARRAYS if bias else {key: ARRAYS[key] for key in ARRAYS if key != "decoder.bias"}
-        config = CONFIG | {"hook_point_in": read, "hook_point_out": written}
+        config = CONFIG | {"hook_point_in": read, "hook_point_out": written} | more
         facts = {"site_in": sites[0], "site_out": sites[1], "activation": "jumprelu", "feature_unit": "raw"}
         return Case(
             f"llama_scope-{name}",
@@ -66,6 +66,7 @@ def cases() -> list[Case]:
         same("m", "blocks.3.hook_mlp_out", "mlp_out.3"),
         same("a", "blocks.3.hook_attn_out", "attn_out.3"),
         case("tc", "blocks.3.ln2.hook_normalized", "blocks.3.hook_mlp_out", ("mlp_in_pregain.3", "mlp_out.3")),
+        case("converted-topk", "blocks.3.hook_mlp_out", None, ("mlp_out.3", "mlp_out.3"), act_fn="topk", top_k=50),
         case("no-bias", "elsewhere", "elsewhere", (None, None), bias=False),
     ]
 
@@ -81,7 +82,9 @@ def wrong() -> list[Row]:
     optional = "llama_scope-no-decoder.bias"
     return [
         *(one for one in wrong_arrays("llama_scope", FILE, write, ARRAYS) if one[0] != optional),
-        row("topk", "act_fn: 'topk'; expected 'jumprelu': nothing else is served", act_fn="topk"),
+        row("relu", "act_fn: 'relu'; expected jumprelu, or topk with a threshold", act_fn="relu"),
+        row("topk", "jump_relu_threshold: 0.0; expected a number above 0", act_fn="topk", jump_relu_threshold=0.0),
+        row("glu", "use_glu_encoder: True; expected False: nothing else is served", use_glu_encoder=True),
         row("no-norm", "sparsity_include_decoder_norm: False; expected True", sparsity_include_decoder_norm=False),
         row("subtract", "apply_decoder_bias_to_pre_encoder: True", apply_decoder_bias_to_pre_encoder=True),
         row("lengths", "dataset_average_activation_norm: None", dataset_average_activation_norm=None),
