@@ -42,9 +42,15 @@ def cases() -> list[Case]:
     def decode(f: Array, x: Array) -> Array:
         return np.asarray(((f * s) @ R["W_dec"] + R["b_dec"]) / s)
 
+    def ungated(x: Array) -> Array:
+        pre = (x * s) @ R["W_enc"] + R["b_enc"]
+        return np.asarray(pre * (pre > theta) / s)
+
     facts = {"activation": "jumprelu", "feature_unit": "raw", "site_in": "resid_post.15", "site_out": "resid_post.15"}
     one_hook = {key: CONFIG[key] for key in CONFIG if key != "hook_point_out"}
+    plain = CONFIG | {"sae_type": "sae", "sparsity_include_decoder_norm": False}
     return [
+        Case("llama_scope_r1-ungated", lambda folder: write(folder, ARRAYS, plain), ungated, decode, facts),
         Case("llama_scope_r1-r", lambda folder: write(folder, ARRAYS), encode, decode, facts),
         Case("llama_scope_r1-one-hook", lambda folder: write(folder, ARRAYS, one_hook), encode, decode, facts),
     ]
@@ -57,6 +63,8 @@ def wrong() -> list[Row]:
     length = f"dataset_average_activation_norm.{HOOK}"
     return [
         *wrong_arrays("llama_scope_r1", FILE, write, ARRAYS),
+        row("norm", "norm_activation: 'token-wise'; expected 'dataset-wise'", norm_activation="token-wise"),
+        row("act", "config.json: act_fn: 'topk'; expected 'jumprelu'", act_fn="topk"),
         row("factor", "config.json: expansion_factor: '8'; expected a number above 0", expansion_factor="8"),
         row("width", "expected [d_model * expansion_factor, d_model] = [41, 25]", d_model=25),
         row("length", f"{length}: holds 0.0; expected values above 0", ARRAYS | {length: np.zeros(1, np.float32)}),
