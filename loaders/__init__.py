@@ -13,15 +13,44 @@ from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts
 from saesteer.loaders.files import fetch
-from saesteer.loaders.formats import gemma_scope, manifest, own, saelens
+from saesteer.loaders.formats import (
+    apollo,
+    circuit_tracer,
+    connor_rob,
+    dictionary_learning,
+    gemma_scope,
+    gemma_scope_2,
+    goodfire,
+    llama_scope,
+    llama_scope_r1,
+    llamascopium,
+    manifest,
+    openai_gpt2,
+    own,
+    qwen_scope,
+    saelens,
+    sparsify,
+)
 
 __all__ = ["FORMATS", "describe", "load"]
 
 # By name. The first format that accepts the files wins, so the least strict is last.
 FORMATS: dict[str, Format] = {
     "gemma_scope": gemma_scope,
+    "gemma_scope_2": gemma_scope_2,
+    "dictionary_learning": dictionary_learning,
+    "llama_scope": llama_scope,
+    "llama_scope_r1": llama_scope_r1,
+    "llamascopium": llamascopium,
     "manifest": manifest,
     "saelens": saelens,
+    "sparsify": sparsify,
+    "circuit_tracer": circuit_tracer,
+    "qwen_scope": qwen_scope,
+    "connor_rob": connor_rob,
+    "openai_gpt2": openai_gpt2,
+    "goodfire": goodfire,
+    "apollo": apollo,
     "saesteer": own,
 }
 

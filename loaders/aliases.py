@@ -30,6 +30,17 @@ _HUGGING_FACE = {
     "post_feedforward_layernorm.output": "mlp_out",
     "mlp.down_proj.input": "mlp_hidden",
 }
+# Modules below the model's trunk, whose outputs they are: layers.{L}[.NAME].
+_MODULES = {
+    None: "resid_post",
+    "mlp": "mlp_out_raw",
+    "self_attn": "attn_out_raw",
+    "attention": "attn_out_raw",
+    "attn": "attn_out_raw",
+}
+# Families that add to the stream what attention and the MLP put out, with no norm between.
+_NO_POST_NORM = re.compile(r"llama|smollm|mistral|mixtral|qwen|pythia|gpt-?2|gpt-oss|phi-3|r1-distill", re.IGNORECASE)
+_POST_NORM = re.compile(r"gemma|olmo", re.IGNORECASE)  # a path may hold other words, too
 # In TransformerLens these are copies of the stream before the norm; elsewhere, the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
 
@@ -39,9 +50,31 @@ def from_transformer_lens(name: str) -> str | None:
     return "embed" if name == "hook_embed" else _site(r"blocks\.(\d+)\.(.+)", _TRANSFORMER_LENS, name)
 
 
+def pair(read: str | None, written: str | None) -> tuple[str | None, str | None]:
+    """The sites that two TransformerLens names mean; None for a name that is not there, or has no site."""
+    site_in, site_out = (from_transformer_lens(name) if name else None for name in (read, written))
+    return site_in, site_out
+
+
 def from_hugging_face(name: str) -> str | None:
     """``model.layers.20.output`` -> ``resid_post.20``; None if the name has no site."""
     return _site(r"(?:.*\.)?layers\.(\d+)\.(.+)", _HUGGING_FACE, name)
+
+
+def from_module_output(name: str, model: str) -> str | None:
+    """The site at the output of the module ``layers.20`` or ``h.3.mlp``; None for a module that has no site.
+
+    Args:
+        model: its name, or a path that may hold it.
+    """
+    match = re.fullmatch(r"(?:layers|h)\.(\d+)(?:\.(\w+))?", name)
+    return added(f"{_MODULES[match[2]]}.{int(match[1])}", model) if match and match[2] in _MODULES else None
+
+
+def added(site: str | None, model: str | None) -> str | None:
+    """The site itself; or, where it is a module's output and the model adds just that to the stream, what is added."""
+    plain = model is not None and _NO_POST_NORM.search(model) and not _POST_NORM.search(model)
+    return site.replace("_raw", "") if site and plain else site
 
 
 def is_ambiguous(name: str) -> bool:

@@ -1,7 +1,8 @@
-"""The named arrays of a .safetensors or .npz file: headers at once, values in blocks. Knows no format's keys.
+"""The named arrays of a .safetensors, .npz or .pt file: headers at once, values in blocks. Knows no format's keys.
 
-Both containers are parsed here, as bytes: nothing is unpickled, no more than a block is held twice, and whatever
-zipfile, numpy or torch raise for a broken file becomes a LoadError.
+The first two containers are parsed here, as bytes, and nothing in them is unpickled. The names and shapes in a .pt
+file come from torch.load with weights_only on the meta device, for which torch reads no values since 2.11. Nothing
+beyond a block is held twice, and whatever a broken file makes zipfile, numpy or torch raise leaves as a LoadError.
 
 The safetensors package is not used for reading, because it maps files into memory: if a file is cut short or its disk
 fails meanwhile, a bus error ends the whole process (seen with 0.8.0), where reading raises. Nor do its errors name the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterator, Set
@@ -33,6 +35,9 @@ LARGEST_HEADER = 100 << 20
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLETE = "a complete file"
+LARGEST_PICKLE = 16 << 20  # the names and shapes of a .pt file are some kilobytes
+_TORCH = {dtype: word for word, dtype in DTYPES.items()}
+_PLAIN = str | int | float | None  # nothing that could hold itself, or another thing many times
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
 
@@ -176,13 +181,23 @@ class Arrays:
 
 
 def open_arrays(path: Path) -> Arrays:
-    """Reads the headers of a .safetensors or .npz file, never its values.
+    """Reads the headers of a .safetensors, .npz, .pt or .pth file, never its values. A scalar is an array of one.
+
+    Texts and flat dicts beside the tensors of a .pt file become metadata, as they are and as JSON.
 
     Raises:
         LoadError: the file is broken, cut short, or holds Python objects.
     """
     with readable(f"{path}: header", _COMPLETE):
-        return _open_npz(path) if path.suffix == ".npz" else _open_safetensors(path)
+        return _OPEN.get(path.suffix, _open_safetensors)(path)
+
+
+def open_torch(place: Path) -> Arrays | None:
+    """As ``open_arrays``, of a .pt or .pth file; None where the place is no file that torch.save wrote."""
+    if place.suffix not in (".pt", ".pth") or not place.is_file():
+        return None
+    with place.open("rb") as stream:
+        return open_arrays(place) if stream.read(2) == b"PK" else None
 
 
 def _open_safetensors(path: Path) -> Arrays:
@@ -218,7 +233,7 @@ def _safetensors_array(path: Path, key: str, item: dict[str, object], data: int,
         raise wrong(path, key, f"{end - start} bytes for {dtype} {shape}", "as many bytes as the shape needs")
     if data + end > size:
         raise wrong(path, key, f"ends at byte {data + end} of a file of {size}", "a complete file: it is cut short")
-    return StoredArray(tuple(shape), dtype, data + start)
+    return StoredArray(tuple(shape) or (1,), dtype, data + start)
 
 
 def _open_npz(path: Path) -> Arrays:
@@ -248,6 +263,60 @@ def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -
     if size != math.prod(shape) * dtype.itemsize:
         raise wrong(path, key, f"{size} bytes for {dtype} {list(shape)}", "as many bytes as the shape needs")
     return StoredArray(tuple(shape), _NPY.get(dtype.str, dtype.str), start, info.filename, fortran and len(shape) > 1)
+
+
+def _open_torch(path: Path) -> Arrays:
+    ends = _members(path)
+    try:
+        held = torch.load(path, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        raise wrong(path, "data.pkl", "Python objects", "tensors: pickled objects are never loaded") from exc
+    if not isinstance(held, dict):
+        raise wrong(path, "data.pkl", f"a {type(held).__name__}", "a dict of tensors by name")
+    entries: dict[str, StoredArray] = {}
+    metadata: dict[str, str] = {}
+    for key, value in held.items():
+        if isinstance(value, Tensor):
+            entries[str(key)] = _torch_entry(path, str(key), value, ends)
+        elif isinstance(value, str):
+            metadata[str(key)] = value
+        elif isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value.values()):
+            metadata[str(key)] = json.dumps(value)
+    return Arrays(path, entries, metadata)
+
+
+def _members(path: Path) -> dict[int, int]:
+    """First byte -> end of what torch.save stored in a file; LoadError for what it never writes."""
+    ends = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise wrong(path, info.filename, "compressed", "what torch.save writes")
+            name = info.filename.rpartition("/")[2]
+            if name == "data.pkl" and info.file_size > LARGEST_PICKLE:
+                raise wrong(path, name, f"{info.file_size} bytes", f"at most {LARGEST_PICKLE}: names and shapes")
+            if name == "byteorder" and archive.read(info) != b"little":
+                raise wrong(path, name, "not little", "little-endian numbers")
+            stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
+            start = info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
+            ends[start] = start + info.file_size
+    return ends
+
+
+def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> StoredArray:
+    """Where a tensor on the meta device lies: torch says where its storage began in the file."""
+    shape, stored = tuple(value.shape) or (1,), value.untyped_storage()
+    fortran = value.ndim == 2 and not value.is_contiguous() and value.T.is_contiguous()
+    if not (fortran or value.is_contiguous()):
+        raise wrong(path, key, f"shape {list(shape)} with strides {list(value.stride())}", "a dense tensor")
+    begin = stored._checkpoint_offset or 0
+    start = int(begin + value.storage_offset() * value.itemsize)
+    if start + value.numel() * value.itemsize > ends.get(begin, 0):
+        raise wrong(path, key, f"shape {list(shape)}, not stored where torch looks", "what torch.save writes, complete")
+    return StoredArray(shape, _TORCH.get(value.dtype, str(value.dtype)), start, fortran=fortran)
+
+
+_OPEN = {".npz": _open_npz, ".pt": _open_torch, ".pth": _open_torch}
 
 
 def _fill(stream: IO[bytes], buffer: bytearray) -> None:

@@ -34,9 +34,13 @@ ROLES: dict[str, tuple[str, ...]] = {
     "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the magnitude's bias
     "r_mag": ("F",),
     "ones": ("F",),  # a factor for each feature, refused unless all are 1
+    "skip": ("d_out", "d_in"),  # y += x @ skip.T, refused
+    "length_in": ("1",),  # as Draft.lengths, in the file
+    "length_out": ("1",),
 }
 MATRICES = ("w_enc", "w_dec")
 SIZES = ("F", "d_in", "d_out")
+Sites = tuple[str | None, str | None]  # site_in, site_out
 SQUARE = "F other than d_in: nobody sees whether a square encoder is transposed"
 
 
@@ -57,19 +61,25 @@ class Draft:
 
     _: KW_ONLY
     optional: Mapping[str, str] = field(default_factory=dict)  # role -> array that the file may lack
+    ignored: Set[str] = frozenset()  # arrays that the file may have, and that change nothing
     transposed: Set[str] = frozenset()  # roles whose arrays are stored as [columns, rows]
     configs: tuple[Path, ...] = ()  # small files read for this draft, which the fingerprint covers
     sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out in the config; None: from the matrices' shapes
     # No other format has these keys, so F == d_in cannot hide a transposed matrix, and the sites are not guessed.
     unmistakable: bool = False
 
-    decoder_norm: bool = False  # fold the decoder's row lengths into the feature values
+    # Where the lengths of the decoder's rows belong. values: into the feature values, which thresholds then are about.
+    # gates: pre is compared multiplied by them. dropped: the format divides each row by its own.
+    decoder_norm: Literal["kept", "values", "gates", "dropped"] = "kept"
+    threshold: float | None = None  # of all features, by the config
+    # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
+    lengths: tuple[float, float] | None = None
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
 
     k: int | None = None
     in_norm: InNorm = "none"
-    sites: tuple[str | None, str | None] = (None, None)  # site_in, site_out
+    sites: Sites = (None, None)
     feature_unit: FeatureUnit = "raw"
     skip_first: int = 1
     feature_ids: tuple[int, ...] | None = None
@@ -115,10 +125,12 @@ def facts(draft: Draft, name: str) -> CoderInfo:
         LoadError: naming the file, the array or the key, what is there and what was expected.
     """
     weights, held = draft.weights, draft.present
-    weights.expect(set(draft.keys.values()), set(draft.optional.values()))
+    weights.expect(set(draft.keys.values()), {*draft.optional.values(), *draft.ignored})
     axes = _axes(draft)
     site_in, site_out = draft.sites
     features, d_in, d_out = (axes[axis].size for axis in SIZES)
+    if "skip" in held:
+        raise wrong(weights.path, held["skip"], "an affine skip connection", "a transcoder without one")
     for role, key in held.items():
         weights.check(key, *_expected(draft, axes, role))
     if not draft.unmistakable and features == d_in:
@@ -156,19 +168,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     """
     info, weights, held = facts(draft, name), draft.weights, draft.present
     vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
-    b_enc, enc_scale, dec_scale = vectors["b_enc"], None, None
-    threshold = vectors.get("threshold")
-    if "one_threshold" in vectors:
-        threshold = vectors["one_threshold"].expand(info.features).clone()
-    if "log_threshold" in vectors:
-        threshold = vectors["log_threshold"].exp()
-    if "b_gate" in vectors:
-        enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
-    if draft.decoder_norm:
-        assert threshold is None, "no format says whether its thresholds are those of scaled features"
-        norms = weights.row_norms(held["w_dec"], transpose="w_dec" in draft.transposed)
-        enc_scale, dec_scale = folds.to_decoder_norm(norms)
-        b_enc = b_enc * enc_scale
+    folded = _folded(draft, info, vectors)
 
     def matrix(role: str, width: int, scale: Tensor | None) -> Tensor:
         shape, turned = (info.features, width), role in draft.transposed
@@ -177,7 +177,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
-    w_enc = matrix("w_enc", info.d_in, enc_scale)
+    w_enc, b_enc, threshold = matrix("w_enc", info.d_in, folded.enc_scale), folded.b_enc, folded.threshold
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
     if not b_enc.isfinite().all():
@@ -185,12 +185,52 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     return SparseCoder(
         w_enc=ordered(w_enc),
         b_enc=ordered(b_enc),
-        w_dec=ordered(matrix("w_dec", info.d_out, dec_scale)),
-        b_dec=vectors["b_dec"] if "b_dec" in vectors else torch.zeros(info.d_out),
+        w_dec=ordered(matrix("w_dec", info.d_out, folded.dec_scale)),
+        b_dec=folded.b_dec,
         info=info,
         threshold=None if threshold is None else ordered(threshold),
         max_act=ordered(vectors["max_act"]) if "max_act" in vectors else None,
     )
+
+
+class _Folded(NamedTuple):
+    """What is left to do with the arrays once every fold is a factor."""
+
+    enc_scale: Tensor | None  # [F], of the encoder's rows
+    b_enc: Tensor
+    threshold: Tensor | None
+    dec_scale: Tensor | None  # [F], of the decoder's rows
+    b_dec: Tensor
+
+
+def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Folded:
+    """All folds but that of b_in, which needs the encoder itself."""
+    b_enc, b_dec = vectors["b_enc"], vectors.get("b_dec", torch.zeros(info.d_out))
+    threshold, enc_scale, dec_scale, factor = vectors.get("threshold"), None, None, 1.0
+    if "one_threshold" in vectors:
+        threshold = vectors["one_threshold"].expand(info.features).clone()
+    if draft.threshold is not None:
+        threshold = torch.full((info.features,), draft.threshold)
+    if "log_threshold" in vectors:
+        threshold = vectors["log_threshold"].exp()
+    if "b_gate" in vectors:
+        enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
+    if draft.decoder_norm != "kept":
+        norms = draft.weights.row_norms(draft.keys["w_dec"], transpose="w_dec" in draft.transposed)
+    if draft.decoder_norm == "gates" and threshold is not None:
+        threshold = folds.gate_by_norm(threshold, norms)
+    if draft.lengths is not None or "length_in" in vectors:
+        lengths = draft.lengths or (vectors["length_in"].item(), vectors["length_out"].item())
+        of_features, factor, of_output = folds.to_raw_units((info.d_in, info.d_out), lengths)
+        b_enc, b_dec, dec_scale = b_enc * of_features, b_dec * of_output, torch.full((info.features,), factor)
+        if threshold is not None and draft.decoder_norm != "values":
+            threshold = threshold * of_features
+    if draft.decoder_norm == "values":
+        enc_scale, dec_scale = folds.to_decoder_norm(norms * factor)
+        b_enc, dec_scale = b_enc * enc_scale, dec_scale * factor
+    if draft.decoder_norm == "dropped":
+        _, dec_scale = folds.to_decoder_norm(norms)
+    return _Folded(enc_scale, b_enc, threshold, dec_scale, b_dec)
 
 
 def _axes(draft: Draft) -> dict[str, Axis]:
@@ -225,4 +265,6 @@ def _vector(draft: Draft, role: str) -> Tensor:
     vector = weights.vector(key, negative=below != "refused")
     if role == "ones" and not (vector == 1).all():
         raise wrong(weights.path, key, "not all ones", "ones: another scale of the features is not served")
+    if role.startswith("length") and not (vector > 0).all():
+        raise wrong(weights.path, key, f"holds {vector.min().item()}", "values above 0")
     return vector.clamp_min(0) if below == "raised" else vector

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 
-WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt")  # files that a place may name directly
+WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
+LARGEST_YAML = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
 
@@ -54,6 +58,8 @@ def fetch(place: str | Path) -> Path:
     if path.exists():
         return path
     base, mark, name = str(place).rpartition("#")
+    if mark and "/" not in name and _HUB_ID.fullmatch(base) and not Path(base).exists():
+        return _from_hub(f"{base}/{name}.safetensors")  # alone: a set may hold 100 GB
     if mark and base:
         folder = fetch(base)
         chosen = folder / f"{name}.safetensors"
@@ -74,13 +80,16 @@ def _from_hub(place: str) -> Path:
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
     # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
-    names = [name for form in FORMATS.values() for name in form.FILES if name.endswith(".json") or not is_file]
-    patterns = [inside] * is_file + [prefix + name for name in names]
+    names = [
+        name for form in FORMATS.values() for name in form.FILES if name.endswith((".json", ".yaml")) or not is_file
+    ]
+    patterns = list(dict.fromkeys([inside] * is_file + [prefix + name for name in names]))
     try:
         from huggingface_hub import snapshot_download
 
-        # The hub's * also matches "/": without the second list, "layer_*.safetensors" would fetch whole sub-folders.
-        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=[f"{prefix}*/*"]))
+        # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
+        crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
+        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
     except Exception as exc:  # every failure of the hub, the network and the hub's cache becomes ours here
         raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({_first_line(exc)})") from exc
     found = root / inside
@@ -104,11 +113,41 @@ def read_json(file: Path) -> dict[str, Any]:
     return document
 
 
+def read_yaml(file: Path) -> dict[str, Any]:
+    """As ``read_json``, of a YAML file of at most 1 MB; its tags make nothing but plain values."""
+    try:
+        if (size := file.stat().st_size) > LARGEST_YAML:
+            raise ValueError(f"{size} bytes")
+        document = yaml.safe_load(file.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
+        reason = str(exc).splitlines()[0]
+        raise LoadError(f"{file}: not readable as YAML ({reason}); expected keys and values") from exc
+    if not isinstance(document, dict):
+        raise LoadError(f"{file}: holds a YAML {type(document).__name__}; expected keys and values")
+    return document
+
+
 def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: int = 1) -> int:
     """``document[key]`` as an int; JSON's true and 3.0 are refused."""
     value = document.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise wrong(file, key, repr(value), f"a whole number, at least {at_least}")
+    return value
+
+
+def positive(file: Path, document: dict[str, Any], key: str) -> float:
+    """``document[key]`` as a finite number above 0."""
+    value = document.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise wrong(file, key, repr(value), "a number above 0")
+    return float(value)
+
+
+def flag(file: Path, document: dict[str, Any], key: str, *, default: bool) -> bool:
+    """``document[key]`` as true or false, default where it is absent."""
+    value = document.get(key, default)
+    if not isinstance(value, bool):
+        raise wrong(file, key, repr(value), "true or false")
     return value
 
 
@@ -118,6 +157,21 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise wrong(file, key, repr(value), "a string")
     return value
+
+
+def section(file: Path, document: dict[str, Any], key: str) -> dict[str, Any]:
+    """``document[key]``, which must be an object."""
+    value = document.get(key)
+    if not isinstance(value, dict):
+        raise wrong(file, key, repr(value), "a JSON object")
+    return value
+
+
+def only(file: Path, document: dict[str, Any], known: Mapping[str, object]) -> None:
+    """Refuses a value other than the one that is known, where the key is there."""
+    for key, value in known.items():
+        if document.get(key, value) != value:
+            raise wrong(file, key, repr(document[key]), f"{value!r}: nothing else is served")
 
 
 def fingerprint(files: Iterable[Path]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,3 +43,22 @@ def to_decoder_norm(norms: Tensor) -> tuple[Tensor, Tensor]:
     A row of length 0 writes nothing, whatever the feature's value is; it stays zero on both sides.
     """
     return norms, torch.where(norms > 0, 1 / norms, 0.0)
+
+
+def to_raw_units(widths: tuple[int, int], lengths: tuple[float, float]) -> tuple[float, float, float]:
+    """Factors (for b_enc and thresholds, for w_dec, for b_dec) of a dictionary of scaled inputs and outputs.
+
+    It was trained on x * s_in and y * s_out with s = sqrt(width) / mean length. The encoder's rows stay, so feature
+    values are those of the scaled inputs, divided by s_in.
+    """
+    s_in, s_out = (math.sqrt(width) / length for width, length in zip(widths, lengths, strict=True))
+    return 1 / s_in, s_in / s_out, 1 / s_out
+
+
+def gate_by_norm(threshold: Tensor, norms: Tensor) -> Tensor:
+    """The threshold' with ``pre * norms > threshold  ==  pre > threshold'``; all are [F].
+
+    What a row of length 0 writes is nothing; it never passes, at the largest float32.
+    """
+    divided = torch.where(norms > 0, threshold.double() / norms.double(), torch.inf)
+    return divided.float().clamp_max(torch.finfo(torch.float32).max)

@@ -29,7 +29,7 @@ from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import read_json, whole_number, wrong
 
-FILES = ("manifest.json", "layer_*.safetensors")
+FILES = ("manifest.json", "layer_*[a-z].safetensors")  # layer_3.safetensors is one of another format's set
 HOOKS: dict[str, str | None] = {
     "pre_attn": "resid_pre",
     "post_attn": "resid_mid",

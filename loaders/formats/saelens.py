@@ -4,12 +4,13 @@
     pre = xs @ W_enc + b_enc        y = un_norm(act(pre) @ W_dec + b_dec)
 
 standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
-rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. gated: becomes a jumprelu. The
+rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. abstopk: the k largest |pre| of
+either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read. The
 subtraction and the factors are folded into the weights. ``info.in_norm`` keeps a norm per token; feature values are
 then normalised.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
-covariance_whitening), single heads of z, transcoders, and architectures other than one matrix and one activation.
+covariance_whitening), single heads of z, skip connections, and architectures other than one matrix and one activation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, text, whole_number, wrong
+from saesteer.loaders.files import flag, read_json, text, whole_number, wrong
 
 FILES = ("cfg.json", "sae_weights.safetensors")
 # architecture -> the activation that it becomes, and its arrays besides W_enc, W_dec and b_dec
@@ -29,18 +30,18 @@ _ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
     "standard": ("relu", {"b_enc": "b_enc"}),
     "jumprelu": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
     "topk": ("topk", {"b_enc": "b_enc"}),
+    "abstopk": ("abstopk", {"b_enc": "b_enc"}),
     "gated": ("jumprelu", {"b_gate": "b_gate", "b_enc": "b_mag", "r_mag": "r_mag"}),
+    "transcoder": ("relu", {"b_enc": "b_enc"}),
+    "jumprelu_transcoder": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
 }
 _REFUSED = {
-    "abstopk": "keeps negative activations",
     "matching_pursuit": "its encoder is iterative",
     "temporal": "it attends over earlier positions",
     "batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
     "matryoshka_batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
-    "transcoder": "SAELens transcoders are not served yet",
-    "jumprelu_transcoder": "SAELens transcoders are not served yet",
-    "skip_transcoder": "SAELens transcoders are not served yet",
-    "jumprelu_skip_transcoder": "SAELens transcoders are not served yet",
+    "skip_transcoder": "skip connections are not served yet",
+    "jumprelu_skip_transcoder": "skip connections are not served yet",
 }
 _NORMS: dict[str, InNorm] = {"none": "none", "layer_norm": "layer_norm", "constant_norm_rescale": "l2_sqrt_d"}
 _NO_NORM = {
@@ -67,9 +68,14 @@ def draft(place: Path) -> Draft | None:
     if cfg.get("activation_fn", "relu") not in ("relu", "topk" if architecture == "topk" else "relu"):
         raise wrong(config, "activation_fn", repr(cfg["activation_fn"]), "relu, or topk with its k")
     features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
-    k = whole_number(config, cfg, "k") if architecture == "topk" else None
+    k = whole_number(config, cfg, "k") if architecture in ("topk", "abstopk") else None
     in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
-    subtract = _flag(config, cfg, "apply_b_dec_to_input", default=True)
+    transcoder = architecture in ("transcoder", "jumprelu_transcoder")
+    written = Axis("d_out", whole_number(config, cfg, "d_out")) if transcoder else Axis("d_in", d_in)
+    if transcoder and in_norm != "none":
+        raise wrong(config, "normalize_activations", in_norm, "none: a transcoder's output has no input statistics")
+    rescaled = flag(config, cfg, "rescale_acts_by_decoder_norm", default=False)
+    subtract = flag(config, cfg, "apply_b_dec_to_input", default=True) and not transcoder
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
     if "threshold" in more and "log_threshold" in weights.index:
@@ -81,12 +87,12 @@ def draft(place: Path) -> Draft | None:
         optional={"ones": "scaling_factor"},
         transposed={"w_enc"},
         configs=(config,),
-        sizes=(Axis("d_sae", features), Axis("d_in", d_in), Axis("d_in", d_in)),
-        decoder_norm=architecture == "topk" and _flag(config, cfg, "rescale_acts_by_decoder_norm", default=False),
+        sizes=(Axis("d_sae", features), Axis("d_in", d_in), written),
+        decoder_norm="values" if k is not None and rescaled else "kept",
         below_zero="raised",
         k=k,
         in_norm=in_norm,
-        sites=(site, site),
+        sites=(site, _named(config, about, "_out") if transcoder else site),
         feature_unit="raw" if in_norm == "none" else "normalised",
         model=text(config, about, "model_name"),
     )
@@ -125,24 +131,23 @@ def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
     return _NORMS[name]
 
 
-def _flag(file: Path, cfg: dict[str, Any], key: str, *, default: bool) -> bool:
-    value = cfg.get(key, default)
-    if not isinstance(value, bool):
-        raise wrong(file, key, repr(value), "true or false")
-    return value
-
-
 def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
-    name, hf_name = text(file, about, "hook_name"), text(file, about, "hf_hook_name")
     if about.get("hook_head_index") is not None:
         raise wrong(file, "hook_head_index", repr(about["hook_head_index"]), "null: one head alone is not a site")
+    site = _named(file, about)
+    reshape = cfg.get("reshape_activations") or "none"
+    if reshape != "none" and not (reshape == "hook_z" and str(site).startswith("z.")):
+        raise wrong(file, "reshape_activations", repr(reshape), "none, or hook_z at a hook_z")
+    return site
+
+
+def _named(file: Path, about: dict[str, Any], side: str = "") -> str | None:
+    """The site that is read, or with the side ``_out`` the one that is written, by both names that it may have."""
+    name, hf_name = text(file, about, f"hook_name{side}"), text(file, about, f"hf_hook_name{side}")
     site = aliases.from_transformer_lens(name) if name else None
     hf_site = aliases.from_hugging_face(hf_name) if hf_name else None
     if site and hf_site and site != hf_site:
-        raise wrong(file, "hf_hook_name", f"{hf_name} is {hf_site}, hook_name {name} is {site}", "one place")
+        raise wrong(file, f"hf_hook_name{side}", f"{hf_name} is {hf_site}, hook_name {name} is {site}", "one place")
     if name and not hf_site and aliases.is_ambiguous(name):
-        raise wrong(file, "hook_name", f"{name}, on either side of the norm", "an hf_hook_name as well")
-    reshape = cfg.get("reshape_activations") or "none"
-    if reshape != "none" and not (reshape == "hook_z" and str(hf_site or site).startswith("z.")):
-        raise wrong(file, "reshape_activations", repr(reshape), "none, or hook_z at a hook_z")
+        raise wrong(file, f"hook_name{side}", f"{name}, on either side of the norm", "an hf_hook_name as well")
     return hf_site or site

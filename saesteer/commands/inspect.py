@@ -20,7 +20,7 @@ def report(place: str | Path) -> str:
     Raises:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
     """
-    if str(place).endswith((".npy", ".gguf", ".pt")):
+    if str(place).endswith((".npy", ".gguf")):
         lines = _vector_facts(place, read_vectors(place))
     else:
         lines = _dictionary_or_vectors(place)
@@ -29,11 +29,11 @@ def report(place: str | Path) -> str:
 
 
 def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
-    """A .safetensors file may be either; where it is neither, what is wrong with it as a dictionary is told."""
+    """A .safetensors or .pt file may be either; where it is neither, what is wrong with it as a dictionary is told."""
     try:
         info = describe(place)
     except LoadError:
-        if not str(place).endswith(".safetensors"):
+        if not str(place).endswith((".safetensors", ".pt")):
             raise
         try:
             return _vector_facts(place, read_vectors(place))

@@ -113,6 +113,11 @@ def _placed(name: str, source: DictionarySource) -> CoderInfo:
     info = describe(source.path)
     if source.site:
         parse(source.site)
+        if info.site_in is not None and info.site_in != info.site_out:
+            raise ConfigError(
+                f"dictionary {name!r} reads {info.site_in} and writes {info.site_out or 'another place'}; "
+                f"it cannot be moved to one site, got @{source.site}"
+            )
         info = replace(info, site_in=source.site, site_out=source.site)
     if info.site_in is None or info.site_out is None:
         raise ConfigError(

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.loaders import describe, load
+from saesteer.loaders import aliases, describe, load
+from saesteer.loaders.formats import own
 from tests.loaders import writers
+from tests.loaders.formats import gemma_scope_2, llamascopium
 from tests.loaders.test_formats import CASES
 from tests.loaders.writers import SEEN, D, F
 
@@ -65,7 +67,16 @@ def test_many_blocks_are_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(before.encode(x), after.encode(x), rtol=1e-5, atol=1e-3)
 
 
-BLOCKED = ("gemma_scope-res", "saelens-v6-gated", "saelens-v6-topk-rescaled", "manifest-full", "own-topk")
+BLOCKED = (
+    "gemma_scope-res",
+    "saelens-v6-gated",
+    "saelens-v6-topk-rescaled",
+    "manifest-full",
+    "own-topk",
+    "dictionary_learning-AutoEncoder",
+    "llama_scope-r",
+    "apollo-pre",
+)
 
 
 def test_dead_decoder_row_stays_harmless_when_rescaled(tmp_path: Path) -> None:
@@ -76,6 +87,44 @@ def test_dead_decoder_row_stays_harmless_when_rescaled(tmp_path: Path) -> None:
     x = torch.from_numpy(X)
     assert not coder.encode(x)[..., 3].any()
     assert coder.decode(coder.encode(x)).isfinite().all()
+
+
+@pytest.mark.parametrize("act", ["jumprelu", "topk"])
+def test_dead_decoder_row_stays_harmless_in_a_gate(act: str, tmp_path: Path) -> None:
+    arrays = {key: value.copy() for key, value in (llamascopium.PLAIN | llamascopium.LOGS).items()}
+    arrays["W_D"][3] = 0
+    if act == "topk":
+        del arrays["activation_function.log_jumprelu_threshold"]
+    coder = load(llamascopium.write(tmp_path, arrays, llamascopium.CONFIG | {"act_fn": act, "top_k": F}))
+    assert not coder.encode(torch.from_numpy(X))[..., 3].any()
+    own.write(tmp_path / "mine.safetensors", coder)  # which holds finite thresholds alone
+    assert torch.equal(load(tmp_path / "mine.safetensors").b_enc, coder.b_enc)
+
+
+def test_what_a_gate_compares_is_strictly_above(tmp_path: Path) -> None:
+    arrays = {key: np.zeros_like(value) for key, value in gemma_scope_2.arrays().items()}
+    arrays["b_enc"][:] = arrays["threshold"][:] = np.linspace(0.1, 0.9, F)
+    arrays["threshold"][7] = np.nextafter(arrays["b_enc"][7], np.float32(0))
+    active = load(gemma_scope_2.write(tmp_path, arrays)).encode(torch.zeros(1, D))[0] != 0
+    assert active.nonzero().flatten().tolist() == [7]
+
+
+MODULES = [
+    ("layers.10", "any model", "resid_post.10"),
+    ("h.3", "gpt2", "resid_post.3"),
+    ("layers.0.mlp", "meta-llama/Llama-3.1-8B", "mlp_out.0"),
+    ("layers.0.mlp", "google/gemma-3-1b-pt", "mlp_out_raw.0"),
+    ("layers.0.self_attn", "Qwen/Qwen3-8B", "attn_out.0"),
+    ("layers.0.attention", "EleutherAI/pythia-70m", "attn_out.0"),
+    ("layers.0.attention", "allenai/OLMo-2-1124-7B", "attn_out_raw.0"),
+    ("layers.0.mlp.down_proj", "gpt2", None),
+    ("embed_tokens", "gpt2", None),
+]
+
+
+@pytest.mark.parametrize(("module", "model", "site"), MODULES)
+def test_outputs_of_modules_become_sites(module: str, model: str, site: str | None) -> None:
+    assert aliases.from_module_output(module, model) == site
 
 
 HOOKS = [

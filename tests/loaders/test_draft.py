@@ -84,7 +84,7 @@ class Toy:
             transposed={"w_dec"},
             configs=(config,),
             sizes=(Axis("latents", wide), Axis("width", width), Axis("written", len(R["b_dec"]))),
-            decoder_norm=True,
+            decoder_norm="values",
             k=whole_number(config, cfg, "k"),
             sites=("mlp_in.3", "mlp_out.3"),
             model="org/model",

@@ -24,7 +24,9 @@ from saesteer.loaders import arrays, describe, files, load, max_act
 from saesteer.loaders.files import fetch
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
-from tests.loaders.test_formats import Case, every_case
+from tests.loaders.case import Case
+from tests.loaders.formats import circuit_tracer, llama_scope, torch_files
+from tests.loaders.test_formats import every_case
 
 LEAF = "layer_20/width_16k/average_l0_71"
 WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}
@@ -73,7 +75,7 @@ def test_fake_hub_gives_one_dictionary_of_a_repository(fake_hub: FakeHub) -> Non
 def test_fake_hub_is_asked_for_no_other_file(fake_hub: FakeHub) -> None:
     repo = writers.saelens(fake_hub.root / "org" / "sae", writers.saelens_cfg("jumprelu"), writers.raw())
     writers.saelens(repo / "layer_1", writers.saelens_cfg("jumprelu"), writers.raw())
-    for name in ("ae.pt", "model.safetensors", "layer_1/x.safetensors", "run.py"):
+    for name in ("other.pt", "model.safetensors", "layer_1/x.safetensors", "run.py"):
         (repo / name).write_bytes(b"x")
     assert load("org/sae").info.format == "saelens"
     assert fake_hub.given == ["cfg.json", "sae_weights.safetensors"]
@@ -89,6 +91,42 @@ def test_fake_hub_gives_one_file_of_vectors_and_no_other(fake_hub: FakeHub) -> N
     assert fake_hub.given == ["happy.npy"]
     with pytest.raises(LoadError, match=r"a folder|nothing there"):
         read_vectors("org/vectors")
+
+
+def test_fake_hub_gives_one_layer_of_a_set(fake_hub: FakeHub) -> None:
+    circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS, (1, 3))
+    assert describe("org/set#layer_3").site_out == "mlp_out.3"
+    assert fake_hub.given == ["config.yaml", "layer_3.safetensors"]
+    for place in ("org/set#layer_2", "org/other#layer_3"):
+        with pytest.raises(LoadError, match=f"{place.partition('#')[0]}/layer_"):
+            describe(place)
+
+
+def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:
+    circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS, (1, 3))
+    torch_files.qwen(fake_hub.root / "org" / "qwen", torch_files.QWEN, (1, 3))
+    for place, config in (("org/set", "config.yaml"), ("org/qwen", "config.json")):
+        with pytest.raises(LoadError, match="0 files and none chosen"):
+            describe(place)
+        assert fake_hub.given == [config]
+
+
+def test_fake_hub_gives_a_torch_file_with_its_config(fake_hub: FakeHub) -> None:
+    torch_files.qwen(fake_hub.root / "org" / "qwen", torch_files.QWEN, (1, 3))
+    assert describe("org/qwen/layer3.sae.pt").site_in == "resid_post.3"
+    assert fake_hub.given == ["config.json", "layer3.sae.pt"]
+    torch_files.kissane(fake_hub.root / "org" / "z", torch_files.Z)
+    torch_files.kissane(fake_hub.root / "org" / "z" / "deeper", torch_files.Z)
+    assert describe("org/z/gpt2-small_L3.pt").site_in == "z.3"
+    assert fake_hub.given == ["gpt2-small_L3.pt", "gpt2-small_L3_cfg.json"]
+
+
+def test_fake_hub_gives_the_file_below_a_folder_that_a_format_names(fake_hub: FakeHub) -> None:
+    repo = fake_hub.root / "org" / "scope"
+    llama_scope.write(repo / "L15R-8x", llama_scope.ARRAYS)
+    writers.tensors(repo / "L15R-8x" / "checkpoints" / "5.safetensors", llama_scope.ARRAYS)
+    assert describe("org/scope/L15R-8x").site_in == "resid_post.15"
+    assert fake_hub.given == ["L15R-8x/checkpoints/final.safetensors", "L15R-8x/hyperparams.json"]
 
 
 def test_fake_hub_keeps_what_was_calibrated(fake_hub: FakeHub) -> None:

@@ -4,7 +4,6 @@ The formulas here know no loader and no torch; each case is one row of CASES.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,20 @@ from numpy.typing import NDArray
 
 from saesteer.loaders import FORMATS, describe, load
 from tests.loaders import writers
+from tests.loaders.case import Array, Case, jumprelu, relu, topk
+from tests.loaders.formats import (
+    circuit_tracer,
+    dictionary_learning,
+    gemma_scope_2,
+    llama_scope,
+    llama_scope_r1,
+    llamascopium,
+    sparsify,
+    torch_files,
+)
 from tests.loaders.writers import SEEN, D, F
 
-Array = NDArray[np.float64]
 X = writers.tokens()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One file and what it must mean: ``encode(x)`` and ``decode(f, x)`` in numpy, and facts of its info."""
-
-    name: str
-    write: Callable[[Path], Path]
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array, Array], Array]
-    facts: dict[str, Any]
-
-
-def relu(pre: Array) -> Array:
-    return np.maximum(pre, 0)
-
-
-def jumprelu(pre: Array, theta: NDArray[Any]) -> Array:
-    return pre * (pre > theta)
-
-
-def topk(pre: Array, k: int) -> Array:
-    keep = np.zeros_like(pre)
-    np.put_along_axis(keep, np.argsort(-pre, axis=-1, kind="stable")[..., :k], 1, axis=-1)
-    return relu(pre * keep)
 
 
 def gemma_scope_cases() -> list[Case]:
@@ -110,9 +94,26 @@ def saelens_cases() -> list[Case]:
     add("v6-gated", v6("gated"), gated, kind="gated", facts={"activation": "jumprelu"})
     add("v6-topk", v6("topk", k=5), plain, kind="topk", k=5, facts={"activation": "topk", "k": 5})
     add("v6-topk-rescaled", v6("topk", k=5, rescale_acts_by_decoder_norm=True), plain, kind="topk", k=5, rescale=True)
+    add("v6-abstopk", v6("abstopk", k=5), plain, kind="abstopk", k=5, facts={"activation": "abstopk", "k": 5})
+    add(
+        "v6-abstopk-rescaled",
+        v6("abstopk", k=5, rescale_acts_by_decoder_norm=True),
+        plain,
+        kind="abstopk",
+        k=5,
+        rescale=True,
+    )
+    wide = writers.raw(d_out=12, seed=7)
+    for name, kind in (("transcoder", "relu"), ("jumprelu_transcoder", "jumprelu")):
+        # apply_b_dec_to_input is true in this cfg, and b_dec is of the output.
+        cfg = v6(name, hook="blocks.3.mlp.hook_in", d_out=12)
+        cfg["metadata"] |= {"hook_name_out": "blocks.3.hook_mlp_out"}
+        arrays = wide if kind == "jumprelu" else {key: wide[key] for key in plain}
+        facts = {"site_in": "mlp_in.3", "site_out": "mlp_out.3", "d_out": 12, "activation": kind}
+        add(f"v6-{name}", cfg, arrays, kind=kind, subtract=False, facts=facts)
     for norm, ours in (("layer_norm", "layer_norm"), ("constant_norm_rescale", "l2_sqrt_d")):
         facts = {"in_norm": ours, "feature_unit": "normalised"}
-        cfg: dict[str, Any] = {"normalize_activations": norm}
+        cfg = {"normalize_activations": norm}
         add(f"v6-standard-{norm}", v6("standard", **cfg), plain, kind="relu", norm=norm, facts=facts)
         add(f"v6-gated-{norm}", v6("gated", **cfg), gated, kind="gated", norm=norm, facts=facts)
         add(
@@ -156,6 +157,8 @@ def saelens_formula(
         if kind == "jumprelu":
             theta = r["threshold"] if "threshold" in r else np.exp(r["log_threshold"])
             return np.asarray(relu(pre) * (pre > theta))
+        if kind == "abstopk":
+            return np.sign(pre) * topk(np.abs(pre), k)
         return topk(pre, k) if kind == "topk" else relu(pre)
 
     def decode(f: Array, x: Array) -> Array:
@@ -258,7 +261,18 @@ def own_cases() -> list[Case]:
     ]
 
 
+MORE = [
+    gemma_scope_2,
+    dictionary_learning,
+    llama_scope,
+    llama_scope_r1,
+    llamascopium,
+    sparsify,
+    circuit_tracer,
+    torch_files,
+]
 CASES = [*gemma_scope_cases(), *saelens_cases(), *manifest_cases(), *own_cases()]
+CASES += [case for module in MORE for case in module.cases()]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

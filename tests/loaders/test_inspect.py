@@ -18,7 +18,8 @@ from saesteer.loaders.formats import own
 from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.windows import windows
 from tests.loaders import writers
-from tests.loaders.test_formats import CASES, Case, every_case
+from tests.loaders.case import Case
+from tests.loaders.test_formats import CASES, every_case
 
 ACTIVATIONS = get_args(Activation)
 CLAMP = {"op": "clamp", "dictionary": "d", "feature": 2, "value": 1.0}
@@ -123,6 +124,15 @@ def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp
         Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}))
 
 
+@pytest.mark.parametrize("site_out", ["mlp_out.3", None])
+def test_a_transcoder_is_not_served_as_an_sae(site_out: str | None, tmp_path: Path) -> None:
+    place = written(tmp_path, site_in="mlp_in.3", site_out=site_out)
+    with pytest.raises(
+        ConfigError, match=rf"reads mlp_in\.3 and writes {site_out or 'another place'}.*got @resid_post"
+    ):
+        Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}))
+
+
 @pytest.mark.parametrize("skip_first", [0, 1, 3])
 def test_the_positions_that_are_left_alone(skip_first: int, tmp_path: Path) -> None:
     place = written(tmp_path, skip_first=skip_first)
@@ -164,3 +174,12 @@ def test_vectors(tmp_path: Path) -> None:
         "length": ["3 to 5"],
         "bias": ["0"],
     }
+
+
+def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
+    [case] = [case for case in CASES if case.name == "dictionary_learning-BatchTopKSAE"]
+    assert lines(case.write(tmp_path) / "ae.pt")["format"] == ["dictionary_learning"]
+    said = lines(writers.torch_file(tmp_path / "v.pt", {"layer.3": np.ones(8, np.float32)}))
+    assert said["vectors"] == ["one for each layer of 3"]
+    with pytest.raises(LoadError, match=r"nothing\.pt"):
+        report(writers.torch_file(tmp_path / "nothing.pt", {"a": np.ones(8), "b": np.ones(8)}))

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load
+from saesteer.loaders import FORMATS, describe, load
 from saesteer.loaders.arrays import open_arrays
 from tests.loaders import writers
+from tests.loaders.case import Row
+from tests.loaders.test_formats import MORE
 from tests.loaders.writers import SEEN, D, F
 
 R = writers.raw()
 PLAIN = {key: R[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}
 ONE = ((20, "post_block"),)
-Row = tuple[str, Callable[[Path], Path], str]
 
 
 def without(key: str) -> dict[str, Any]:
@@ -74,11 +75,16 @@ def saelens_rows() -> list[Row]:
         return cfg | {"metadata": cfg["metadata"] | more}
 
     v6, old = writers.saelens_cfg, writers.old_saelens_cfg
-    refused = ["abstopk", "matching_pursuit", "temporal", "batchtopk", "transcoder", "jumprelu_skip_transcoder", "new"]
+    refused = ["skip_transcoder", "matching_pursuit", "temporal", "batchtopk", "jumprelu_skip_transcoder", "new"]
     head = "blocks.1.attn.hook_z"
     return [
         *(row(f"no-{key}", v6("jumprelu"), f"sae_weights.safetensors: {key}: missing", without(key)) for key in R),
         *(row(name, v6(name), f"cfg.json: architecture: '{name}' (", PLAIN) for name in refused),
+        row("no-d_out", v6("transcoder"), "d_out: None; expected a whole number", PLAIN),
+        row(
+            "normed", v6("transcoder", d_out=D, normalize_activations="layer_norm"), "layer_norm; expected none", PLAIN
+        ),
+        row("written", v6("transcoder", d_out=12), "W_dec: shape [40, 24]; expected [d_sae, d_out] = [40, 12]", PLAIN),
         row("no-architecture", {k: v for k, v in v6("standard").items() if k != "architecture"}, "architecture: None"),
         row(
             "average",
@@ -216,6 +222,12 @@ def own_rows() -> list[Row]:
 
 
 ROWS = [*gemma_rows(), *saelens_rows(), *manifest_rows(), *own_rows()]
+ROWS += [row for module in MORE for row in module.wrong()]
+
+
+def test_every_format_has_wrong_files() -> None:
+    names = {"gemma": "gemma_scope", "own": "saesteer"}
+    assert {names.get(found := name.partition("-")[0], found) for name, _, _ in ROWS} == set(FORMATS)
 
 
 @pytest.mark.filterwarnings("error")
@@ -241,6 +253,7 @@ GOOD: dict[str, Callable[[Path], Path]] = {
     ),
     "own": lambda folder: writers.own(folder / "saesteer.safetensors", writers.own_tensors(R)),
 }
+GOOD |= {module.__name__.rpartition(".")[2]: module.good for module in MORE}
 every_good_file = pytest.mark.parametrize("name", GOOD)
 
 
@@ -270,7 +283,7 @@ def test_cut_short_while_it_is_read(name: str, tmp_path: Path) -> None:
 def test_broken_bytes_give_a_load_error_or_a_dictionary(name: str, tmp_path: Path, data: st.DataObject) -> None:
     file = GOOD[name](tmp_path)
     content = bytearray(file.read_bytes())
-    header = len(content) if name == "gemma" else 8 + struct.unpack("<Q", content[:8])[0]
+    header = len(content) if file.suffix != ".safetensors" else 8 + struct.unpack("<Q", content[:8])[0]
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(content)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
@@ -42,6 +43,29 @@ def tokens(width: int = D, seed: int = 1) -> Array:
     x = np.random.default_rng(seed).normal(0.1, 1, (2, 4, width)).astype(np.float32)
     x[0, 1] *= 1000
     return x
+
+
+def tensors(file: Path, arrays: Mapping[str, NDArray[Any]]) -> Path:
+    """A .safetensors file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, file)
+    return file
+
+
+def torch_file(file: Path, arrays: Mapping[str, Any]) -> Path:
+    """A .pt file, with the strides that the arrays have, and with what is no array."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    arrayed = np.ndarray | np.generic
+    held = {key: torch.from_numpy(np.array(one)) if isinstance(one, arrayed) else one for key, one in arrays.items()}
+    torch.save(held, file)
+    return file
+
+
+def config(file: Path, document: Any) -> Path:
+    """A JSON file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document))
+    return file
 
 
 def gemma_scope(folder: Path, arrays: Mapping[str, Array], **more: NDArray[Any]) -> Path:

@@ -1,0 +1,35 @@
+"""Attention SAEs of Kissane and Krzyzanowski: ``NAME.pt`` with ``NAME_cfg.json`` beside it; it knows no other config.
+
+f = relu((x - b_dec) @ W_enc + b_enc)        y = f @ W_dec + b_dec        x: all heads of z, one after the other
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, text, whole_number
+
+FILES = ("*_cfg.json",)  # and the .pt file, which a place names
+_KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "b_in": "b_dec"}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of such a .pt file; None for other places. Raises LoadError."""
+    config = place.parent / f"{place.stem}_cfg.json"
+    if place.suffix != ".pt" or not place.is_file() or not config.is_file():
+        return None
+    cfg = read_json(config)
+    site, width = text(config, cfg, "act_name"), Axis("act_size", whole_number(config, cfg, "act_size"))
+    return Draft(
+        open_arrays(place),
+        _KEYS,
+        "relu",
+        transposed={"w_enc"},
+        configs=(config,),
+        sizes=(Axis("dict_size", whole_number(config, cfg, "dict_size")), width, width),
+        sites=aliases.pair(site, site),
+        model=text(config, cfg, "model_name"),
+    )

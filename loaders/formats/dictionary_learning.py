@@ -1,0 +1,94 @@
+"""dictionary_learning's own files, ``ae.pt`` + ``config.json``, of all its classes; it knows no training run.
+
+    xs = x - b_dec (not in AutoEncoderNew and JumpReluAutoEncoder)
+    f = act(xs @ W_enc + b_enc)        y = f @ W_dec + b_dec
+
+The class stands in the config alone: AutoEncoderTopK and BatchTopKSAE store the same arrays. TopK ranks and does not
+use its threshold. BatchTopK and Matryoshka are a jumprelu with one threshold, and a relu while it is -1, never set.
+Values are those of the file: the library itself rescales an AutoEncoder to unit decoder rows when it reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saesteer.dictionaries.coder import Activation
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import read_json, section, text, whole_number, wrong
+
+FILES = ("ae.pt", "config.json")
+_LINEAR = {"w_enc": "encoder.weight", "w_dec": "decoder.weight"}
+_BIASED = _LINEAR | {"b_enc": "encoder.bias"}
+_PLAIN = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
+_TOP_K = _BIASED | {"b_dec": "b_dec", "b_in": "b_dec"}
+
+
+class _Class(NamedTuple):
+    activation: Activation
+    keys: dict[str, str]
+    ignored: frozenset[str] = frozenset()
+
+
+_CLASSES = {
+    "AutoEncoder": _Class("relu", _BIASED | {"b_dec": "bias", "b_in": "bias"}),
+    "AutoEncoderNew": _Class("relu", _BIASED | {"b_dec": "decoder.bias"}),
+    "GatedAutoEncoder": _Class(
+        "jumprelu",
+        _LINEAR
+        | {
+            "b_enc": "mag_bias",
+            "b_gate": "gate_bias",
+            "r_mag": "r_mag",
+            "b_dec": "decoder_bias",
+            "b_in": "decoder_bias",
+        },
+    ),
+    "JumpReluAutoEncoder": _Class("jumprelu", _PLAIN | {"threshold": "threshold"}),
+    "AutoEncoderTopK": _Class("topk", _TOP_K, frozenset({"k", "threshold"})),
+    "BatchTopKSAE": _Class("jumprelu", _TOP_K | {"one_threshold": "threshold"}, frozenset({"k"})),
+    "MatryoshkaBatchTopKSAE": _Class(
+        "jumprelu", _PLAIN | {"b_in": "b_dec", "one_threshold": "threshold"}, frozenset({"k", "group_sizes"})
+    ),
+}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    file, config = ((place if place.is_dir() else place.parent) / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not file.is_file() or not config.is_file():
+        return None
+    cfg = read_json(config)
+    trainer = section(config, cfg, "trainer")
+    name = text(config, trainer, "dict_class")
+    if name not in _CLASSES:
+        raise wrong(config, "trainer.dict_class", repr(name), f"one of {', '.join(_CLASSES)}")
+    activation, keys, ignored = _CLASSES[name]
+    features = Axis("dict_size", whole_number(config, trainer, "dict_size"))
+    width = Axis("activation_dim", whole_number(config, trainer, "activation_dim"))
+    site = _site(config, cfg, trainer)
+    return Draft(
+        open_arrays(file),
+        keys,
+        activation,
+        ignored=ignored,
+        transposed={"w_enc"} if keys["w_enc"] == "W_enc" else {"w_dec"},
+        configs=(config,),
+        sizes=(features, width, width),
+        below_zero="raised",
+        k=whole_number(config, trainer, "k") if activation == "topk" else None,
+        sites=(site, site),
+        model=text(config, trainer, "lm_name"),
+    )
+
+
+def _site(file: Path, cfg: dict[str, Any], trainer: dict[str, Any]) -> str | None:
+    """resid_post by the name of the submodule or the folder; other names have no fixed meaning."""
+    buffer = section(file, cfg, "buffer") if "buffer" in cfg else {}
+    if buffer.get("io", "out") != "out":
+        return None
+    names = [text(file, trainer, "submodule_name") or "", *reversed(file.absolute().parts)]
+    found = [match for name in names if (match := re.fullmatch(r"resid_post_layer_(\d+)", name))]
+    return f"resid_post.{int(found[0][1])}" if found else None

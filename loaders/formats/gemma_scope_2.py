@@ -1,0 +1,79 @@
+"""Gemma Scope 2, one dictionary: ``params.safetensors``, mostly with ``config.json``; it knows no set of layers.
+
+    pre = x @ w_enc + b_enc        f = relu(pre) * (pre > threshold)        y = f @ w_dec + b_dec
+
+Nothing is subtracted from the input or normalised. The folder attn_out holds dictionaries of z. Transcoders read the
+MLP's input behind the norm's gain (those of Gemma Scope 1 read it before the gain). Without a config, the repository's
+and the folder's name in the path give model and sites. Cross-layer transcoders and crosscoders are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Draft, Sites
+from saesteer.loaders.files import read_json, text, wrong
+
+FILES = ("params.safetensors", "config.json")
+_KEYS = {key: key for key in ("w_enc", "w_dec", "b_enc", "b_dec", "threshold")}
+_REPOSITORY = re.compile(r"gemma-scope-2-(\d+[mb])-(pt|it)\Z")
+_KIND = re.compile(r"(resid_post|attn_out|mlp_out|transcoder)(?:_all)?")
+_LAYER = re.compile(r"layer_(\d+)_width_\w+")
+_SET = re.compile(r"params_layer_\d+\.safetensors")
+_SITES = {"transcoder": ("mlp_in", "mlp_out"), "attn_out": ("z", "z")}  # the other folders are named after their site
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with ``params.safetensors``, or of that file; None for other places. Raises LoadError."""
+    folder = place if place.is_dir() else place.parent
+    file, config = (folder / name for name in FILES)
+    if _SET.fullmatch(place.name) or (place == folder and any(_SET.fullmatch(path.name) for path in place.iterdir())):
+        raise wrong(place, "params_layer_*.safetensors", "features that write to several layers", FILES[0])
+    if place not in (folder, file, config) or not file.is_file():
+        return None
+    weights = open_arrays(file)
+    if config.is_file():
+        sites, model = _from_config(config, read_json(config))
+    else:
+        sites, model = _from_path(file.absolute().parts)
+    return Draft(
+        weights,
+        _KEYS,
+        "jumprelu",
+        optional={"skip": "affine_skip_connection"},
+        transposed={"w_enc"},
+        configs=(config,) if config.is_file() else (),
+        below_zero="raised",
+        sites=sites,
+        model=model,
+    )
+
+
+def _from_config(file: Path, cfg: dict[str, Any]) -> tuple[Sites, str | None]:
+    for key, known in (("architecture", ("jump_relu",)), ("type", ("sae", "transcoder"))):
+        if cfg.get(key, known[0]) not in known:
+            raise wrong(file, key, repr(cfg[key]), f"{' or '.join(known)}: others are not served")
+    hooks = [text(file, cfg, f"hf_hook_point_{side}") for side in ("in", "out")]
+    read, written = (aliases.from_hugging_face(hook) if hook else None for hook in hooks)
+    model = text(file, cfg, "model_name")
+    return (read, written if hooks[1] else read), _model(model.removeprefix("google/")) if model else None
+
+
+def _from_path(parts: tuple[str, ...]) -> tuple[Sites, str | None]:
+    found = [match for part in parts if (match := _REPOSITORY.search(part))]
+    model = _model(f"gemma-3-{found[-1][1]}-{found[-1][2]}") if found else None
+    kind, layer = _KIND.fullmatch(parts[-3]) if len(parts) > 2 else None, _LAYER.fullmatch(parts[-2])
+    if kind is None or layer is None:
+        return (None, None), model
+    read, written = _SITES.get(kind[1], (kind[1], kind[1]))
+    return (f"{read}.{int(layer[1])}", f"{written}.{int(layer[1])}"), model
+
+
+def _model(name: str) -> str:
+    """The hub's name of a model; that of the smallest base model has no suffix."""
+    name = name.replace("-v3", "-3")
+    return f"google/{name.removesuffix('-pt') if '270m' in name else name}"

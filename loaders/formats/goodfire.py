@@ -1,0 +1,34 @@
+"""Goodfire's SAEs: one .pt or .pth file of two linear layers, whose name ends in ``-SAE-l19``; it knows no config.
+
+    f = relu(x @ encoder_linear.weight.T + encoder_linear.bias)
+    y = f @ decoder_linear.weight.T + decoder_linear.bias
+
+Nothing is subtracted or normalised. qresearch's copies of the idea say encoder and decoder without ``_linear``. The
+site is the output of the layer in the name. The keys of the DeepSeek-R1 files were not seen.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from saesteer.loaders.arrays import open_torch
+from saesteer.loaders.draft import Draft
+
+FILES: tuple[str, ...] = ()  # a place names the file itself
+_KEYS = {"w_enc": "encoder{}.weight", "w_dec": "decoder{}.weight", "b_enc": "encoder{}.bias", "b_dec": "decoder{}.bias"}
+_NAME = re.compile(r"(.+)-SAE-l(\d+)")
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of such a file; None for others. Raises LoadError."""
+    weights = open_torch(place)
+    if weights is None:
+        return None
+    suffix = "_linear" if any(key.startswith("encoder_linear.") for key in weights.index) else ""
+    keys = {role: key.format(suffix) for role, key in _KEYS.items()}
+    if not suffix and not set(keys.values()) <= weights.index.keys():
+        return None
+    found = _NAME.fullmatch(place.stem)
+    site = f"resid_post.{int(found[2])}" if found else None
+    return Draft(weights, keys, "relu", transposed={"w_dec"}, sites=(site, site), model=found[1] if found else None)

@@ -1,0 +1,55 @@
+"""Llama Scope R1-Distill of OpenMOSS: ``config.json`` + ``sae_weights.safetensors`` with linear layers' names.
+
+    s = sqrt(d) / dataset_average_activation_norm        pre = (x * s) @ W_enc + b_enc
+    f = pre * (pre * |W_dec_i| > exp(log_jumprelu_threshold))        y = (f @ W_dec + b_dec) / s
+
+Without sparsity_include_decoder_norm, pre alone is compared. Feature values become raw: f / s. It knows neither Llama
+Scope 1, whose threshold is one number, nor llamascopium, whose files have the same names. SAELens does not multiply by
+the row length in the gate, so other features are active there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.files import flag, only, positive, read_json, text, whole_number
+
+FILES = ("config.json", "sae_weights.safetensors")
+_KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}
+# What the formula above takes for granted.
+_TAKEN = {
+    "sae_type": "sae",
+    "act_fn": "jumprelu",
+    "norm_activation": "dataset-wise",
+    "apply_decoder_bias_to_pre_encoder": False,
+}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+        return None
+    cfg = read_json(config)
+    weights = open_arrays(file)
+    if "hook_point_in" not in cfg or not any(key.startswith("encoder.") for key in weights.index):
+        return None
+    only(config, cfg, _TAKEN)
+    width = Axis("d_model", whole_number(config, cfg, "d_model"))
+    features = int(width.size * positive(config, cfg, "expansion_factor"))
+    hook = text(config, cfg, "hook_point_in")
+    length = f"dataset_average_activation_norm.{hook}"
+    return Draft(
+        weights,
+        _KEYS | {"log_threshold": "log_jumprelu_threshold", "length_in": length, "length_out": length},
+        "jumprelu",
+        ignored={key for key in weights.index if key.startswith("dataset_average_activation_norm.")},
+        transposed={"w_dec"},
+        configs=(config,),
+        sizes=(Axis("d_model * expansion_factor", features), width, width),
+        decoder_norm="gates" if flag(config, cfg, "sparsity_include_decoder_norm", default=True) else "kept",
+        sites=aliases.pair(hook, text(config, cfg, "hook_point_out") or hook),
+    )

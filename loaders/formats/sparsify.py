@@ -1,0 +1,62 @@
+"""EleutherAI's sparsify: ``cfg.json`` + ``sae.safetensors`` in a folder named after a module; it knows no training.
+
+    xs = x - b_dec (x in a transcoder)        p = relu(xs @ encoder.weight.T + encoder.bias)
+    f = the k largest p, or the largest p of each of k groups        y = f @ W_dec + b_dec
+
+signed, in old files: no relu, the k largest of |p|. A transcoder from before February 2025 has no transcode in its
+config and did subtract b_dec, as today's library still does with such a file; its repository's name says what it is.
+
+An SAE reads and writes the output of the module, a transcoder reads its input and writes its output. Whether mlp_out is
+the output of the module mlp depends on the model: its name is looked for in ../config.json and in the path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saesteer.dictionaries.coder import Activation
+from saesteer.loaders import aliases
+from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.draft import Axis, Draft, Sites
+from saesteer.loaders.files import flag, read_json, text, whole_number, wrong
+
+FILES = ("cfg.json", "sae.safetensors")
+_KEYS = {"w_enc": "encoder.weight", "w_dec": "W_dec", "b_enc": "encoder.bias", "b_dec": "b_dec"}
+_ACTIVATIONS: dict[str, Activation] = {"topk": "topk", "groupmax": "groupmax"}
+
+
+def draft(place: Path) -> Draft | None:
+    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+    folder = place if place.is_dir() else place.parent
+    config, file = (folder / name for name in FILES)
+    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+        return None
+    cfg = read_json(config)
+    name = text(config, cfg, "activation") or "topk"
+    if name not in _ACTIVATIONS:
+        raise wrong(config, "activation", repr(name), f"one of {', '.join(_ACTIVATIONS)}")
+    transcode = flag(config, cfg, "transcode", default=False)
+    width = Axis("d_in", whole_number(config, cfg, "d_in"))
+    features = whole_number(config, cfg, "num_latents", at_least=0) if cfg.get("num_latents") else 0
+    features = features or width.size * whole_number(config, cfg, "expansion_factor")
+    run = folder.parent / "config.json"
+    model = text(run, read_json(run), "model") if run.is_file() else None
+    return Draft(
+        open_arrays(file),
+        _KEYS | ({} if transcode else {"b_in": "b_dec"}),
+        "abstopk" if flag(config, cfg, "signed", default=False) else _ACTIVATIONS[name],
+        optional={"skip": "W_skip"},
+        configs=(config, run) if run.is_file() else (config,),
+        sizes=(Axis("num_latents", features), width, width),
+        k=whole_number(config, cfg, "k"),
+        sites=_sites(folder, model, transcode or "transcoder" in str(folder.absolute())),
+        model=model,
+    )
+
+
+def _sites(folder: Path, model: str | None, transcoder: bool) -> Sites:
+    written = aliases.from_module_output(folder.name, model or str(folder.absolute()))
+    if not transcoder or written is None:
+        return written, written
+    kind, _, layer = written.partition(".")
+    return f"mlp_in.{layer}" if kind.startswith("mlp_out") else None, written

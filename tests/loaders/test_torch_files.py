@@ -1,0 +1,123 @@
+"""The container of .pt files: what torch.save writes is read as it is, and what it never writes is refused."""
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from saesteer.errors import LoadError
+from saesteer.loaders import arrays
+from saesteer.loaders.arrays import open_arrays
+from tests.loaders import writers
+
+MATRIX = np.random.default_rng(2).normal(size=(5, 7)).astype(np.float32)
+
+
+def matrix(path: Path, key: str = "a", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    opened = open_arrays(path)
+    rows, columns = opened.shape(key, 2)
+    return opened.matrix(key, (rows, columns), dtype)
+
+
+def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> Path:
+    """The same members by the hand of zipfile, which neither aligns them nor writes torch's own header fields."""
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, changed.get(name.rpartition("/")[2].replace(".", "_"), content))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_strides_offsets_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = torch.from_numpy(MATRIX).to(dtype)
+    held = {
+        "a": whole,
+        "turned": whole.T,
+        "rows": whole[1:3],
+        "parameter": torch.nn.Parameter(whole),
+        "one": whole[0, 0],
+    }
+    torch.save(held, tmp_path / "x.pt")
+    for key in ("a", "turned", "rows", "parameter"):
+        assert torch.equal(matrix(tmp_path / "x.pt", key), held[key].float())
+    assert torch.equal(open_arrays(tmp_path / "x.pt").vector("one"), whole[0, :1].float())
+
+
+def test_a_file_that_was_saved_on_a_gpu(tmp_path: Path) -> None:
+    with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
+        torch.save({"a": torch.from_numpy(MATRIX)}, tmp_path / "x.pth")
+    assert torch.equal(matrix(tmp_path / "x.pth"), torch.from_numpy(MATRIX))
+
+
+def test_values_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 40)
+    file = writers.torch_file(tmp_path / "x.pt", {"a": MATRIX, "turned": MATRIX.T})
+    assert torch.equal(matrix(file), torch.from_numpy(MATRIX))
+    assert torch.equal(matrix(file, "turned"), torch.from_numpy(MATRIX.T))
+
+
+def test_texts_and_flat_dicts_are_metadata_and_nothing_else_is(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    held = {"a": MATRIX, "name": "TopK", "state": {"k": 3}, "deep": {"x": {"y": 1}}, "list": loop, "number": 3}
+    opened = open_arrays(writers.torch_file(tmp_path / "x.pt", held))
+    assert opened.metadata == {"name": "TopK", "state": '{"k": 3}'}
+    assert set(opened.index) == {"a"}
+
+
+def test_an_archive_that_torch_did_not_write_is_refused(tmp_path: Path) -> None:
+    """torch computes where arrays lie, and would be wrong there; the archive's own directory tells."""
+    file = rezipped(writers.torch_file(tmp_path / "x.pt", {"a": MATRIX, "b": MATRIX + 1}))
+    with pytest.raises(LoadError, match=r"x\.pt: b: shape \[5, 7\], not stored where torch looks; expected what torch"):
+        open_arrays(file)
+
+
+def test_what_torch_never_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = writers.torch_file(tmp_path / "x.pt", {"a": MATRIX})
+    content = file.read_bytes()
+    with pytest.raises(LoadError, match=r"x\.pt: x/data\.pkl: compressed; expected what torch\.save writes"):
+        open_arrays(rezipped(file, zipfile.ZIP_DEFLATED))
+    file.write_bytes(content)
+    with pytest.raises(LoadError, match="byteorder: not little"):
+        open_arrays(rezipped(file, byteorder=b"big"))
+    file.write_bytes(content)
+    monkeypatch.setattr(arrays, "LARGEST_PICKLE", 10)
+    with pytest.raises(LoadError, match=r"data\.pkl: \d+ bytes; expected at most 10"):
+        open_arrays(file)
+
+
+def test_a_pickle_that_runs_code_does_not_run(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    with io.BytesIO() as stream:
+        pickle.dump({"a": Runs()}, stream, protocol=2)
+        content = stream.getvalue()
+    file = rezipped(writers.torch_file(tmp_path / "x.pt", {"a": MATRIX}), data_pkl=content)
+    with pytest.raises(
+        LoadError, match=r"data\.pkl: Python objects; expected tensors: pickled objects are never loaded"
+    ):
+        open_arrays(file)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", ["old", "zip of something else"])
+def test_files_of_other_kinds(protocol: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    if protocol == "old":
+        torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+    else:
+        np.savez(tmp_path / "x.npz", a=MATRIX)
+        (tmp_path / "x.npz").rename(file)
+    with pytest.raises(LoadError, match=r"x\.pt: header: not readable \(.*\); expected a complete file"):
+        open_arrays(file)
+    assert (arrays.open_torch(file) is None) if protocol == "old" else True
