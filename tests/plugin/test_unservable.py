@@ -54,7 +54,7 @@ def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
 ) -> None:
     two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
     arrive(steering, "good", SPEC, 1)
-    pools = steering.engine._pools
+    pools = steering.engine.registry._pools
     held = {site: len(pool) for site, pool in pools.items()}
 
     def take(content: bytes) -> Any:

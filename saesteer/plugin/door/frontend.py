@@ -50,7 +50,6 @@ def install() -> None:
         contract.wrap(f"{request}.to_beam_search_params", _refusing_beam_search)
     contract.wrap("VllmConfig.compute_hash", _salting_compile_cache)
     contract.wrap("load_endpoint_plugins", _adding_admin_routes)
-    versions.install()
     contract.wrap("LLMEngine.get_supported_tasks", _shaking_hands)
     contract.wrap("AsyncLLM.get_supported_tasks", _shaking_hands_async)
 
@@ -179,7 +178,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                     known=self.saesteer_known,
                 )
                 if held is not None:
-                    self.saesteer_names.bind(held, found, request)
+                    self.saesteer_names.count(held, found)
         except SpecError as error:
             raise SpecRefused(error) from None
         return request
@@ -305,7 +304,6 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
             streams.install()
             anthropic.install()
             metrics.pools(self.input_processor.saesteer_names.usage())
-            self.input_processor.saesteer_names.begin()
             try:
                 statuses = await ask_workers(self, "saesteer_status")
             except Exception as exc:

@@ -27,7 +27,7 @@ from saesteer.plugin.results import metrics
 
 logger = logging.getLogger("vllm.saesteer")
 
-GONE = "gone"  # the version of the names with which the request was admitted
+GONE = "gone"  # a vector that the request was admitted with
 DOSE = "dose"  # a token's was above the limit
 BROKEN = "broken"  # the worker could not make its row; what went wrong stands behind the word and a colon
 SHARED = "shared"  # it has taken blocks of a request that failed

@@ -22,11 +22,12 @@ from torch import Tensor
 from saesteer import __version__
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.engine import Engine, Row
+from saesteer.engine.registry import Gone
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.plugin import contract
-from saesteer.plugin.door import admission, frontend
-from saesteer.plugin.names import changes, versions
+from saesteer.plugin.door import frontend
+from saesteer.plugin.names import rpc
 from saesteer.plugin.results import counts, failures
 from saesteer.plugin.worker import layers
 from saesteer.plugin.worker.slots import Rows
@@ -41,7 +42,7 @@ def install() -> None:
 
     contract.wrap("WorkerWrapperBase.init_device", _attaching)
     WorkerBase.saesteer_status = status
-    WorkerBase.saesteer_names = changes.make_version
+    WorkerBase.saesteer_names = rpc.change_pins
 
 
 def status(self: Any) -> dict[str, str]:
@@ -135,7 +136,7 @@ class Steering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
-        self._recent: dict[tuple[int, str | None], Row] = {}  # by the version of the names and SAME
+        self._recent: dict[bytes, Row] = {}  # by plan
         self._places: dict[str, int] = {}  # of those that hold a table row
         self._holders: dict[int, str] = {}  # the same by row
         self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
@@ -164,23 +165,14 @@ class Steering:
         return row
 
     def _row_of(self, request: Any) -> Row | None:
-        """Made anew only where no recent request was steered alike: a set of every layer takes 1 to 3 ms."""
-        params = request.sampling_params
-        extra, version = params.extra_args or {}, versions.version_of(params)
-        if KEY not in extra:
+        """Made anew only where no recent request had the same plan."""
+        admitted = (request.sampling_params.extra_args or {}).get(KEY)
+        if admitted is None:
             return None
-        if version not in self.engine.registry.versions:
-            logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
-            self.failed[request.req_id] = failures.GONE
-            return None
-        key = version, extra.get(admission.SAME)
-        row = self._recent.pop(key, None)
-        if row is None:
-            spec = frontend.spec_of(params)
-            assert spec is not None
-            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
-        if row is not None and key[1] is not None:
-            self._recent[key] = row  # the last used stands last
+        plan = admitted["plan"]
+        row = self._recent.pop(plan, None) or self.engine.make_row(admitted)
+        if row is not None:
+            self._recent[plan] = row  # the last used stands last
             if len(self._recent) > _RECENT:
                 del self._recent[next(iter(self._recent))]
         return row
@@ -194,9 +186,10 @@ class Steering:
 
     def fail(self, request: str, exc: Exception) -> None:
         """End a request for which something went wrong here; whatever is raised further ends the engine for all."""
-        logger.error("request %s could not be steered", request, exc_info=exc)
+        gone = isinstance(exc, Gone)
+        logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
         self.forget(request)
-        self.failed[request] = f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+        self.failed[request] = failures.GONE if gone else f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
 
     def fill(self, request: str, row: int) -> None:
         """Give a table row to a request that is about to run: its own content, or none where it is not steered."""
@@ -220,6 +213,7 @@ class Steering:
     def _keep(self, request: str) -> None:
         row = self._places.pop(request)
         del self._holders[row]
+        self.engine.release(row)
         self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
 
     def _drop(self, request: str) -> None:
@@ -227,6 +221,7 @@ class Steering:
         row = self._places.pop(request, None)
         if row is not None:
             del self._holders[row]
+            self.engine.release(row)
 
     def forget(self, request: str) -> None:
         """A request has ended, or will begin anew."""
