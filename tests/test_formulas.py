@@ -344,7 +344,7 @@ def test_a_set_of_vectors_is_looked_up_once_for_all_sites(engine: Engine) -> Non
     wire = {"dtype": "float32", "shape": list(rows.shape), "layers": layers, "data": b64encode(rows.tobytes()).decode()}
     spec = {"edits": [{"op": "add", "vector": wire, "site": "resid_post"}]}
     made = [row_of(engine, spec, 4) for _ in range(2)]  # the second time of another object, with the same digests
-    arrows = [[use.arrow for use in row.uses] for row in made if row is not None]
+    arrows = [[arrow for _, arrow in row.uses] for row in made if row is not None]
     assert len(arrows) == 2 and len(arrows[0]) == len(layers) > 1
     assert all(one is other for one, other in zip(*arrows, strict=True)), "decoded once"
 

@@ -109,8 +109,8 @@ class Engine:
             self.sites[name] = site
             placements |= found
             pools[0][name], pools[1][name] = Pool(site.pool, named), Pool(site.pool + named, brought)
-        self.registry = Registry(*pools, config.inline_rows)
-        self._written |= self.registry.change(pins, ())
+        self.registry = Registry(*pools, config.inline_rows, self._written)
+        self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
 
         def zeros(*shape: int) -> Tensor:
@@ -162,7 +162,7 @@ class Engine:
         Raises:
             RegistryError: too little room; then nothing new is pinned.
         """
-        self._written |= self.registry.change(pins, unpinned)
+        self.registry.change(pins, unpinned)
         self.flush()
 
     def fill(self, row: int, content: Row | None) -> None:
@@ -176,8 +176,7 @@ class Engine:
         self.release(row)
         words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
         if content is not None:
-            self._held[row], written = self.registry.take(content)
-            self._written |= written
+            self._held[row] = self.registry.take(content)
             self._filled[row] = content
             words[: len(content.words)] = content.words
 
@@ -209,7 +208,8 @@ class Engine:
             slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
             values = list(self._written.values())
             news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
-            self._staged, self._written = {}, {}
+            self._staged = {}
+            self._written.clear()
             if numbers:
                 there = self._numbers = beside
                 self._listed = numbers

@@ -29,7 +29,7 @@ Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the di
 class Held:
     """What a filled row keeps from being overwritten."""
 
-    change: int  # all that was pinned after this change
+    change: int  # all that was pinned after this change; 0: nothing
     others: list[tuple[Pool, bytes]]
 
 
@@ -46,24 +46,25 @@ class Registry:
         named: by site, for pins.
         brought: by site, for all else.
         inline_rows: slots of ``brought`` for each row of the table.
+        written: what must be written before a step; whoever writes it takes it out.
     """
 
-    def __init__(self, named: Mapping[str, Pool], brought: Mapping[str, Pool], inline_rows: int) -> None:
+    def __init__(
+        self, named: Mapping[str, Pool], brought: Mapping[str, Pool], inline_rows: int, written: Written
+    ) -> None:
+        self._written = written
         self._named, self._pools, self._inline_rows = named, brought, inline_rows
         self._changes = 0
         self._pins: dict[Place, tuple[int, int]] = {}  # slots, and the changes that have pinned them
         self._leaving: dict[tuple[Place, int, int], None] = {}  # unpinned, with the changes that pinned and unpinned it
-        self._rows: Counter[int] = Counter()  # of the table that were filled after a change, and use pins
+        self._rows: Counter[int] = Counter()  # of the table, by Held.change
         self._ready: WeakSet[Row] = WeakSet()  # use pins alone, whose slots they have
         self._pinned: dict[bytes, Arrow] = {}
         self._kept: dict[bytes, Arrow] = {}  # the longest ago first, here and below
         self._brought: dict[bytes, Arrow] = {}
 
-    def change(self, pin: Pins, unpin: Collection[Place]) -> Written:
+    def change(self, pin: Pins, unpin: Collection[Place]) -> None:
         """Unpin vectors, then pin others; what is pinned or not already stays so.
-
-        Returns:
-            What must be written before a row uses it.
 
         Raises:
             RegistryError: a pool has no room beside what running requests hold; then nothing new is pinned.
@@ -81,17 +82,15 @@ class Registry:
             pool = self._named[site]
             if count > pool.room:
                 raise no_room(site, count, pool.room, pool.size)
-        written: Written = {}
         for (site, digest), row in new.items():
             if digest not in self._pinned:
                 self._pinned |= Arrow.several([digest], row[None])
             slot, fresh = self._named[site].take(digest)
             self._pins[site, digest] = slot, self._changes
             if fresh:
-                written[site, slot] = self._pinned[digest].unit
+                self._written[site, slot] = self._pinned[digest].unit
         for digest in self._pinned.keys() - {digest for _, digest in self._pins}:
             _remember(self._kept, self._pinned.pop(digest), KEPT)
-        return written
 
     def _is_read(self, pinned: int, unpinned: int) -> bool:
         """Whether a row was filled between two changes, and is not released."""
@@ -122,54 +121,55 @@ class Registry:
         except KeyError as exc:
             raise Gone(f"vector {exc.args[0].hex()} is not here any more") from None
 
-    def take(self, row: Row) -> tuple[Held, Written]:
+    def take(self, row: Row) -> Held:
         """Hold slots for all vectors of a row, and put their numbers into its words.
 
         Raises:
             Gone: more than ``inline_rows`` of them at one site are pinned no more.
         """
-        held: Held = Held(self._changes, [])
-        written: Written = {}
+        others: list[tuple[Pool, bytes]] = []
         if row not in self._ready:
             slots: list[int] = []
-            others: Counter[str] = Counter()
+            loose: Counter[str] = Counter()
             try:
                 for site, arrow in row.uses:
                     pin = self._pins.get((site, arrow.digest))
                     if pin is not None:
                         slots.append(pin[0])
                         continue
-                    others[site] += 1
-                    if others[site] > self._inline_rows:
-                        raise Gone(f"names of {others[site]} vectors at {site} were replaced or deleted")
+                    loose[site] += 1
+                    if loose[site] > self._inline_rows:
+                        raise Gone(f"names of {loose[site]} vectors at {site} were replaced or deleted")
                     slot, fresh = self._pools[site].take(arrow.digest)
-                    held.others.append((self._pools[site], arrow.digest))
+                    others.append((self._pools[site], arrow.digest))
                     slots.append(slot)
                     if fresh:
-                        written[site, slot] = arrow.unit
+                        self._written[site, slot] = arrow.unit
             except BaseException:
-                self._give_back(held)
+                _give_back(others)
                 raise
             row.words[row.at] = np.array(slots, dtype=np.int32)[row.which]
             if not others:
                 self._ready.add(row)
-        self._rows[self._changes] += 1
-        return held, written
+        change = self._changes if len(row.uses) > len(others) else 0
+        self._rows[change] += 1
+        return Held(change, others)
 
     def release(self, held: Held) -> None:
         """Give the slots of a row back."""
-        self._give_back(held)
+        _give_back(held.others)
         self._rows[held.change] -= 1
         if not self._rows[held.change]:
             del self._rows[held.change]
 
-    def _give_back(self, held: Held) -> None:
-        for pool, digest in held.others:
-            pool.release(digest)
-
     def usage(self) -> dict[str, tuple[int, int]]:
         """Slots for pins that are in use, and all, by site."""
         return {site: (len(pool), pool.size) for site, pool in self._named.items()}
+
+
+def _give_back(taken: Iterable[tuple[Pool, bytes]]) -> None:
+    for pool, digest in taken:
+        pool.release(digest)
 
 
 def _remember(known: dict[bytes, Arrow], arrow: Arrow, most: int) -> None:

@@ -3,7 +3,7 @@
 A request is planned with what its names stand for when it is admitted; the plan refers to vectors by digest, so a later
 change of the names does not reach it. A change has its vectors on all workers before any request gets them, so nobody
 sees half of it. What a name stood for before stays pinned there until the next change. Several API servers take over
-each other's changes when they are asked for names (board.py). Knows vLLM's engine by its RPC, and neither HTTP nor keys.
+each other's changes when they are asked for names (board.py). Knows vLLM's engine by its RPC, no HTTP and no keys.
 """
 
 import asyncio
@@ -164,7 +164,7 @@ class Names:
     def _post(self, version: Version, stale: Collection[Place], usage: Usage, keep: int = 0) -> None:
         """Requests get a version from now on, here and from all other API servers."""
         with self._lock:
-            for old in self._now.puts.values() - version.puts.values():
+            for old in set(self._now.puts.values()).difference(version.puts.values()):
                 self._uses.pop(old, None)
             self._now, self._stale, self._usage = version, stale, usage
         if self._board is not None:
