@@ -12,7 +12,7 @@ class Held:
     saesteer: Any
 
     def saesteer_held(self) -> dict[str, int]:
-        """Steered requests that it knows, filled rows, slots of both kinds that are held, rows that hold pins."""
+        """Steered requests that it knows, filled rows, slots of both kinds that are held, rows that hold names' slots."""
         steering, engine = self.saesteer, self.saesteer.engine
         return {
             "requests": len(steering.rows),
@@ -20,5 +20,5 @@ class Held:
             "rows": len(engine._filled),
             "slots of requests": sum(map(len, engine.registry._pools.values())),
             "slots of names": sum(used for used, _ in engine.registry.usage().values()),
-            "rows that hold names": sum(engine.registry._rows.values()),
+            "rows that hold names": sum(count for change, count in engine.registry._rows.items() if change),
         }
