@@ -231,7 +231,8 @@ def test_few_of_what_requests_bring_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_five_thousand_changes_leave_nothing_behind() -> None:
     before: Any = {}
-    made = Registry(*({site: Pool(0, 3) for site in SITES} for _ in range(2)), INLINE, {})
+    named, others = ({site: Pool(0, 3) for site in SITES} for _ in range(2))
+    made = Registry(named, others, INLINE, {})
     now = catalog()
     for number in range(1, 5001):
         given = None if number % 3 == 0 else vector(number, 1, 0, 0)

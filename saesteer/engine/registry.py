@@ -7,8 +7,6 @@ the table, so no request takes the slots of another.
 
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +23,8 @@ BROUGHT = 2048  # vectors that requests brought lately: clients send one set of 
 Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the direction [d] that belongs there
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a filled row keeps from being overwritten."""
-
-    change: int  # all that was pinned after this change; 0: nothing
-    others: list[tuple[Pool, bytes]]
+# What a filled row keeps from being overwritten: all that was pinned after this change (0: nothing), and other slots.
+Held = tuple[int, list[tuple[Pool, bytes]]]
 
 
 class Gone(LookupError):
@@ -54,11 +48,10 @@ class Registry:
     ) -> None:
         self._written = written
         self._named, self._pools, self._inline_rows = named, brought, inline_rows
-        self._changes = 0
+        self._changes = 1  # 0 stands for none
         self._pins: dict[Place, tuple[int, int]] = {}  # slots, and the changes that have pinned them
         self._leaving: dict[tuple[Place, int, int], None] = {}  # unpinned, with the changes that pinned and unpinned it
-        self._rows: Counter[int] = Counter()  # of the table, by Held.change
-        self._ready: WeakSet[Row] = WeakSet()  # use pins alone, whose slots they have
+        self._rows: Counter[int] = Counter()  # of the table that hold what was pinned after a change
         self._pinned: dict[bytes, Arrow] = {}
         self._kept: dict[bytes, Arrow] = {}  # the longest ago first, here and below
         self._brought: dict[bytes, Arrow] = {}
@@ -70,7 +63,6 @@ class Registry:
             RegistryError: a pool has no room beside what running requests hold; then nothing new is pinned.
         """
         self._changes += 1
-        self._ready.clear()
         for place in self._pins.keys() & set(unpin):
             self._leaving[place, self._pins.pop(place)[1], self._changes] = None
         for leaving in [one for one in self._leaving if not self._is_read(*one[1:])]:
@@ -128,20 +120,22 @@ class Registry:
             Gone: more than ``inline_rows`` of them at one site are pinned no more.
         """
         others: list[tuple[Pool, bytes]] = []
-        if row not in self._ready:
+        if row.uses and row.change != self._changes:
             slots: list[int] = []
-            loose: Counter[str] = Counter()
+            loose: dict[str, int] = {}
             try:
                 for site, arrow in row.uses:
-                    pin = self._pins.get((site, arrow.digest))
+                    digest = arrow.digest
+                    pin = self._pins.get((site, digest))
                     if pin is not None:
                         slots.append(pin[0])
                         continue
-                    loose[site] += 1
-                    if loose[site] > self._inline_rows:
-                        raise Gone(f"names of {loose[site]} vectors at {site} were replaced or deleted")
-                    slot, fresh = self._pools[site].take(arrow.digest)
-                    others.append((self._pools[site], arrow.digest))
+                    loose[site] = count = loose.get(site, 0) + 1
+                    if count > self._inline_rows:
+                        raise Gone(f"names of {count} vectors at {site} were replaced or deleted")
+                    pool = self._pools[site]
+                    slot, fresh = pool.take(digest)
+                    others.append((pool, digest))
                     slots.append(slot)
                     if fresh:
                         self._written[site, slot] = arrow.unit
@@ -149,18 +143,18 @@ class Registry:
                 _give_back(others)
                 raise
             row.words[row.at] = np.array(slots, dtype=np.int32)[row.which]
-            if not others:
-                self._ready.add(row)
+            row.change = 0 if others else self._changes
         change = self._changes if len(row.uses) > len(others) else 0
         self._rows[change] += 1
-        return Held(change, others)
+        return change, others
 
     def release(self, held: Held) -> None:
         """Give the slots of a row back."""
-        _give_back(held.others)
-        self._rows[held.change] -= 1
-        if not self._rows[held.change]:
-            del self._rows[held.change]
+        change, others = held
+        _give_back(others)
+        self._rows[change] -= 1
+        if not self._rows[change]:
+            del self._rows[change]
 
     def usage(self) -> dict[str, tuple[int, int]]:
         """Slots for pins that are in use, and all, by site."""

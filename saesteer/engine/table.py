@@ -16,7 +16,7 @@ from saesteer.planning.wire import ALONG, UNITS, WHOLE, Wire
 _KERNELS = layout.ANY | layout.LONE | layout.MANY
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
-_MAX_ACT, _VECTOR, _STREAM = (UNITS.index(unit) for unit in ("max_act", "vector", "stream"))
+_MAX_ACT, _VECTOR, _STREAM = (UNITS[unit] for unit in ("max_act", "vector", "stream"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +72,9 @@ class Arrow:
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """What a request's table row holds."""
+    """What a request's table row holds; the registry puts the slots of its vectors into the words."""
 
     words: NDArray[np.int32]  # shortened to what is used
     kinds: NDArray[np.int32]  # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there
@@ -83,6 +83,7 @@ class Row:
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
     at: NDArray[np.intp]  # of the words, where slots go
     which: NDArray[np.intp]  # for each of these the use
+    change: int = 0  # of pins, after which all slots were those of pins; 0: there are others, or none yet
 
     @property
     def counters(self) -> int:
@@ -167,9 +168,9 @@ def _lines(
     floats, flags = words.view(np.float32), words[:, layout.FLAGS]
     feature, of, measure, law = (entries[name] for name in ("feature", "of", "unit", "law"))
     conditions = int((entries["group"] < 0).sum())
+    flags[:] = layout.ONLY_IF_ACTIVE * entries["active"]
+    flags += np.arange(-conditions, len(entries) - conditions) << layout.COUNTER
     flags[:conditions] = layout.GATE
-    flags[conditions:] = np.arange(len(entries) - conditions) << layout.COUNTER
-    flags |= layout.ONLY_IF_ACTIVE * entries["active"] | layout.MATCH * (measure == _STREAM)
     words[:, layout.GATES] = entries["gates"]
     dense: dict[int, tuple[int, int, int]] = {}
     for one, name in enumerate(wire.dictionaries):
@@ -197,6 +198,7 @@ def _lines(
             unit[lines] = np.where(measure[lines] == _MAX_ACT, place.max_act[rows], 1.0)
     if arrows:
         lines = (feature == ALONG).nonzero()[0]
+        flags[lines[measure[lines] == _STREAM]] |= layout.MATCH
         floats[lines, layout.THRESHOLD] = -np.inf
         lengths = np.array([arrow.length for arrow in arrows])[of[lines]]
         unit[lines] = np.where(measure[lines] == _VECTOR, lengths, 1.0)

@@ -31,14 +31,16 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
     sites_of: defaultdict[int | None, list[str]] = defaultdict(list)
     for site in catalog.sites:
         kind, layer = parse(site)
-        for one in (None, layer, layer + 1) if kind == "resid_post" else (None, layer):
-            sites_of[one].append(site)
+        sites_of[None].append(site)
+        sites_of[layer].append(site)
+        if kind == "resid_post":
+            sites_of[layer + 1].append(site)
     pins: dict[Place, NDArray[np.float32]] = {}
     for name, found in catalog.vectors.items():
         assert isinstance(found, VectorSet), "a server's catalog holds the vectors themselves"
-        for layer, row in found.rows.items():
-            digest = digest_of(Direction(name, layer), catalog)
-            pins |= {(site, digest): row for site in sites_of.get(layer, ())}
+        for at, row in found.rows.items():
+            digest = digest_of(Direction(name, at), catalog)
+            pins |= {(site, digest): row for site in sites_of.get(at, ())}
     inline: set[tuple[str, Direction]] = set()
     for edit in (edit for module in catalog.modules.values() for edit in module.edits):
         vector: Any = getattr(edit, "vector", None)

@@ -12,7 +12,7 @@ class Held:
     saesteer: Any
 
     def saesteer_held(self) -> dict[str, int]:
-        """Steered requests that it knows, filled rows, slots of both kinds that are held, rows that hold names' slots."""
+        """Steered requests that it knows, filled rows, held slots of both kinds, rows that hold slots of names."""
         steering, engine = self.saesteer, self.saesteer.engine
         return {
             "requests": len(steering.rows),
