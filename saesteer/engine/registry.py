@@ -21,8 +21,6 @@ KEPT = 4096  # vectors that were pinned lately: a request that was admitted befo
 BROUGHT = 2048  # vectors that requests brought lately: clients send one set of directions with request after request
 
 Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the direction [d] that belongs there
-
-
 # What a filled row keeps from being overwritten: all that was pinned after this change (0: nothing), and other slots.
 Held = tuple[int, list[tuple[Pool, bytes]]]
 
@@ -63,7 +61,7 @@ class Registry:
             RegistryError: a pool has no room beside what running requests hold; then nothing new is pinned.
         """
         self._changes += 1
-        for place in self._pins.keys() & set(unpin):
+        for place in sorted(self._pins.keys() & set(unpin)):
             self._leaving[place, self._pins.pop(place)[1], self._changes] = None
         for leaving in [one for one in self._leaving if not self._is_read(*one[1:])]:
             del self._leaving[leaving]
@@ -81,7 +79,7 @@ class Registry:
             self._pins[site, digest] = slot, self._changes
             if fresh:
                 self._written[site, slot] = self._pinned[digest].unit
-        for digest in self._pinned.keys() - {digest for _, digest in self._pins}:
+        for digest in sorted(self._pinned.keys() - {digest for _, digest in self._pins}):  # all ranks keep the same
             _remember(self._kept, self._pinned.pop(digest), KEPT)
 
     def _is_read(self, pinned: int, unpinned: int) -> bool:

@@ -175,7 +175,7 @@ def test_what_no_name_stands_for_leaves_no_file(tmp_path: Path) -> None:
             await (one, two)[n % 2].put_vector(engine, "v", Given((1.0, n, 0)))
         await one.put_vector(engine, "w", Given((1.0, 0, 1)))
         assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "change-40", "change-41", "lock", "names", "uses-0", "uses-1"
+            "change-41", "change-42", "lock", "names", "uses-0", "uses-1"
         ]  # fmt: skip
 
     asyncio.run(run())

@@ -88,9 +88,8 @@ class Board:
         return _number(self._lock, 0)
 
     def read(self) -> Any:
-        """What was posted last; None before the first time."""
-        path = self._folder / "names"
-        return json.loads(path.read_text()) if path.exists() else None
+        """What was posted last."""
+        return json.loads((self._folder / "names").read_text())
 
     def change(self, number: int) -> Any:
         """What a change has put.

@@ -38,7 +38,7 @@ Usage = Mapping[str, tuple[int, int]]  # slots for named vectors in use, and all
 class Version:
     """What names stand for, for the requests that are admitted with it."""
 
-    number: int  # of the last change; names of the start have the first numbers
+    number: int  # of the last change; which is 1 or more; names of the start have the first numbers
     catalog: Catalog
     pins: Pins
     puts: Mapping[Name, int]  # which change has put what the name stands for
@@ -58,7 +58,7 @@ class Names:
         names: list[Name] = [*(("vector", name) for name in catalog.vectors)]
         names += (("module", name) for name in catalog.modules)
         settled, pins = settle(catalog)
-        self._now = Version(len(names), settled, pins, {name: number for number, name in enumerate(names)})
+        self._now = Version(len(names) + 1, settled, pins, {name: number for number, name in enumerate(names)})
         used = counts(pins)
         self._rooms = {site: max(pool_rows, used[site]) for site in catalog.sites or ()}
         self._usage: Usage = {site: (used[site], room) for site, room in self._rooms.items()}
@@ -77,11 +77,12 @@ class Names:
     def hold(self) -> Version:
         """The newest version, for a request."""
         with self._lock:
-            while self._board is not None and self._board.newest > self._now.number:
+            while self._board is not None and (newest := self._board.newest) > self._now.number:
                 try:
                     self._follow(self._board)
-                except FileNotFoundError:  # a still newer one came meanwhile
-                    continue
+                except FileNotFoundError:
+                    if self._board.newest == newest:
+                        raise
             return self._now
 
     def count(self, version: Version, spec: Spec) -> None:
@@ -181,8 +182,6 @@ class Names:
             FileNotFoundError: they have changed it again meanwhile.
         """
         state, before = board.read(), self._now
-        if state is None:
-            return
         puts: dict[Name, int] = {(kind, name): change for kind, name, change in state["puts"]}
         if state["number"] != before.number:
             gone = before.puts.keys() - puts.keys()
@@ -206,8 +205,9 @@ class Names:
             yield
             return
         async with self._board.alone():
-            with self._lock:
-                self._follow(self._board)
+            if self._board.newest:
+                with self._lock:
+                    self._follow(self._board)
             yield
 
     def _refuse_without_room(self, before: Pins, pins: Pins) -> None:
