@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ class Workers:
             self.told.append(told)
         wrong = self.answers if engine == self.core_engines[-1] else ["", ""]
         full, self.full = self.full > 0, self.full - 1
-        usage = {"resid_post.3": (len(told["pin"]), 4)}
+        usage = defaultdict[str, tuple[int, int]](lambda: (len(told["pin"]), 4))
         return [{"error": "--pool-rows 3" if full else one, "full": full, "usage": usage} for one in wrong]
 
     @property
