@@ -8,7 +8,7 @@ was never seen, "again" one that came before. A request's parts, in µs of proce
     front end   parse   the request's JSON object becomes a spec
                 admit   the spec is planned, and what goes with the request is made of the plan; of this, (plan) is the
                         plan alone
-    worker      row     the words of the request's table row; a new spec is parsed and planned here, too
+    worker      row     the words of the request's table row, made of the plan
                 fill    the row is put in its place, for the next step's copy to the device
 """
 

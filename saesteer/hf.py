@@ -22,7 +22,8 @@ from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk
-from saesteer.planning.planner import plan
+from saesteer.planning.planner import Plan, plan
+from saesteer.planning.wire import encode
 
 _ROW = 1  # the one sequence has the first row
 
@@ -124,14 +125,15 @@ class Model:
     @contextmanager
     def _steered(
         self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None
-    ) -> Iterator[tuple[list[int], Row | None]]:
-        """Steers the forward passes inside it. Gives the prompt's tokens, and the spec's row or None."""
-        ids = self.encode(prompt)
-        row = self.engine.make_row(as_spec(steer) or Spec(), len(ids) if prompt_len is None else prompt_len)
+    ) -> Iterator[tuple[list[int], Plan, Row | None]]:
+        """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
+        ids, spec = self.encode(prompt), as_spec(steer) or Spec()
+        planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
+        row = self.engine.make_row(encode(planned, self.engine.catalog, dose=spec.returns.dose))
         self._kinds = self._none if row is None else row.kinds
         self.engine.fill(_ROW, row)
         try:
-            yield ids, row
+            yield ids, planned, row
         finally:
             self.engine.fill(_ROW, None)
             self.engine.rest()
@@ -176,7 +178,7 @@ class Model:
         Raises:
             SpecError: the spec is wrong.
         """
-        with self._steered(prompt, steer, prompt_len) as (ids, _):
+        with self._steered(prompt, steer, prompt_len) as (ids, *_):
             logits: Tensor = self._forward(ids, 0).logits[0]
         return logits.float()
 
@@ -199,7 +201,7 @@ class Model:
         stop = set(ends if isinstance(ends, list) else [ends])
         made: list[int] = []
         cache = DynamicCache()
-        with self._steered(prompt, steer) as (ids, _):
+        with self._steered(prompt, steer) as (ids, *_):
             fresh = ids
             while len(made) < max_tokens:
                 scores = self._forward(fresh, len(ids) + len(made) - len(fresh), cache).logits[0, -1].float()
@@ -228,7 +230,7 @@ class Model:
         """
         self._captured = {}
         try:
-            with self._steered(prompt, steer, prompt_len) as (ids, _):
+            with self._steered(prompt, steer, prompt_len) as (ids, *_):
                 self._forward(ids, 0)
             return self._captured
         finally:
@@ -251,13 +253,12 @@ class Model:
         """
         spec = as_spec(steer) or Spec()
         spec = replace(spec, returns=replace(spec.returns, dose=True))
-        with self._steered(prompt, spec, prompt_len) as (ids, row):
+        with self._steered(prompt, spec, prompt_len) as (ids, planned, row):
             if row is None:
                 return []
             self._forward(ids, 0)
             counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
-        sites = doses.sites_of(plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len))
-        return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
+        return doses.report(counters, row.edits, doses.sites_of(planned), limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, before the edits there.

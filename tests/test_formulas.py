@@ -15,7 +15,6 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.doses import sites_of
 from saesteer.engine.engine import Engine
-from saesteer.engine.table import _brought
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
 from saesteer.language.sites import parse
@@ -25,6 +24,7 @@ from saesteer.planning.planner import plan
 from tests.formulas import Dict, Token, World, flat
 from tests.kernels.doses import judge_doses
 from tests.kernels.truth import dosed
+from tests.rows import row_of
 
 WIDTH, FEATURES, TOKENS = 24, 12, 14
 SITES = ["resid_mid.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
@@ -133,7 +133,7 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
     """Requests of TOKENS tokens each through all sites, with a layer of a model in between."""
     kinds = np.zeros(len(engine.sites), dtype=np.int32)
     for row, spec in enumerate(specs, 1):
-        content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
+        content = None if spec is None else row_of(engine, spec, prompt_len)
         if content is not None:
             kinds |= content.kinds
         engine.fill(row, content)
@@ -226,7 +226,7 @@ def test_every_composition_means_what_the_definition_says(
 ) -> None:
     spec = {"edits": found} | ({"return": {"dose": True}} if dose else {})
     try:
-        engine.make_row(from_json(spec), prompt_len)
+        row_of(engine, spec, prompt_len)
     except SpecError as error:
         event(f"refused: {error.code}")
         return  # tested in tests/spec
@@ -323,13 +323,13 @@ def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:
 
 def test_rows_that_bring_vectors_share_slots_and_give_them_back(engine: Engine) -> None:
     spec = {"edits": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1"}]}
-    other = {"edits": [{"op": "add", "vector": [2 * x for x in INLINE[0]], "site": "resid_mid.1"}]}
+    other = {"edits": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1", "scale": 2.0}]}
     x = torch.randn(2 * TOKENS, WIDTH)
     out = forward(engine, [spec, spec], 4, x)
-    pool = engine._pools["resid_mid.1"]
-    assert len(pool) == 1, "equal directions lie in one slot"
+    pool = engine.registry._pools["resid_mid.1"]
+    assert len(pool) == 1, "equal vectors lie in one slot"
     forward(engine, [spec, other], 4, x)
-    assert len(pool) == 1, "whatever their length"
+    assert len(pool) == 1, "whatever is done with them"
     torch.testing.assert_close(out, forward(engine, [spec, spec], 4, x))
     forward(engine, [None, None], 4, x)
     assert len(pool) == 0
@@ -343,12 +343,10 @@ def test_a_set_of_vectors_is_looked_up_once_for_all_sites(engine: Engine) -> Non
     rows = np.random.default_rng(0).standard_normal((len(layers), WIDTH)).astype("<f4")
     wire = {"dtype": "float32", "shape": list(rows.shape), "layers": layers, "data": b64encode(rows.tobytes()).decode()}
     spec = {"edits": [{"op": "add", "vector": wire, "site": "resid_post"}]}
-    for misses in (1, 0):  # the second time as an object that is only equal, which is compared byte by byte
-        before = _brought.cache_info()
-        row = engine.make_row(from_json(spec), 4)
-        after = _brought.cache_info()
-        assert row is not None and len(row.inline) == len(layers) > 1
-        assert (after.misses - before.misses, after.hits - before.hits) == (misses, 1 - misses)
+    made = [row_of(engine, spec, 4) for _ in range(2)]  # the second time of another object, with the same digests
+    arrows = [[arrow for _, arrow in row.uses] for row in made if row is not None]
+    assert len(arrows) == 2 and len(arrows[0]) == len(layers) > 1
+    assert all(one is other for one, other in zip(*arrows, strict=True)), "decoded once"
 
 
 def test_a_site_that_nobody_edits_asks_for_no_kernel(engine: Engine) -> None:

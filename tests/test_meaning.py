@@ -17,8 +17,8 @@ from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
+from tests.rows import row_of
 
 WIDTH, FEATURES, TOKENS = 24, 10, 20
 PLACES = {"jump": ("jumprelu", "resid_post.1"), "rect": ("relu", "resid_post.1"), "top": ("topk", "resid_post.1")}
@@ -82,7 +82,7 @@ def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> 
     """Requests of TOKENS tokens each, one after the other, through plan, table, work list and op."""
     kinds = np.zeros(len(engine.sites), dtype=np.int32)
     for row, spec in enumerate(specs, 1):
-        content = None if spec is None else engine.make_row(from_json(spec), prompt_len)
+        content = None if spec is None else row_of(engine, spec, prompt_len)
         if content is not None:
             kinds |= content.kinds
         engine.fill(row, content)
@@ -183,7 +183,7 @@ specs = st.lists(clamps, min_size=1, max_size=6).map(lambda edits: {"edits": edi
 @given(specs, st.integers(1, TOKENS), st.integers(0, 2**31))
 def test_a_spec_means_what_the_definition_says(engine: Engine, spec: Any, prompt_len: int, seed: int) -> None:
     try:
-        engine.make_row(from_json(spec), prompt_len)
+        row_of(engine, spec, prompt_len)
     except SpecError:
         return  # duplicates and empty scopes, tested in tests/spec
     x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -207,7 +207,7 @@ def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> No
     before = engine.table.data_ptr(), engine.table.shape
     for n in range(5000):
         clamp = {"op": "clamp", "dictionary": "rect", "feature": n % FEATURES, "value": float(n + 1)}
-        engine.fill(1 + n % 4, engine.make_row(from_json({"edits": [clamp]}), 5))
+        engine.fill(1 + n % 4, row_of(engine, {"edits": [clamp]}, 5))
         if n % 3 == 0:
             engine.flush()
     for row in range(1, 5):

@@ -1,17 +1,26 @@
-"""Versions of names: what each stands for, its slots, and that nothing moves that somebody may still read."""
+"""Vectors of names: where they are pinned, their slots, and that nothing moves that somebody may still read."""
 
+from collections import Counter
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine import registry
 from saesteer.engine.pool import Pool
-from saesteer.engine.registry import Registry, changed, rooms
+from saesteer.engine.registry import KEPT, Gone, Held, Registry
+from saesteer.engine.table import Row
 from saesteer.errors import RegistryError
 from saesteer.language.spec import Spec, from_json
-from saesteer.planning.digests import content_of, digest, module_digests, names_in, users_of
+from saesteer.planning.digests import content_of, module_digests, names_in, users_of
+from saesteer.planning.digests import digest as json_digest
+from saesteer.planning.pins import changed, counts, settle
 from saesteer.planning.plan import Catalog, Direction
+from saesteer.planning.wire import DIGEST, digest_of
 
 SITES = frozenset({"resid_post.2", "resid_post.3"})
 
@@ -39,70 +48,200 @@ def add(vector: Any, **more: Any) -> dict[str, Any]:
     return {"op": "add", "vector": vector, "site": "resid_post.2", **more}
 
 
-def registry(first: Catalog, size: int = 4) -> Registry:
-    return Registry(first, {site: Pool(10, max(size, room)) for site, room in rooms(first, size).items()})
+def places(pins: Any) -> set[tuple[str, str]]:
+    return {(site, digest.hex()[:8]) for site, digest in pins}
 
 
-def slot(of: Registry, version: int, name: Any, site: str = "resid_post.2", layer: int | None = None) -> int:
-    return of.versions[version].arrows[site, Direction(name, layer)].slot
-
-
-def test_a_version_keeps_its_slots_until_it_is_dropped() -> None:
-    made = registry(catalog(v=vector(1, 0, 0, 0)), size=2)
-    first = slot(made, 0, "v")
-    written = made.add(1, changed(made.versions[0].catalog, {"v": vector(0, 2, 0, 0)}, {}))
-    assert slot(made, 0, "v") == first != slot(made, 1, "v")
-    assert {(site, at) for site, at, _ in written} == {(site, slot(made, 1, "v", site)) for site in SITES}
-    assert all(unit.tolist() == [0, 1, 0, 0] for _, _, unit in written)
-    third = changed(made.versions[1].catalog, {"v": vector(0, 0, 3, 0)}, {})
-    with pytest.raises(RegistryError, match=r"1 more slots .* 0 of 2 are free; start the server with --pool-rows 3"):
-        made.add(2, third)
-    assert set(made.versions) == {0, 1} and made.usage() == dict.fromkeys(SITES, (2, 2))
-    made.drop(0)
-    made.add(2, third)
-    assert slot(made, 2, "v") == first
-    assert made.versions[2].arrows["resid_post.2", Direction("v", None)].length == 3
-
-
-def test_equal_directions_share_a_slot_and_are_written_once() -> None:
-    made = registry(catalog(v=vector(1, 0, 0, 0), w=vector(2, 0, 0, 0)))
-    assert slot(made, 0, "v") == slot(made, 0, "w")
-    assert len(made.written) == len(SITES)
-    assert not made.add(1, changed(made.versions[0].catalog, {"x": vector(5, 0, 0, 0)}, {}))
+def digest(vector: Any, layer: int | None = None) -> str:
+    return str(vector.digests[layer][:8])
 
 
 def test_rows_lie_at_their_layer_and_before_the_layer_behind() -> None:
-    made = registry(catalog(v=layered(2, 3)))
-    assert set(made.versions[0].arrows) == {
-        ("resid_post.2", Direction("v", 2)),
-        ("resid_post.2", Direction("v", 3)),
-        ("resid_post.3", Direction("v", 3)),
+    rows = layered(2, 3)
+    _, pins = settle(catalog(v=rows, w=vector(1, 0, 0, 0)))
+    assert places(pins) == {
+        ("resid_post.2", digest(rows, 2)),
+        ("resid_post.2", digest(rows, 3)),
+        ("resid_post.3", digest(rows, 3)),
+        *((site, digest(vector(1, 0, 0, 0))) for site in SITES),
     }
+    assert {tuple(row.tolist()) for row in pins.values()} == {
+        (1, 0, 0, 0),
+        *(tuple(rows.rows[n].tolist()) for n in (2, 3)),
+    }
+    assert counts(pins) == {"resid_post.2": 3, "resid_post.3": 2}
+
+
+def test_equal_vectors_are_pinned_once() -> None:
+    _, pins = settle(catalog(v=vector(1, 0, 0, 0), w=vector(1, 0, 0, 0)))
+    assert counts(pins, pins) == dict.fromkeys(SITES, 1)
 
 
 def test_vectors_in_modules_are_pinned_where_they_are_used() -> None:
     inside = spec(add([0.0, 1.0, 0.0, 0.0]), add([0.0, 0.0, 1.0, 0.0]), add([1.0] * 4, site="resid_post.9"))
-    made = registry(catalog())
-    made.add(1, changed(made.versions[0].catalog, {}, {"m": inside}))
+    settled, pins = settle(changed(catalog(), {}, {"m": inside}))
     edits: Any = inside.edits
     first, second = edits[0].vector, edits[1].vector
-    assert made.versions[1].catalog.pinned == {("resid_post.2", Direction(one, None)) for one in (first, second)}
-    assert made.usage() == {"resid_post.2": (2, 4), "resid_post.3": (0, 4)}
-    made.add(2, changed(made.versions[1].catalog, {}, {"m": None}))
-    made.drop(1)
-    assert made.usage() == dict.fromkeys(SITES, (0, 4))
+    assert settled.pinned == {("resid_post.2", Direction(one, None)) for one in (first, second)}
+    assert counts(pins) == {"resid_post.2": 2}
+    named, _ = settle(catalog(v=vector(0, 1, 0, 0)))
+    assert {digest_of(Direction(first, None), settled), digest_of(Direction("v", None), named)} <= {
+        one for _, one in pins
+    }, "a vector is known by its numbers"
 
 
-def test_five_thousand_versions_leave_nothing_behind() -> None:
-    made = registry(catalog(), size=3)
+SIZE, INLINE, ROWS = 4, 2, 3  # slots for pins at a site, slots of a row, rows
+
+
+class Memory:
+    """A registry, and what lies in the slots of its sites."""
+
+    def __init__(self) -> None:
+        named = {site: Pool(10, SIZE) for site in SITES}
+        others = {site: Pool(10 + SIZE, ROWS * INLINE) for site in SITES}
+        self.written: Any = {}
+        self.registry = Registry(named, others, INLINE, self.written)
+        self.slots: dict[tuple[str, int], list[float]] = {}
+        self.rows: dict[int, tuple[Row, Held]] = {}
+        self.pins: set[tuple[str, int]] = set()  # sites and contents
+
+    def change(self, pin: Any, unpin: Any = ()) -> None:
+        """Of sites and contents."""
+        self.pins -= set(unpin)
+        pins = {(site, name(content)): numbers(content) for site, content in pin}
+        self.registry.change(pins, {(site, name(content)) for site, content in unpin})
+        self.pins |= set(pin)
+
+    def fill(self, row: int, uses: Any, brought: Any = ()) -> None:
+        """A row of sites and contents; those that are brought come with it."""
+        self.release(row)
+        joined, data = b"".join(map(name, brought)), b"".join(numbers(one).tobytes() for one in brought)
+        arrows = self.registry.find([name(one) for _, one in uses], [("float32", joined, data)] if brought else [])
+        pairs = tuple((site, arrow) for (site, _), arrow in zip(uses, arrows, strict=True))
+        every = np.arange(len(uses))
+        content = Row(np.zeros(len(uses), np.int32), np.zeros(1, np.int32), 1, 0, pairs, every, every)
+        self.rows[row] = content, self.registry.take(content)
+
+    def release(self, row: int) -> None:
+        if row in self.rows:
+            self.registry.release(self.rows.pop(row)[1])
+
+    def check(self) -> None:
+        """Each row reads what it asked for."""
+        self.slots |= {place: unit.tolist() for place, unit in self.written.items()}
+        self.written.clear()
+        for content, _ in self.rows.values():
+            for (site, arrow), slot in zip(content.uses, content.words.tolist(), strict=True):
+                assert self.slots[site, slot] == arrow.unit.tolist()
+
+
+def name(content: int) -> bytes:
+    return content.to_bytes(DIGEST, "little")
+
+
+def numbers(content: int) -> Any:
+    return np.array([1, content, 0, 0], np.float32)
+
+
+A, B = "resid_post.2", "resid_post.3"
+MANY = st.sets(st.tuples(st.sampled_from([A, B]), st.integers(0, 9)), max_size=4)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, ROWS + 1), MANY, MANY), max_size=30))
+def test_a_row_reads_what_it_asked_for_whatever_changes(steps: list[tuple[int, Any, Any]]) -> None:
+    """Names come and go, rows are filled, filled again and released; nobody's slot is lost."""
+    memory = Memory()
+    for row, one, other in steps:
+        if row >= ROWS:
+            with suppress(RegistryError):
+                memory.change(one - memory.pins, other & memory.pins)
+        else:
+            loose = one - memory.pins
+            most = max(Counter(site for site, _ in loose).values(), default=0)
+            with pytest.raises(Gone) if most > INLINE else nullcontext():
+                memory.fill(row, sorted(one), sorted({content for _, content in loose}))
+        memory.check()
+    for row in range(ROWS):
+        memory.release(row)
+    memory.change((), set(memory.pins))
+    assert memory.registry.usage() == dict.fromkeys(SITES, (0, SIZE))
+    assert not any(map(len, memory.registry._pools.values())) and not memory.registry._rows
+
+
+def test_what_a_row_reads_is_not_overwritten_and_then_is() -> None:
+    memory = Memory()
+    memory.change([(A, n) for n in range(SIZE)])
+    memory.fill(0, [(A, 0)])
+    memory.change((), [(A, 0)])
+    with pytest.raises(RegistryError, match=r"1 more slots .* 0 of 4 are free; start the server with --pool-rows 5"):
+        memory.change([(A, 8)])
+    memory.check()
+    assert memory.registry.usage()[A] == (SIZE, SIZE), "a change that has no room pins nothing"
+    memory.release(0)
+    memory.change([(A, 8)])
+    memory.fill(0, [(A, 8)])
+    memory.check()
+
+
+def test_a_change_later_holds_no_slot_for_rows_of_before() -> None:
+    memory = Memory()
+    memory.change([(A, 0)])
+    memory.fill(0, [(A, 0)])
+    for n in range(1, 100):
+        memory.change([(A, n)], [(A, n - 1)])
+        assert memory.registry.usage()[A][0] == 2, "what the row reads, and what is pinned"
+    memory.check()
+
+
+def test_a_request_that_comes_late_finds_what_its_names_meant() -> None:
+    memory = Memory()
+    memory.change([(A, n) for n in range(3)])
+    memory.change((), [(A, n) for n in range(3)])
+    memory.change([(A, n) for n in range(3, 3 + SIZE)])
+    memory.fill(0, [(A, 0), (A, 1)])
+    memory.check()
+    with pytest.raises(Gone, match=r"3 vectors at resid_post\.2 were replaced"):
+        memory.fill(1, [(A, 0), (A, 1), (A, 2)])
+    memory.fill(1, [(A, 0), (A, 9)], [9])
+    memory.check()
+    assert len(memory.registry._pools[A]) == 3, "the two rows share one"
+
+
+def test_what_was_pinned_is_kept_for_a_while() -> None:
+    memory = Memory()
+    for n in range(KEPT + 2):
+        memory.change([(A, n)], [(A, n - 1)] if n else ())
+    assert len(memory.registry._kept) == KEPT
+    memory.fill(0, [(A, 2)])
+    memory.check()
+    with pytest.raises(Gone, match="is not here any more"):
+        memory.fill(0, [(A, 0)])
+
+
+def test_few_of_what_requests_bring_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BROUGHT", 3)
+    memory = Memory()
+    memory.fill(0, [(A, n % 2) for n in range(2)], range(8))
+    memory.check()
+    assert len(memory.registry._brought) == 3, "a request finds all that it brings, however many"
+    with pytest.raises(Gone):
+        memory.fill(0, [(A, 0)])
+
+
+def test_five_thousand_changes_leave_nothing_behind() -> None:
+    before: Any = {}
+    named, others = ({site: Pool(0, 3) for site in SITES} for _ in range(2))
+    made = Registry(named, others, INLINE, {})
+    now = catalog()
     for number in range(1, 5001):
         given = None if number % 3 == 0 else vector(number, 1, 0, 0)
-        before = made.versions[number - 1].catalog
-        made.add(number, changed(before, {"v": given}, {"m": None if given is None else spec(add("v"))}))
-        made.drop(number - 1)
-    assert set(made.versions) == {5000}
+        now = changed(now, {"v": given}, {"m": None if given is None else spec(add("v"))})
+        _, pins = settle(now)
+        made.change(pins, before.keys() - pins.keys())
+        before = pins
     assert made.usage() == dict.fromkeys(SITES, (1, 3))
-    assert len(made._pins) <= 2 and not made._sets
+    assert (len(made._pins), len(made._pinned), len(made._leaving)) == (2, 1, 0) and len(made._kept) <= KEPT
 
 
 def known(modules: dict[str, Spec], **vectors: Any) -> Catalog:
@@ -117,7 +256,7 @@ def test_content_is_what_names_stand_for() -> None:
     one = known(modules, v=vector(*row), w=vector(0, 1, 0, 0))
 
     def told(edits: Spec, where: Catalog = one) -> str:
-        return digest(content_of(edits.edits, where))
+        return json_digest(content_of(edits.edits, where))
 
     assert told(spec(add("v"))) == told(spec(add(row))) != told(spec(add("w")))
     assert told(spec(add("v", when={"probe": "w", "above": 1}))) != told(

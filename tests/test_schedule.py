@@ -12,7 +12,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.kernels import ops
-from saesteer.language.spec import from_json
+from tests.rows import row_of
 
 WIDTH, SITE = 6, "resid_post.1"
 
@@ -27,7 +27,7 @@ def engine() -> Engine:
 
 def admit(engine: Engine, row: int, vector: list[float] | None) -> None:
     spec = {"edits": [{"op": "add", "site": SITE, "vector": vector}]}
-    engine.fill(row, None if vector is None else engine.make_row(from_json(spec), 4))
+    engine.fill(row, None if vector is None else row_of(engine, spec, 4))
 
 
 def schedule(engine: Engine, rows: list[int] | torch.Tensor, lengths: list[int], *, changed: bool = True) -> list[int]:

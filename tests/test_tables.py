@@ -7,15 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.engine.table import Arrow, Places, Row, make_row
+from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine import table
+from saesteer.engine.table import Arrow, Places, Row
 from saesteer.kernels import layout
-from saesteer.planning.plan import END, Change, Condition, Direction, Group, Plan
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan
+from saesteer.planning.wire import decode, encode
 
 SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
 ALONG = Direction("v", None)
-PLACES = Places(
-    {name: number for number, name in enumerate(SITES)}, {}, {(name, ALONG): Arrow(3, 1.0) for name in SITES}, 64
-)
+PLACES = Places({name: number for number, name in enumerate(SITES)}, {})
+CATALOG = Catalog({}, frozenset(SITES), max_entries=64, vectors={"v": from_inline((1.0, 0.0))})
+
+
+def make_row(found: Plan, *, dose: bool = False, limit: float = 0.0) -> Row:
+    """As the worker makes it of what travels."""
+    wire = decode(encode(found, CATALOG, dose=dose)["plan"])
+    arrows = [Arrow(digest, np.array([1.0, 0.0], np.float32), 1.0) for digest in wire.digests]
+    return table.make_row(wire, PLACES, arrows, limit=limit)
 
 
 def plan(*groups: tuple[str, int], conditions: tuple[str, ...] = ()) -> Plan:
@@ -38,7 +47,7 @@ def kinds(row: Row) -> list[int]:
 def test_doses_stand_behind_the_edits_site_by_site() -> None:
     """A site with conditions alone has none; the order is that of a forward pass, whatever the plan's."""
     found = plan(("resid_post.7", 2), ("resid_mid.0", 1), ("resid_post.7", 1), conditions=("resid_post.0",))
-    row = make_row(found, PLACES, dose=True)
+    row = make_row(found, dose=True)
     assert (row.edits, row.doses, row.counters) == (4, 2, 4 + 2 * layout.DOSE_WORDS)
     assert columns(row) == [4, 0, 0, 4 + layout.DOSE_WORDS]
     assert kinds(row) == [layout.ANY, layout.ANY, 0, layout.ANY]
@@ -47,12 +56,12 @@ def test_doses_stand_behind_the_edits_site_by_site() -> None:
 
 def test_nothing_is_measured_where_nobody_asks() -> None:
     found = plan(("resid_post.7", 2), ("resid_mid.0", 1))
-    row = make_row(found, PLACES)
+    row = make_row(found)
     assert (row.edits, row.doses, row.counters) == (3, 0, 3)
     assert columns(row) == [0, 0, 0, 0]
     assert kinds(row) == [layout.LONE, 0, 0, layout.MANY]
     # Not a word more than what measures: the rest of the row is the same.
-    measured = make_row(found, PLACES, dose=True)
+    measured = make_row(found, dose=True)
     different = np.flatnonzero(row.words != measured.words).tolist()
     assert different == [layout.COUNTERS, *[layout.HEAD + layout.SPAN * at + layout.KIND for at in (0, 3)]]
 
@@ -61,10 +70,10 @@ def test_nothing_is_measured_where_nobody_asks() -> None:
 @given(st.lists(st.tuples(st.sampled_from(SITES), st.integers(1, 5)), min_size=1, max_size=8), st.floats(1e-300, 1e300))
 def test_a_limit_measures_every_site_and_is_never_lost(groups: Any, limit: float) -> None:
     """As a float32 it might be 0, which is none."""
-    row = make_row(plan(*groups), PLACES, limit=limit)
+    row = make_row(plan(*groups), limit=limit)
     edits, sites = sum(count for _, count in groups), len({site for site, _ in groups})
     assert (row.edits, row.doses) == (edits, sites)
-    assert row.counters <= layout.counters(len(SITES), PLACES.max_entries)
+    assert row.counters <= layout.counters(len(SITES), CATALOG.max_entries)
     held = float(row.words.view(np.float32)[layout.LIMIT])
     assert held > 0 and np.isfinite(held)
     if 1e-37 < limit < 1e38:

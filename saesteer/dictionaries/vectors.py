@@ -75,8 +75,13 @@ def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
     """The rows of a vector from a request, by layer, in its own order."""
     if not isinstance(value, InlineVector):
         return {None: np.array(value, np.float32)}
-    array = _VIEWS[value.dtype](value.data).reshape(value.shape)
+    array = numbers_of(value.dtype, value.data).reshape(value.shape)
     return {None: array} if value.layers is None else dict(zip(value.layers, array, strict=True))
+
+
+def numbers_of(dtype: str, data: bytes) -> NDArray[np.float32]:
+    """Little-endian numbers of a request's vectors, one behind the other; float32 bytes are viewed, not copied."""
+    return _VIEWS[dtype](data)
 
 
 @lru_cache(16)

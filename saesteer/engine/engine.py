@@ -1,8 +1,8 @@
 """Dictionaries, tables, work list and counters of one worker, on its device. Knows requests by row, nothing of vLLM."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
-from saesteer.dictionaries.vectors import VectorSet
 from saesteer.engine.pool import Pool
-from saesteer.engine.registry import Registry, changed, rooms
-from saesteer.engine.table import Inline, Placement, Places, Row, make_row
+from saesteer.engine.registry import Held, Registry
+from saesteer.engine.table import Placement, Places, Row, make_row
 from saesteer.engine.weights import Site, load_site, scratch_for
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
-from saesteer.language.spec import Spec
-from saesteer.planning.planner import plan
+from saesteer.planning.pins import Pins, Place, counts, settle
+from saesteer.planning.wire import decode
 
 __all__ = ["Engine", "Row", "Site"]
 
@@ -50,7 +49,7 @@ class Published:
 
 
 class Engine:
-    """Turns specs into table rows and rows into work lists, on one device.
+    """Turns plans into table rows and rows into work lists, on one device.
 
     All device tensors keep their addresses for life, as captured graphs need.
 
@@ -81,17 +80,17 @@ class Engine:
         max_tokens: int,
         positions: Tensor | None = None,
     ) -> None:
-        catalog = assets.catalog(width=width, layers=layers)
         self.config = config = assets.config
         infos, names = assets.infos, assets.sites(layers)
         self.device = device
         self.dtype = dtype
         self.width = width
         self.sites: dict[str, Site] = {}
-        self._pools: dict[str, Pool] = {}
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
         placements: dict[str, Placement] = {}
-        reserved, named = rooms(catalog, config.pool_rows), {}
+        self.catalog, pins = settle(assets.catalog(width=width, layers=layers))
+        pinned, brought = counts(pins), max_rows * config.inline_rows
+        pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
         paths = {key: source.path for key, source in config.dictionaries.items()}
 
         def zeros(*shape: int) -> Tensor:
@@ -117,26 +116,24 @@ class Engine:
         }
         for number, name in enumerate(names):
             here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
-            brought = max_rows * config.inline_rows
+            named = max(config.pool_rows, pinned[name])
             own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
-            pool = reserved[name] + brought
+            pool = named + brought
             site, found = load_site(name, here, paths, common | own, width=width, dtype=dtype, device=device, pool=pool)
             self.sites[name] = site
             bind(site)
             placements |= found
-            named[name] = Pool(site.pool, reserved[name])
-            self._pools[name] = Pool(site.pool + reserved[name], brought)
-        self.registry = Registry(catalog, named)
-        self.catalog = self.registry.versions[0].catalog
-        self._stage(self.registry.written)
-        numbers = {name: number for number, name in enumerate(names)}
-        self.places = Places(numbers, placements, self.registry.versions[0].arrows, config.max_edits)
+            pools[0][name], pools[1][name] = Pool(site.pool, named), Pool(site.pool + named, brought)
+        self.registry = Registry(*pools, config.inline_rows, self._written)
+        self.registry.change(pins, ())
+        self.places = Places({name: number for number, name in enumerate(names)}, placements)
 
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
         self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
+        self._held: dict[int, Held] = {}  # slots that a row has for its request
         self._has_work = False
         self._step = 0  # of the last list, as the device numbers it
         self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
@@ -144,71 +141,50 @@ class Engine:
         self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
         self.flush()
 
-    def make_row(self, spec: Spec, prompt_len: int, version: int = 0) -> Row | None:
-        """What a request's row will hold; None when the spec edits nothing.
+    def make_row(self, admitted: Mapping[str, Any]) -> Row | None:
+        """What a request's row will hold; None when it edits nothing.
 
         Args:
-            spec: of the request.
-            prompt_len: in tokens.
-            version: of the names, as the front end has admitted the request with it.
+            admitted: as ``saesteer.planning.wire`` encodes its plan.
 
         Raises:
-            SpecError: the spec is wrong; the front end has refused such a request already.
+            Gone: a vector is not here any more.
         """
-        known = self.registry.versions[version]
-        found = plan(spec, known.catalog, prompt_len)
-        if not found:
+        if not admitted["plan"]:
             return None
-        places = replace(self.places, vectors=known.arrows)
-        return make_row(found, places, dose=spec.returns.dose, limit=self.config.max_dose or 0.0)
+        wire = decode(admitted["plan"])
+        arrows = self.registry.find(wire.digests, admitted["vectors"])
+        return make_row(wire, self.places, arrows, limit=self.config.max_dose or 0.0)
 
-    def add_version(
-        self,
-        number: int,
-        base: int,
-        vectors: Mapping[str, VectorSet | None],
-        modules: Mapping[str, Spec | None],
-    ) -> None:
-        """Make a version of the names from another one, with its vectors on the device.
+    def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
+        """Have other vectors on the device for names, before a request uses them.
 
         Raises:
-            RegistryError: too little room; then nothing has changed.
+            RegistryError: too little room; then nothing new is pinned.
         """
-        catalog = changed(self.registry.versions[base].catalog, vectors, modules)
-        self._stage(self.registry.add(number, catalog))
+        self.registry.change(pins, unpinned)
         self.flush()
 
-    def _stage(self, written: Sequence[tuple[str, int, NDArray[np.float32]]]) -> None:
-        self._written |= {(site, slot): unit for site, slot, unit in written}
-
     def fill(self, row: int, content: Row | None) -> None:
-        """Put a request into its row, or empty the row; the device sees it with the next work list."""
-        before = self._filled.pop(row, None)
-        if before is None and content is None:
+        """Put a request into its row, or empty the row; the device sees it with the next work list.
+
+        Raises:
+            Gone: there is no slot for a vector of names that were replaced or deleted; then the row is empty.
+        """
+        if self._filled.pop(row, None) is None and content is None:
             return
+        self.release(row)
         words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
-        if before is not None:
-            for one in before.inline:
-                self._pools[one.site].release(one.content)
         if content is not None:
-            self._take(content)
+            self._held[row] = self.registry.take(content)
             self._filled[row] = content
             words[: len(content.words)] = content.words
 
-    def _take(self, content: Row) -> None:
-        """Hold slots for the vectors that a row brings: all of them, or none where something is wrong."""
-        taken: list[Inline] = []
-        try:
-            for one in content.inline:
-                slot, fresh = self._pools[one.site].take(one.content)
-                taken.append(one)
-                content.words[one.word] = slot
-                if fresh:
-                    self._written[one.site, slot] = one.unit
-        except Exception:
-            for one in taken:
-                self._pools[one.site].release(one.content)
-            raise
+    def release(self, row: int) -> None:
+        """A row's request has ended: its slots are free. Its words stay until it is filled, and nobody reads them."""
+        held = self._held.pop(row, None)
+        if held is not None:
+            self.registry.release(held)
 
     def counted(self, row: int, counters: int) -> Tensor:
         """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""
@@ -232,7 +208,8 @@ class Engine:
             slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
             values = list(self._written.values())
             news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
-            self._staged, self._written = {}, {}
+            self._staged = {}
+            self._written.clear()
             if numbers:
                 there = self._numbers = beside
                 self._listed = numbers

@@ -1,176 +1,171 @@
-"""Versions of a server's catalog, and where the vectors of each lie in the sites' pools. Knows no device and no server.
+"""Vectors by the digest of their numbers, and their slots at each site. Knows neither names nor requests nor a device.
 
-A version never changes. Whoever registers, replaces or deletes a name makes the next one, and a version is dropped when
-no request refers to it; only then the slots that no other version needs may be used again.
+A site has two pools. Vectors that a name stands for are pinned in the one, and stay there while a row of the table was
+filled when they were. All others lie in the second pool, which has slots for ``inline_rows`` of them in every row of
+the table, so no request takes the slots of another.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from types import MappingProxyType
-from typing import Any
+from collections import ChainMap, Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.dictionaries.vectors import VectorSet, from_inline
+from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.pool import Pool
-from saesteer.engine.table import Arrow, unit_of
-from saesteer.errors import RegistryError, SpecError
-from saesteer.language.edits import VectorEdit
-from saesteer.language.inline import Vector
-from saesteer.language.sites import parse
-from saesteer.language.spec import Spec
-from saesteer.planning.digests import module_digests
-from saesteer.planning.lookup import places_of
-from saesteer.planning.plan import Catalog, Direction
+from saesteer.engine.table import Arrow, Row
+from saesteer.planning.pins import Pins, Place, no_room
+from saesteer.planning.wire import DIGEST
 
-Row = NDArray[np.float32]
-Written = tuple[str, int, Row]  # site, slot, and the direction at unit length that belongs there
+KEPT = 4096  # vectors that were pinned lately: a request that was admitted before may still wait for its turn
+BROUGHT = 2048  # vectors that requests brought lately: clients send one set of directions with request after request
+
+Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the direction [d] that belongs there
+# What a filled row keeps from being overwritten: all that was pinned after this change (0: nothing), and other slots.
+Held = tuple[int, list[tuple[Pool, bytes]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Version:
-    """What names stand for, for the requests that were admitted with it."""
-
-    number: int
-    catalog: Catalog
-    arrows: Mapping[tuple[str, Direction], Arrow]  # of named vectors, and of those that stand in modules
-    held: frozenset[tuple[str, bytes]]  # sites and contents of their slots
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pin:
-    row: Row
-    length: float
-    content: bytes
+class Gone(LookupError):
+    """A request's vector is not here any more: its name was replaced or deleted, too many changes ago."""
 
 
 class Registry:
-    """The versions that somebody may still ask for.
+    """The vectors that plans may refer to.
 
-    Whether there is room depends on the names alone, not on the order of slots, so every process that makes the same
-    versions in the same order comes to the same answer.
+    All ranks see changes and requests in one order, so they agree on what is here.
 
     Args:
-        catalog: version 0.
-        pools: the slots for named vectors, by site; as many as ``rooms`` says at least.
+        named: by site, for pins.
+        brought: by site, for all else.
+        inline_rows: slots of ``brought`` for each row of the table.
+        written: what must be written before a step; whoever writes it takes it out.
     """
 
-    def __init__(self, catalog: Catalog, pools: Mapping[str, Pool]) -> None:
-        self.versions: dict[int, Version] = {}
-        self._pools = pools
-        self._sets: dict[Vector, VectorSet] = {}  # of vectors that stand in modules of the newest version
-        self._pins: dict[int, _Pin] = {}  # by the id of its row, which it keeps alive
-        self.written = self.add(0, catalog)
+    def __init__(
+        self, named: Mapping[str, Pool], brought: Mapping[str, Pool], inline_rows: int, written: Written
+    ) -> None:
+        self._written = written
+        self._named, self._pools, self._inline_rows = named, brought, inline_rows
+        self._changes = 1  # 0 stands for none
+        self._pins: dict[Place, tuple[int, int]] = {}  # slots, and the changes that have pinned them
+        self._leaving: dict[tuple[Place, int, int], None] = {}  # unpinned, with the changes that pinned and unpinned it
+        self._rows: Counter[int] = Counter()  # of the table that hold what was pinned after a change
+        self._pinned: dict[bytes, Arrow] = {}
+        self._kept: dict[bytes, Arrow] = {}  # the longest ago first, here and below
+        self._brought: dict[bytes, Arrow] = {}
 
-    def add(self, number: int, catalog: Catalog) -> list[Written]:
-        """Make a version, and say what must be written to slots before a request uses it.
+    def change(self, pin: Pins, unpin: Collection[Place]) -> None:
+        """Unpin vectors, then pin others; what is pinned or not already stays so.
 
         Raises:
-            RegistryError: a pool has too little room; then nothing has changed.
+            RegistryError: a pool has no room beside what running requests hold; then nothing new is pinned.
         """
-        named, self._sets = _pinned(catalog, self._sets)
-        pins = {
-            site: {direction: self._pins.get(id(row)) or _pin(row) for direction, row in rows.items()}
-            for site, rows in named.items()
-        }
-        held = frozenset((site, pin.content) for site, found in pins.items() for pin in found.values())
-        self._refuse_without_room(held)
-        self._pins = {id(pin.row): pin for found in pins.values() for pin in found.values()}
-        slots = {one: self._pools[one[0]].take(one[1]) for one in held}
-        arrows: dict[tuple[str, Direction], Arrow] = {}
-        written: dict[tuple[str, bytes], Written] = {}
-        for site, found in pins.items():
-            for direction, pin in found.items():
-                slot, fresh = slots[site, pin.content]
-                bias = _named(catalog, direction).bias if isinstance(direction.vector, str) else 0.0
-                arrows[site, direction] = Arrow(slot, pin.length, bias)
-                if fresh and (site, pin.content) not in written:
-                    written[site, pin.content] = site, slot, unit_of(pin.row)[0]
-        inline = frozenset(one for one in arrows if not isinstance(one[1].vector, str))
-        catalog = replace(catalog, pinned=inline, digests=module_digests(catalog))
-        self.versions[number] = Version(number, catalog, MappingProxyType(arrows), held)
-        return list(written.values())
+        self._changes += 1
+        for place in sorted(self._pins.keys() & set(unpin)):
+            self._leaving[place, self._pins.pop(place)[1], self._changes] = None
+        for leaving in [one for one in self._leaving if not self._is_read(*one[1:])]:
+            del self._leaving[leaving]
+            self._named[leaving[0][0]].release(leaving[0][1])
+        new = {place: row for place, row in pin.items() if place not in self._pins}
+        needed = Counter(site for site, digest in new if not self._named[site].holds(digest))
+        for site, count in needed.items():
+            pool = self._named[site]
+            if count > pool.room:
+                raise no_room(site, count, pool.room, pool.size)
+        for (site, digest), row in new.items():
+            if digest not in self._pinned:
+                self._pinned |= Arrow.several([digest], row[None])
+            slot, fresh = self._named[site].take(digest)
+            self._pins[site, digest] = slot, self._changes
+            if fresh:
+                self._written[site, slot] = self._pinned[digest].unit
+        for digest in sorted(self._pinned.keys() - {digest for _, digest in self._pins}):  # all ranks keep the same
+            _remember(self._kept, self._pinned.pop(digest), KEPT)
 
-    def drop(self, number: int) -> None:
-        """Forget a version that no request refers to."""
-        for site, content in self.versions.pop(number).held:
-            self._pools[site].release(content)
+    def _is_read(self, pinned: int, unpinned: int) -> bool:
+        """Whether a row was filled between two changes, and is not released."""
+        return any(pinned <= change < unpinned for change in self._rows)
+
+    def find(self, digests: Sequence[bytes], vectors: Iterable[tuple[str, bytes, bytes]] = ()) -> list[Arrow]:
+        """The vectors of a plan.
+
+        Args:
+            digests: that it refers to.
+            vectors: that came with it: dtype, digests of the rows, and the rows as little-endian bytes.
+
+        Raises:
+            Gone: one is neither here any more nor among those that came with the plan.
+        """
+        own: dict[bytes, Arrow] = {}
+        for dtype, joined, data in vectors:
+            names = [joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)]
+            if all(name in self._brought for name in names):
+                own |= {name: self._brought[name] for name in names}
+            else:
+                own |= Arrow.several(names, numbers_of(dtype, data).reshape(len(names), -1))
+        for arrow in own.values():
+            _remember(self._brought, arrow, BROUGHT)
+        known = ChainMap(own, self._pinned, self._kept)
+        try:
+            return [known[digest] for digest in digests]
+        except KeyError as exc:
+            raise Gone(f"vector {exc.args[0].hex()} is not here any more") from None
+
+    def take(self, row: Row) -> Held:
+        """Hold slots for all vectors of a row, and put their numbers into its words.
+
+        Raises:
+            Gone: more than ``inline_rows`` of them at one site are pinned no more.
+        """
+        others: list[tuple[Pool, bytes]] = []
+        if row.uses and row.change != self._changes:
+            slots: list[int] = []
+            loose: dict[str, int] = {}
+            try:
+                for site, arrow in row.uses:
+                    digest = arrow.digest
+                    pin = self._pins.get((site, digest))
+                    if pin is not None:
+                        slots.append(pin[0])
+                        continue
+                    loose[site] = count = loose.get(site, 0) + 1
+                    if count > self._inline_rows:
+                        raise Gone(f"names of {count} vectors at {site} were replaced or deleted")
+                    pool = self._pools[site]
+                    slot, fresh = pool.take(digest)
+                    others.append((pool, digest))
+                    slots.append(slot)
+                    if fresh:
+                        self._written[site, slot] = arrow.unit
+            except BaseException:
+                _give_back(others)
+                raise
+            row.words[row.at] = np.array(slots, dtype=np.int32)[row.which]
+            row.change = 0 if others else self._changes
+        change = self._changes if len(row.uses) > len(others) else 0
+        self._rows[change] += 1
+        return change, others
+
+    def release(self, held: Held) -> None:
+        """Give the slots of a row back."""
+        change, others = held
+        _give_back(others)
+        self._rows[change] -= 1
+        if not self._rows[change]:
+            del self._rows[change]
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Slots in use, and all, by site."""
-        return {site: (pool.size - pool.room, pool.size) for site, pool in self._pools.items()}
-
-    def _refuse_without_room(self, held: frozenset[tuple[str, bytes]]) -> None:
-        for site, pool in self._pools.items():
-            new = sum(1 for place, content in held if place == site and not pool.holds(content))
-            if new > pool.room:
-                have = f"{new} more slots are needed at {site}, and {pool.room} of {pool.size} are free"
-                hint = f"start the server with --pool-rows {pool.size + new - pool.room} or more, or delete a vector"
-                raise RegistryError(f"{have}; {hint}", code="no_room")
+        """Slots for pins that are in use, and all, by site."""
+        return {site: (len(pool), pool.size) for site, pool in self._named.items()}
 
 
-def rooms(catalog: Catalog, pool_rows: int) -> dict[str, int]:
-    """Slots for named vectors at every site: as many as the operator reserves, or as the first version needs."""
-    return {site: max(pool_rows, len(rows)) for site, rows in _pinned(catalog, {})[0].items()}
+def _give_back(taken: Iterable[tuple[Pool, bytes]]) -> None:
+    for pool, digest in taken:
+        pool.release(digest)
 
 
-def changed(catalog: Catalog, vectors: Mapping[str, VectorSet | None], modules: Mapping[str, Spec | None]) -> Catalog:
-    """The catalog with some names put in the place of what they stood for, or, where None, taken away."""
-    return replace(catalog, vectors=_merged(catalog.vectors, vectors), modules=_merged(catalog.modules, modules))
-
-
-def _merged(before: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: found for name, found in {**before, **change}.items() if found is not None}
-
-
-def _pinned(
-    catalog: Catalog, known: Mapping[Vector, VectorSet]
-) -> tuple[dict[str, dict[Direction, Row]], dict[Vector, VectorSet]]:
-    """The rows that have slots of their own at every site, and the vectors that stand in modules, decoded.
-
-    An edit of a module that no request could use, since its site has no op, has none; the plan refuses its use.
-    """
-    assert catalog.sites is not None, "a server knows its sites"
-    vectors = {name: _named(catalog, Direction(name, None)) for name in catalog.vectors}
-    found = {site: directions_at(site, vectors) for site in catalog.sites}
-    sets: dict[Vector, VectorSet] = {}
-    for module in catalog.modules.values():
-        for edit in module.edits:
-            if not isinstance(edit, VectorEdit) or isinstance(vector := edit.vector, str):
-                continue
-            sets[vector] = known.get(vector) or sets.get(vector) or from_inline(vector)
-            try:
-                places = list(places_of(catalog, vector, edit.site, ""))
-            except SpecError:
-                continue
-            for site, direction in places:
-                found[site][direction] = sets[vector].rows[direction.layer]
-    return found, sets
-
-
-def directions_at(site: str, vectors: Mapping[str, VectorSet]) -> dict[Direction, Row]:
-    """The rows of named vectors that a request may mean at a site, as they were given.
-
-    Those of its layer, and at resid_post those that it may mean by resid_pre of the layer behind.
-    """
-    kind, layer = parse(site)
-    layers = (layer, layer + 1) if kind == "resid_post" else (layer,)
-    return {
-        Direction(name, row): found.rows[row]
-        for name, found in vectors.items()
-        for row in (None, *layers)
-        if row in found.rows
-    }
-
-
-def _named(catalog: Catalog, direction: Direction) -> VectorSet:
-    found = catalog.vectors[str(direction.vector)]
-    assert isinstance(found, VectorSet), "a server's catalog holds the vectors themselves"
-    return found
-
-
-def _pin(row: Row) -> _Pin:
-    unit, length = unit_of(row)
-    return _Pin(row, float(length), blake2b(unit.tobytes(), digest_size=16).digest())
+def _remember(known: dict[bytes, Arrow], arrow: Arrow, most: int) -> None:
+    known.pop(arrow.digest, None)
+    known[arrow.digest] = arrow
+    if len(known) > most:
+        del known[next(iter(known))]

@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, pairwise
 from operator import itemgetter
+from struct import Struct
 from typing import Any
 
-from saesteer.dictionaries.vectors import row_digests
 from saesteer.language.sites import order
 from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Whole, Window
+from saesteer.planning.wire import digest_of
 
+_LAW = Struct("<5d?").pack
 Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the hex digest of these edits
 
 
@@ -30,7 +32,7 @@ def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
         catalog: that it was planned with.
     """
     waiting = _Waiting(plan.conditions, catalog)
-    return [[_digest(_content(one, group.site, waiting, catalog)) for one in group.changes] for group in plan.groups]
+    return [[_digest(one, group.site, waiting, catalog) for one in group.changes] for group in plan.groups]
 
 
 def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
@@ -120,7 +122,7 @@ class _Waiting:
     def __init__(self, conditions: Iterable[Condition], catalog: Catalog) -> None:
         self._conditions: defaultdict[int, list[tuple[Any, Any]]] = defaultdict(list)
         for one in conditions:
-            target = _target(one.target, catalog)
+            target: tuple[Any, ...] = _target(one.target, catalog)
             if isinstance(one.target, Direction) and isinstance(one.target.vector, str):
                 target = (*target, catalog.vectors[one.target.vector].bias)
             self._conditions[one.bit].append((order(one.site), (one.site, target, one.above, one.below)))
@@ -136,21 +138,15 @@ class _Waiting:
         return sorted(found, key=repr)
 
 
-def _content(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> tuple[Any, ...]:
-    law = change.scale, change.shift, change.low, change.high, change.unit, change.only_if_active, change.gain
-    return site, _target(change.target, catalog), law, waiting.of(change.gates, site) if change.gates else ()
+def _digest(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
+    law = _LAW(change.scale, change.shift, change.low, change.high, change.gain, change.only_if_active)
+    gates = repr(waiting.of(change.gates, site)) if change.gates else ""
+    # No part but the last, which may be a name, can hold what stands between them.
+    text = "\0".join((site, change.unit, gates, *_target(change.target, catalog)))
+    return hashlib.sha256(law + text.encode()).digest()
 
 
-def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[Any, ...]:
-    if isinstance(target, Feature):
-        return "feature", target.dictionary, target.feature
-    if isinstance(target, Whole):
-        return "whole", target.dictionary
-    vector = target.vector
-    rows = catalog.vectors[vector].digests if isinstance(vector, str) else row_digests(vector)
-    return "direction", rows[target.layer]
-
-
-def _digest(content: object) -> bytes:
-    """Of tuples of texts and numbers, whose repr says all of them."""
-    return hashlib.sha256(repr(content).encode()).digest()
+def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[str, str]:
+    if isinstance(target, Direction):
+        return "direction", digest_of(target, catalog).hex()
+    return str(target.feature) if isinstance(target, Feature) else "whole", target.dictionary

@@ -108,7 +108,6 @@ _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
             "results.counts:_expecting",
             "who waits for counts",
         ),
-        ("add_request(request, prompt, parent_req)", "names.versions:keep_held", "what its names mean is kept"),
         ("process_outputs(engine_core_outputs)", "results.counts:_receiving", "counts arrive"),
         ("abort_requests(request_ids, internal)", "used results.failures:end_with", "what belongs to it ends"),
     ],

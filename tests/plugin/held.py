@@ -12,13 +12,13 @@ class Held:
     saesteer: Any
 
     def saesteer_held(self) -> dict[str, int]:
-        """Steered requests that it knows, filled rows, slots of both kinds that are held, versions of the names."""
+        """Steered requests that it knows, filled rows, held slots of both kinds, rows that hold slots of names."""
         steering, engine = self.saesteer, self.saesteer.engine
         return {
             "requests": len(steering.rows),
             "with a row": len(steering._places),
             "rows": len(engine._filled),
-            "slots of requests": sum(map(len, engine._pools.values())),
+            "slots of requests": sum(map(len, engine.registry._pools.values())),
             "slots of names": sum(used for used, _ in engine.registry.usage().values()),
-            "versions": len(engine.registry.versions),
+            "rows that hold names": sum(count for change, count in engine.registry._rows.items() if change),
         }

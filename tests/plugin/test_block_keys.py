@@ -26,6 +26,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
+from tests.rows import row_of
 from tests.test_formulas import INLINE, SITES, STEP, VECTORS, WIDTH, edits, make_engine
 
 TOKENS, BLOCK = 32, 4
@@ -192,7 +193,7 @@ def test_blocks_are_shared_up_to_the_first_whose_edits_differ(
 
 def streams(engine: Engine, spec: Any, prompt_len: int, x: torch.Tensor) -> torch.Tensor:
     """x after the edits of all sites."""
-    content = engine.make_row(from_json(spec), prompt_len)
+    content = row_of(engine, spec, prompt_len)
     engine.fill(1, content)
     engine.positions[:TOKENS] = torch.arange(TOKENS)
     kinds = np.zeros(len(engine.sites), dtype=np.int32) if content is None else content.kinds
@@ -281,7 +282,7 @@ def test_a_block_of_an_image_is_keyed_by_the_edits_up_to_its_end(engine: Engine)
 
 
 def test_what_a_client_says_of_blocks_is_not_heard() -> None:
-    words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], admission.SAME: "y", "other": 1}
+    words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], f"{KEY}_same": "y", "other": 1}
     assert admission.without_ours(words) == {KEY: {}, "other": 1}
     plain: dict[str, Any] = {"other": 1}
     assert admission.without_ours(plain) is plain and admission.without_ours(None) is None

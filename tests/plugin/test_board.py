@@ -1,41 +1,33 @@
-"""Several API servers of one server: a change is everywhere when it has ended, and nothing goes that one still uses."""
+"""Several API servers of one server: a change is everywhere when it has ended, and counts are of all of them."""
 
 import asyncio
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import RegistryError, UnsupportedError
-from saesteer.language.spec import from_json
+from saesteer.planning.plan import Catalog
 from saesteer.plugin.door import frontend
-from saesteer.plugin.names import board, versions
+from saesteer.plugin.names import board
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
-from tests.plugin.test_names import SPEC, Request, Workers, start
+from tests.plugin.test_names import SPEC, Workers, start
 
 
-@asynccontextmanager
-async def servers(folder: Path, count: int = 3, rows: int = 4) -> AsyncIterator[list[Names]]:
-    """The names of so many, all in this process, which is all the same to files and pages."""
-    found = [start(rows, Board(folder, rank, count)) for rank in range(count)]
-    for one in found:
-        one.begin()
-    try:
-        yield found
-    finally:
-        for one in found:
-            assert one._beat is not None
-            one._beat.cancel()
+def servers(folder: Path, count: int = 3, rows: int = 4) -> list[Names]:
+    """The names of so many, all in this process, which is all the same to files."""
+    return [start(rows, Board(folder, rank, count)) for rank in range(count)]
 
 
 class SlowWorkers(Workers):
@@ -47,10 +39,6 @@ class SlowWorkers(Workers):
         return answers
 
 
-def add(row: list[float]) -> dict[str, Any]:
-    return {"op": "add", "vector": row, "site": "resid_post.3"}
-
-
 def numbers(known: Names) -> dict[str, Any]:
     return {name: found.rows[None].tolist() for name, found in known.catalog.vectors.items()}  # type: ignore[attr-defined]
 
@@ -58,18 +46,18 @@ def numbers(known: Names) -> dict[str, Any]:
 def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
     async def run() -> None:
         engine = Workers()
-        async with servers(tmp_path) as (one, two, three):
-            assert (await one.put_vector(engine, "v", Given((1.0, 0, 0))))[0] is False
-            assert numbers(one) == numbers(two) == numbers(three) == {"v": [1, 0, 0]}
-            assert (await two.put_vector(engine, "v", Given((0.0, 1, 0))))[0] is True
-            await three.put_module(engine, "m", SPEC)
-            with pytest.raises(RegistryError, match="module m"):
-                await one.delete(engine, "vector", "v")
-            await two.delete(engine, "module", "m")
+        one, two, three = servers(tmp_path)
+        assert (await one.put_vector(engine, "v", Given((1.0, 0, 0))))[0] is False
+        assert numbers(one) == numbers(two) == numbers(three) == {"v": [1, 0, 0]}
+        assert (await two.put_vector(engine, "v", Given((0.0, 1, 0))))[0] is True
+        await three.put_module(engine, "m", SPEC)
+        with pytest.raises(RegistryError, match="module m"):
             await one.delete(engine, "vector", "v")
-            assert numbers(one) == numbers(two) == numbers(three) == {}
-            assert one.usage() == two.usage() == three.usage()
-        assert [(told["base"], told["number"]) for told in engine.told] == [(n, n + 1) for n in range(5)]
+        await two.delete(engine, "module", "m")
+        await one.delete(engine, "vector", "v")
+        assert numbers(one) == numbers(two) == numbers(three) == {}
+        assert one.usage() == two.usage() == three.usage()
+        assert engine.pinned == [(1, 0), (1, 0), (0, 1), (0, 0), (0, 0)]
 
     asyncio.run(run())
 
@@ -77,51 +65,70 @@ def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
 def test_changes_at_once_come_one_after_the_other(tmp_path: Path) -> None:
     async def run() -> None:
         engine = SlowWorkers()
-        async with servers(tmp_path, rows=16) as found:
-            await asyncio.gather(
-                *(found[n % 3].put_vector(engine, f"v{n}", Given((1.0, n, 0))) for n in range(9)),
-                *(found[n % 3].put_vector(engine, "same", Given((2.0, n, 0))) for n in range(3)),
-            )
-            assert numbers(found[0]) == numbers(found[1]) == numbers(found[2])
-            assert {f"v{n}": [1.0, n, 0] for n in range(9)}.items() <= numbers(found[0]).items()
-        assert [(told["base"], told["number"]) for told in engine.told] == [(n, n + 1) for n in range(12)]
+        found = servers(tmp_path, rows=16)
+        await asyncio.gather(
+            *(found[n % 3].put_vector(engine, f"v{n}", Given((1.0, n, 0))) for n in range(9)),
+            *(found[n % 3].put_vector(engine, "same", Given((2.0, n, 0))) for n in range(3)),
+        )
+        assert numbers(found[0]) == numbers(found[1]) == numbers(found[2])
+        assert {f"v{n}": [1.0, n, 0] for n in range(9)}.items() <= numbers(found[0]).items()
+        assert len(engine.told) == 12
 
     asyncio.run(run())
 
 
-def test_what_one_uses_no_other_drops(tmp_path: Path) -> None:
+def test_a_request_keeps_what_it_was_admitted_with_and_the_next_has_what_is_new(tmp_path: Path) -> None:
     async def run() -> None:
-        engine, request = Workers(), Request()
-        async with servers(tmp_path, rows=3) as (one, two, three):
-            await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-            held = two.hold()
-            two.bind(held, SPEC, request)
-            for n in range(4):  # what came in between, nobody has used
-                await (one, three)[n % 2].put_vector(engine, "v", Given((0.0, 1, n)))
-            assert [told["keep"] for told in engine.told] == [[0], [1], [1, 2], [1, 3], [1, 4]]
-            with pytest.raises(RegistryError, match="--pool-rows 4"):
-                await one.put_module(
-                    engine, "m", from_json({"edits": [add(row) for row in ([1.0, 1, 0], [0, 1.0, 9])]})
-                )
-            del held, request
-            gc.collect()
-            await three.put_module(engine, "m", from_json({"edits": [add(row) for row in ([1.0, 1, 0], [0, 1.0, 9])]}))
-            assert engine.told[-1]["keep"] == [5]
-            assert one.usage() == two.usage() == three.usage() == {"resid_post.3": (3, 3)}
+        engine = Workers()
+        one, two = servers(tmp_path, count=2)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        held = two.hold()
+        for n in range(4):
+            await (one, two)[n % 2].put_vector(engine, "v", Given((0.0, 1, n)))
+        assert held.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]  # type: ignore[attr-defined]
+        assert two.hold().catalog.vectors["v"].rows[None].tolist() == [0, 1, 3]  # type: ignore[attr-defined]
+        assert two.hold() is two.hold(), "what has not changed is not read again"
+        assert engine.pinned == [(1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], "whoever pinned it, it goes once"
+
+    asyncio.run(run())
+
+
+def test_names_of_the_start_may_be_deleted_and_come_back(tmp_path: Path) -> None:
+    catalog = Catalog(
+        dictionaries={},
+        sites=frozenset({"resid_post.3"}),
+        max_entries=64,
+        width=3,
+        vectors={"v": from_inline((1.0, 2, 3))},
+        modules={"m": SPEC},
+    )
+    one, two = (Names(catalog, pool_rows=4, layers=6, board=Board(tmp_path, rank, 2)) for rank in range(2))
+
+    async def run() -> None:
+        engine = Workers()
+        two.count(two.hold(), SPEC)
+        assert one.uses() == {("vector", "v"): 1, ("module", "m"): 0}
+        await one.delete(engine, "module", "m")
+        await two.delete(engine, "vector", "v")
+        assert not one.catalog.vectors and not one.catalog.modules and not two.catalog.modules
+        await one.put_vector(engine, "v", Given((1.0, 2, 3)))
+        assert numbers(two) == {"v": [1, 2, 3]} and two.uses() == {("vector", "v"): 0}
+        await two.put_module(engine, "m", SPEC)
+        assert one.catalog.modules == {"m": SPEC} and one.catalog.digests == two.catalog.digests
 
     asyncio.run(run())
 
 
 def test_uses_are_summed_and_begin_anew_with_new_content(tmp_path: Path) -> None:
     async def run() -> None:
-        engine, requests = Workers(), [Request() for _ in range(5)]
-        async with servers(tmp_path) as (one, two, three):
-            await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-            for known, request in zip((one, two, two, three, three), requests, strict=True):
-                known.bind(known.hold(), SPEC, request)
-            assert [(await known.uses())["vector", "v"] for known in (one, two, three)] == [5, 5, 5]
-            await three.put_vector(engine, "v", Given((0.0, 1, 0)))
-            assert [(await known.uses())["vector", "v"] for known in (one, two, three)] == [0, 0, 0]
+        engine = Workers()
+        one, two, three = servers(tmp_path)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        for known in (one, two, two, three, three):
+            known.count(known.hold(), SPEC)
+        assert [known.uses()["vector", "v"] for known in (one, two, three)] == [5, 5, 5]
+        await three.put_vector(engine, "v", Given((0.0, 1, 0)))
+        assert [known.uses()["vector", "v"] for known in (one, two, three)] == [0, 0, 0]
 
     asyncio.run(run())
 
@@ -129,41 +136,76 @@ def test_uses_are_summed_and_begin_anew_with_new_content(tmp_path: Path) -> None
 def test_a_change_that_fails_on_a_worker_is_none_anywhere(tmp_path: Path) -> None:
     async def run() -> None:
         engine = Workers()
-        async with servers(tmp_path) as (one, two, _):
-            await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-            engine.answers = ["", "MemoryError: no"]
-            with pytest.raises(RuntimeError, match="no"):
-                await one.put_vector(engine, "v", Given((0.0, 1, 0)))
-            await asyncio.sleep(3 * versions.BEAT)
-            assert numbers(one) == numbers(two) == {"v": [1, 0, 0]}
-            engine.answers = ["", ""]
-            await two.put_vector(engine, "w", Given((0.0, 1, 0)))
-            assert (engine.told[-1]["base"], engine.told[-1]["keep"]) == (1, [1])
-            assert sorted(numbers(one)) == ["v", "w"]
+        one, two, _ = servers(tmp_path)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        engine.answers = ["", "MemoryError: no"]
+        with pytest.raises(RuntimeError, match="no"):
+            await one.put_vector(engine, "v", Given((0.0, 1, 0)))
+        assert numbers(one) == numbers(two) == {"v": [1, 0, 0]}
+        engine.answers = ["", ""]
+        in_vain = engine.told[-1]["pin"][0][0]
+        await two.put_vector(engine, "w", Given((0.0, 0, 1)))
+        assert engine.told[-1]["unpin"] == [["resid_post.3", in_vain]], "also by another server"
+        assert sorted(numbers(one)) == ["v", "w"]
 
     asyncio.run(run())
 
 
-def test_a_server_that_does_not_follow_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "STARTING", 0.1)
-
+def test_a_server_that_dies_in_a_change_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         engine = Workers()
-        async with servers(tmp_path, count=2) as (one, two):
-            assert two._beat is not None
-            two._beat.cancel()
-            with pytest.raises(RuntimeError, match="API server 1 has not taken over version 1"):
-                await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-            monkeypatch.setattr(versions, "STARTING", 5)
-            later = asyncio.create_task(one.put_vector(engine, "w", Given((0.0, 1, 0))))
-            await asyncio.sleep(0.1)
-            assert len(engine.told) == 1, "no change follows one that is not everywhere"
-            two._beat = None
-            two.begin()
-            await later
-            assert numbers(one) == numbers(two) == {"v": [1, 0, 0], "w": [0, 1, 0]}
+        one, two = servers(tmp_path, count=2)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "_tell", Mock(side_effect=asyncio.CancelledError))
+            with pytest.raises(asyncio.CancelledError):
+                await one.put_vector(engine, "v", Given((0.0, 1, 0)))
+        assert numbers(two) == {"v": [1, 0, 0]}
+        await two.put_vector(engine, "v", Given((0.0, 0, 1)))
+        assert numbers(one) == {"v": [0, 0, 1]} and len(engine.told[-1]["unpin"]) == 1
 
     asyncio.run(run())
+
+
+def test_what_no_name_stands_for_leaves_no_file(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = Workers()
+        one, two = servers(tmp_path, count=2)
+        for n in range(40):
+            await (one, two)[n % 2].put_vector(engine, "v", Given((1.0, n, 0)))
+        await one.put_vector(engine, "w", Given((1.0, 0, 1)))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "change-41", "change-42", "lock", "names", "uses-0", "uses-1"
+        ]  # fmt: skip
+
+    asyncio.run(run())
+
+
+def test_whoever_reads_while_others_change_finds_one_of_the_changes(tmp_path: Path) -> None:
+    """The file of a change may go while it is read, since the name has changed again."""
+    one, two = servers(tmp_path, count=2)
+    over = Event()
+
+    def change() -> None:
+        async def run() -> None:
+            for n in range(200):
+                await one.put_vector(Workers(), "v", Given((1.0, n, 0)))
+                await one.put_vector(Workers(), "w", Given((1.0, n, 1)))
+
+        try:
+            asyncio.run(run())
+        finally:
+            over.set()
+
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(change)
+        while not over.is_set():
+            seen.append(numbers(two))
+        job.result()
+    assert numbers(one) == numbers(two) == {"v": [1, 199, 0], "w": [1, 199, 1]}
+    found = [(one["v"][1], one["w"][1]) for one in seen if len(one) == 2]
+    assert found == sorted(found) and all(v - w in (0, 1) for v, w in found), "no mixture, and never backwards"
 
 
 PARENT = """
@@ -174,8 +216,8 @@ from saesteer.plugin.names.board import ENV, Board, announce
 def serve(rank):
     announce()
     board = Board.of(rank, 2)
-    board.report(0, 0)
-    print(board._folder, board.behind(), flush=True)
+    board.use(3)
+    print(board._folder, board.uses(3), flush=True)
 
 if __name__ == "__main__":
     os.environ[ENV] = "1-of-another-server"
@@ -191,7 +233,7 @@ def test_where_they_meet_comes_from_the_process_that_starts_them(tmp_path: Path)
     (tmp_path / "parent.py").write_text(PARENT)
     done = subprocess.run([sys.executable, tmp_path / "parent.py"], capture_output=True, text=True, check=True)
     first, second = (line.split(" ") for line in done.stdout.splitlines())
-    assert first == [second[0], "[1]"] and second[1] == "[]"
+    assert first == [second[0], "1"] and second[1] == "2"
     assert "another" not in first[0]
     assert not Path(first[0]).exists(), "it goes with the process that has announced it"
 

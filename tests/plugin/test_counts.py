@@ -14,19 +14,26 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import KEY
+from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine.engine import Engine
 from saesteer.kernels import layout, ops
-from saesteer.plugin.names import versions
+from saesteer.language.spec import from_json
+from saesteer.planning.planner import Catalog, Direction, plan
+from saesteer.planning.wire import digest_of, encode
 from saesteer.plugin.results import counts
 from saesteer.plugin.worker import worker  # needs vLLM
-from tests.test_meaning import TOKENS, WIDTH, make_engine
+from tests.test_meaning import CODERS, PLACES, TOKENS, WIDTH, make_engine
 
+INFOS = {name: replace(CODERS[name].info, site_in=site, site_out=site) for name, (_, site) in PLACES.items()}
+CATALOG = Catalog(INFOS, sites=None, max_entries=64, vectors={"v": from_inline((1.0,) * WIDTH)})
 SPEC = {"edits": [{"op": "clamp", "dictionary": "rect", "feature": 1, "value": 50.0}]}
 
 
 def request(name: str, spec: Any = SPEC, computed: int = 0, stop: Sequence[str] = ()) -> Any:
     """As much of vLLM's new request as the worker reads."""
-    params = SimpleNamespace(extra_args={KEY: spec}, stop=stop)
+    found = from_json(spec)
+    admitted = encode(plan(found, CATALOG, 5), CATALOG, dose=found.returns.dose)
+    params = SimpleNamespace(extra_args={KEY: admitted}, stop=stop)
     return SimpleNamespace(req_id=name, prompt_token_ids=[1] * 5, sampling_params=params, num_computed_tokens=computed)
 
 
@@ -177,10 +184,10 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
     assert run(0) == {}
 
 
-def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(steering: worker.Steering) -> None:
-    gone, plain = request("a"), request("plain")
-    gone.sampling_params.extra_args[versions.VERSION] = 7
-    plain.sampling_params.extra_args = {versions.VERSION: 7}
+def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steering: worker.Steering) -> None:
+    (site,) = steering.engine.sites
+    gone, plain = request("a", {"edits": [{"op": "add", "vector": "v", "site": site}]}), request("plain")
+    plain.sampling_params.extra_args = {f"{KEY}_other": 7}
     place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None)
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
@@ -190,9 +197,32 @@ def test_a_request_whose_version_is_gone_fails_also_where_nobody_is_steered(stee
     steering.forget("a")
     assert "saesteer" not in vars(place.sample_tokens(None))
     steering.add(gone)
-    gone.sampling_params.extra_args[versions.VERSION] = 0
     start(steering, "a", 1)
     assert run(steering, "a", 1) == [0, TOKENS - 1], "a new request of the same id"
+
+
+def test_a_request_keeps_what_its_names_meant_and_its_slots_only_while_it_runs(steering: worker.Steering) -> None:
+    (site,) = steering.engine.sites
+    engine, registry = steering.engine, steering.engine.registry
+    pins = [{(site, bytes([n]) * 16): np.full(WIDTH, 1.0 + n, np.float32)} for n in range(3)]
+    first = site, digest_of(Direction("v", None), CATALOG)
+    engine.pin({first: np.ones(WIDTH, np.float32)}, ())
+    waits = request("b", {"edits": [{"op": "add", "vector": "v", "site": site}]})
+    runs = request("a", {"edits": [{"op": "add", "vector": "v", "site": site}]})
+    steering.add(runs)
+    steering.fill("a", 1)
+    engine.pin(pins[0], {first})
+    engine.pin(pins[1], pins[0])
+    assert registry.usage()[site][0] == 2, "what runs, and what is pinned"
+    words = steering.rows["a"].words.tolist()
+    steering.add(waits)
+    steering.fill("b", 2)
+    assert set(steering.rows) == {"a", "b"} and not steering.failed
+    engine.flush()
+    assert words == engine.table[1, : len(words)].tolist() != engine.table[2, : len(words)].tolist()
+    steering.forget("a")
+    engine.pin(pins[2], pins[1])
+    assert registry.usage()[site][0] == 1
 
 
 class _Output:

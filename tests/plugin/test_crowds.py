@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from saesteer.language.spec import OPS, Spec, as_spec
+from saesteer.language.spec import OPS
 from tests.apart import hear, tell
 from tests.plugin.conftest import PROMPTS, Dictionaries, engine_options, generate
 from tests.plugin.test_parity import drawn, random_edit
 from tests.plugin.test_requests import same
+from tests.rows import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def _distinct(engine: Any, count: int) -> list[Any]:
         if said in seen:
             continue
         try:
-            engine.make_row(as_spec(spec) or Spec(), 3)
+            row_of(engine, spec, 3)
         except SpecError:
             continue
         seen.add(said)
@@ -134,7 +135,7 @@ def _state(steering: Any, known: Any) -> dict[str, int]:
     return {
         "requests": len(steering.rows) + len(steering._places) + len(steering._holders) + len(steering._cached),
         "rows": len(engine._filled),
-        "held": sum(len(pool) for pool in engine._pools.values()),
+        "held": sum(len(pool) for pool in engine.registry._pools.values()),
         "sites": len(engine.sites),
         "records": sum(kinds[name] for name in ("Spec", "Plan", "Row")) - len(engine._filled) - len(known._kept),
         "traced": sum(one.size for one in ours.traces),

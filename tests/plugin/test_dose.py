@@ -1,12 +1,15 @@
 """Doses of offline answers, and requests that end on a real engine as the limit is passed or their names are gone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from saesteer import SpecError, hf
-from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, generate
+from saesteer.dictionaries.vectors import from_inline
+from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, WIDTH, generate
 from tests.plugin.serving import CUDA
 
 pytestmark = pytest.mark.slow
@@ -160,26 +163,41 @@ def test_it_fails_before_a_prompt_is_through(refusing: Any) -> None:
     assert all(made[number][1] == [] and ends[number] < ends[0] - 20 for number in (1, 2))
 
 
-def test_names_that_are_gone_fail_their_request_alone(refusing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+ROW = [(-1.0) ** n for n in range(WIDTH)]
+ADD: dict[str, Any] = {"op": "add", "vector": "lost", "site": "resid_post.15", "scale": 0.01}
+
+
+@contextmanager
+def lost(llm: Any) -> Iterator[None]:
+    """While the front end has a name of which no worker has the vector."""
+    known = llm.llm_engine.input_processor.saesteer_names
+    with pytest.MonkeyPatch.context() as patch:
+        vectors = {**known.catalog.vectors, "lost": from_inline(tuple(ROW))}
+        patch.setattr(known, "_now", replace(known._now, catalog=replace(known.catalog, vectors=vectors), puts=Puts()))
+        yield
+
+
+class Puts(dict[Any, int]):
+    """Which change has put a name, for any name."""
+
+    def __missing__(self, _: Any) -> int:
+        return 0
+
+
+def test_names_that_are_gone_fail_their_request_alone(refusing: Any) -> None:
     before = exactly(refusing, PROMPTS)
-    known = refusing.llm_engine.input_processor.saesteer_names
-    with monkeypatch.context() as patch:
-        patch.setattr(known, "_current", replace(known._current, number=7))  # which no worker has
+    with lost(refusing):
         with pytest.raises(SpecError, match=r"send it again \[gone\]"):
-            refusing.generate(PROMPTS[:2], steer=[None, BRIDGE], use_tqdm=False)
-        made, _ = step(refusing, [(PROMPTS[0], None), (LONG_PROMPT, {"edits": [BRIDGE]})])
+            refusing.generate(PROMPTS[:2], steer=[None, ADD], use_tqdm=False)
+        made, _ = step(refusing, [(PROMPTS[0], None), (LONG_PROMPT, {"edits": [ADD]})])
         assert [made[number][0] for number in range(2)] == ["length", "error"] and made[1][1] == []
     assert exactly(refusing, PROMPTS) == before
 
 
-def test_what_a_request_of_gone_names_computed_is_found_by_nobody(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_request_of_gone_names_computed_is_found_by_nobody(make_engine: Any) -> None:
     llm = make_engine(dtype="float32", block_size=32)
-    spec = {"edits": [{**BRIDGE, "value": 1.75}]}  # of no other test
-    known = llm.llm_engine.input_processor.saesteer_names
-    with monkeypatch.context() as patch:
-        patch.setattr(known, "_current", replace(known._current, number=7))
-        assert step(llm, [(LONG_PROMPT, spec)])[0][0][0] == "error"
+    with lost(llm):
+        assert step(llm, [(LONG_PROMPT, {"edits": [ADD]})])[0][0][0] == "error"
+    spec = {"edits": [{**ADD, "vector": ROW}]}  # the same numbers, hence the same keys
     cached = [llm.generate([LONG_PROMPT], steer=spec, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
     assert cached[0] == 0 < cached[1]

@@ -1,8 +1,9 @@
 """Doses in answers over HTTP, and requests that end as a limit is passed: one server without it, and one that refuses.
 
-The last test takes a version of the names from the second one's worker.
+The last test takes vectors of names from the second one's worker.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from saesteer.client.client import Client
 from saesteer.errors import RequestRefused
-from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS
+from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS, WIDTH
 from tests.plugin.serving import events_of, served
 from tests.plugin.test_dose import LATE, LIMIT, STRONG
 
@@ -217,14 +219,23 @@ def test_others_read_on_while_requests_are_refused(server: httpx.Client) -> None
 def test_names_that_are_gone_are_a_400(server: httpx.Client) -> None:
     plain = post(server, "completions", **ROUTES["completions"])["choices"][0]["text"]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    change = {"keep": [], "number": 1, "base": 0}  # drops all, and then finds no base
+    rows = {name: [sign, *[0.5] * (WIDTH - 1)] for name, sign in (("v", 1.0), ("w", -1.0))}
+    for name, row in rows.items():
+        made = server.post("/v1/saesteer/vectors", headers=headers, json={"name": name, "vector": row})
+        assert made.status_code == 200, made.text
+    # A row of the table has room for one of them beside what is pinned.
+    digests = [hashlib.sha256(np.array(row, "<f4").tobytes()).hexdigest()[:32] for row in rows.values()]
+    change = {"pin": [], "unpin": [["resid_post.15", one] for one in digests]}
     call = {"method": "saesteer_names", "args": [json.dumps(change)]}
-    assert server.post("/collective_rpc", json=call, headers=headers).json() == {"results": ["KeyError: 0"]}
+    (answer,) = server.post("/collective_rpc", json=call, headers=headers).json()["results"]
+    assert (answer["error"], answer["full"], answer["usage"]["resid_post.15"][0]) == ("", False, 0)
+    spec = {"edits": [{"op": "add", "vector": name, "site": "resid_post.15", "scale": 0.01} for name in rows]}
+    assert ask(server, "completions", **ROUTES["completions"], saesteer={"edits": spec["edits"][:1]}).status_code == 200
     for path, body in ROUTES.items():
-        response = ask(server, path, **body, saesteer={"edits": [BRIDGE]})
+        response = ask(server, path, **body, saesteer=spec)
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert error["param"] == "saesteer" and error["message"].endswith("[gone]")
-        assert ask(server, path, **body, stream=True, saesteer={"edits": [BRIDGE]}).json() == response.json()
+        assert ask(server, path, **body, stream=True, saesteer=spec).json() == response.json()
     assert post(server, "completions", **ROUTES["completions"])["choices"][0]["text"] == plain
     check_idle(server)

@@ -1,9 +1,8 @@
-"""The front end's versions of names, with workers that may fail: who holds what, and a change is whole or none."""
+"""The front end's names, with workers that may fail: what they stand for when, and a change is whole or none."""
 
 import asyncio
-import gc
 import json
-from collections.abc import Callable
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -26,21 +25,24 @@ class Workers:
     def __init__(self, engines: int = 1) -> None:
         self.told: list[Any] = []
         self.answers: list[str] = ["", ""]  # of the last engine
+        self.full = 0  # how often a worker still answers that it has no room
         self.engine_core = self
         self.core_engines = list(range(engines))
 
     async def _call_utility_async(self, call: str, method: str, _: None, args: Any, __: None, *, engine: int) -> Any:
         assert (call, method) == ("collective_rpc", "saesteer_names")
+        told = json.loads(args[0])
         if engine == 0:
-            self.told.append(json.loads(args[0]))
-        return self.answers if engine == self.core_engines[-1] else ["", ""]
+            self.told.append(told)
+        wrong = self.answers if engine == self.core_engines[-1] else ["", ""]
+        full, self.full = self.full > 0, self.full - 1
+        usage = defaultdict[str, tuple[int, int]](lambda: (len(told["pin"]), 4))
+        return [{"error": "--pool-rows 3" if full else one, "full": full, "usage": usage} for one in wrong]
 
-
-class Request:
-    """Of what is read of an EngineCoreRequest."""
-
-    def __init__(self) -> None:
-        self.sampling_params: Any = type("Params", (), {"extra_args": {}})()
+    @property
+    def pinned(self) -> list[tuple[int, int]]:
+        """How many vectors each change has pinned and unpinned."""
+        return [(len(told["pin"]), len(told["unpin"])) for told in self.told]
 
 
 def start(rows: int = 2, board: Board | None = None) -> Names:
@@ -55,29 +57,40 @@ def put(known: Names, engine: Any, name: str, *numbers: float) -> Any:
 SPEC = from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]})
 
 
-def test_a_request_keeps_its_version_and_tells_the_worker() -> None:
-    known, engine, request = start(), Workers(), Request()
+def test_a_request_is_planned_with_what_its_names_stand_for() -> None:
+    known, engine = start(), Workers()
     assert put(known, engine, "v", 1, 0, 0)[0] is False
     held = known.hold()
-    known.bind(held, SPEC, request)
-    assert request.sampling_params.extra_args == {versions.VERSION: 1}
+    known.count(held, SPEC)
+    assert known.uses()["vector", "v"] == 1
     assert put(known, engine, "v", 0, 1, 0)[0] is True
     assert held.catalog.vectors["v"] is not known.catalog.vectors["v"]
-    assert asyncio.run(known.uses())["vector", "v"] == 0, "what it stands for now was used by nobody"
-    del held
-    with pytest.raises(RegistryError, match="--pool-rows 3"):
-        put(known, engine, "v", 0, 0, 1)  # the request has it still
-    del request
-    gc.collect()
+    assert known.uses()["vector", "v"] == 0, "what it stands for now was used by nobody"
+    known.count(held, SPEC)
+    assert known.uses()["vector", "v"] == 0, "nor by whoever was admitted before"
     put(known, engine, "v", 0, 0, 1)
-    assert [told["keep"] for told in engine.told] == [[0], [1], [2]], "what nobody holds goes with the next change"
+    assert engine.pinned == [(1, 0), (1, 0), (1, 1)], "what nobody can name goes with the next change"
+    first, second, third = (told["pin"][0][0] for told in engine.told)
+    assert engine.told[2]["unpin"] == [["resid_post.3", first]] and len({first, second, third}) == 3
+
+
+def test_equal_vectors_are_one_and_what_comes_back_stays() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    put(known, engine, "w", 1, 0, 0)
+    asyncio.run(known.delete(engine, "vector", "v"))
+    put(known, engine, "w", 0, 1, 0)
+    put(known, engine, "w", 1, 0, 0)
+    put(known, engine, "w", 1, 0, 0)
+    assert engine.pinned == [(1, 0), (0, 0), (0, 0), (1, 0), (1, 0), (0, 1)]
+    assert engine.told[-1]["unpin"][0][1] == engine.told[3]["pin"][0][0]
 
 
 class _Clock:
-    """In the place of time and sleep; what happens in the nth sleep can be said before."""
+    """In the place of time and sleep, which may take another time than it was told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: float, events: dict[int, Callable[[], object]]) -> None:
-        self.now, self.sleeps, self.error, self.events = 100.0, 0, error, events
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+        self.now, self.sleeps, self.error = 100.0, 0, error
         monkeypatch.setattr(versions, "time", self)
         monkeypatch.setattr(asyncio, "sleep", self.sleep)
 
@@ -85,59 +98,60 @@ class _Clock:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
-        self.events.get(self.sleeps, bool)()
         self.sleeps += 1
         self.now += seconds + self.error
 
 
 @pytest.mark.parametrize("error", [-0.0008, 0.0, 7.0], ids=["early, as uvloop", "right", "late, as a busy machine"])
-@pytest.mark.parametrize("ends", [None, 0, 2], ids=["before", "in the first sleep", "in the third sleep"])
+@pytest.mark.parametrize("times", [0, 1, 3])
 def test_a_full_pool_takes_the_new_when_the_old_has_gone(
-    monkeypatch: pytest.MonkeyPatch, error: float, ends: int | None
+    monkeypatch: pytest.MonkeyPatch, error: float, times: int
 ) -> None:
-    """However long a sleep takes: the slot of a request that has been answered is free, also if it ends a bit later."""
-    known, engine = start(1), Workers()
+    """Running requests may hold slots on a worker: it is asked again for a while, however long a sleep takes."""
+    known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)
-    holders = [known.hold()]
-    asyncio.run(known.delete(engine, "vector", "v"))
-    if ends is None:
-        holders.clear()
-    _Clock(monkeypatch, error, {} if ends is None else {ends: holders.clear})
-    if error > versions.PATIENCE and ends == 2:
-        with pytest.raises(RegistryError, match="--pool-rows 2"):  # it has run for longer than anybody waits
-            put(known, engine, "w", 0, 1, 0)
-        holders.clear()
-    put(known, engine, "w", 0, 1, 0)
-    assert known.usage() == {"resid_post.3": (1, 1)}
+    clock = _Clock(monkeypatch, error)
+    engine.full = times
+    if error > versions.PATIENCE and times > 1:
+        with pytest.raises(RegistryError, match="--pool-rows 3"):
+            put(known, engine, "v", 0, 1, 0)
+        assert clock.sleeps == 1
+        engine.full = 0
+    put(known, engine, "v", 0, 1, 0)
+    assert known.catalog.vectors["v"].rows[None].tolist() == [0, 1, 0]  # type: ignore[attr-defined]
 
 
 def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     known, engine = start(1), Workers()
     put(known, engine, "v", 1, 0, 0)
-    clock = _Clock(monkeypatch, 0.0, {})
+    clock = _Clock(monkeypatch, 0.0)
     with pytest.raises(RegistryError, match="--pool-rows 2"):
         put(known, engine, "v", 0, 1, 0)  # the newest itself has the slot
-    assert clock.sleeps == 0
-    held = known.hold()
+    assert clock.sleeps == 0 and len(engine.told) == 1, "no worker needs to be asked"
     asyncio.run(known.delete(engine, "vector", "v"))
-    with pytest.raises(RegistryError, match="--pool-rows 2"):
+    engine.full = 99
+    with pytest.raises(RegistryError, match="--pool-rows 3") as error:
         put(known, engine, "w", 0, 1, 0)
-    assert versions.PATIENCE <= clock.now - 100 < versions.PATIENCE + 2 * versions.GRACE
-    assert held.catalog.vectors
+    assert error.value.code == "no_room"
+    assert versions.PATIENCE <= clock.now - 100 < versions.PATIENCE + 2 * versions.PAUSE
+    assert not known.catalog.vectors
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_change_that_fails_on_a_worker_is_no_change(engines: int) -> None:
-    known, engine = start(), Workers(engines)
+    known, engine = start(3), Workers(engines)
     put(known, engine, "v", 1, 0, 0)
     engine.answers = ["", "MemoryError: no"]
     with pytest.raises(RuntimeError, match="no"):
         put(known, engine, "v", 0, 1, 0)
     assert known.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]  # type: ignore[attr-defined]
-    assert known.usage() == {"resid_post.3": (1, 2)}
+    assert known.usage() == {"resid_post.3": (1, 3)}
+    in_vain = engine.told[-1]["pin"][0][0]
     engine.answers = ["", ""]
-    put(known, engine, "w", 0, 1, 0)
-    assert (engine.told[-1]["base"], engine.told[-1]["keep"]) == (1, [1]), "what was made in vain is dropped"
+    put(known, engine, "w", 0, 0, 1)
+    assert engine.told[-1]["unpin"] == [["resid_post.3", in_vain]], "some worker may have it"
+    put(known, engine, "v", 0, 1, 0)
+    assert engine.told[-1]["unpin"] == [] and engine.told[-1]["pin"][0][0] == in_vain
 
 
 def test_changes_at_once_come_one_after_the_other() -> None:
@@ -148,7 +162,7 @@ def test_changes_at_once_come_one_after_the_other() -> None:
 
     asyncio.run(all_at_once())
     assert sorted(known.catalog.vectors) == [f"v{n}" for n in range(6)]
-    assert [told["base"] for told in engine.told] == [told["number"] - 1 for told in engine.told]
+    assert engine.pinned == [(1, 0)] * 6
 
 
 def test_names_that_are_used_stay() -> None:

@@ -10,7 +10,7 @@ import pytest
 from saesteer import hf
 from saesteer.errors import SpecError
 from saesteer.language.sites import canonical
-from saesteer.language.spec import OPS, Spec, as_spec
+from saesteer.language.spec import OPS
 from tests.formulas import Dict, Token, World
 from tests.plugin.conftest import (
     BRIDGE,
@@ -23,6 +23,7 @@ from tests.plugin.conftest import (
     Answer,
     generate,
 )
+from tests.rows import row_of
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +134,7 @@ def drawn(oracle: hf.Model, count: int) -> list[Any]:
     while len(found) < count:
         spec = {"edits": [random_edit(draw) for _ in range(draw.randint(1, 5))]}
         try:
-            oracle.engine.make_row(as_spec(spec) or Spec(), 5)
+            row_of(oracle.engine, spec, 5)
         except SpecError:
             continue
         found.append(spec)

@@ -96,7 +96,7 @@ def test_names_change_on_all_ranks_or_on_none(runs: dict[int, Any]) -> None:
     names = runs[2]["names"]
     assert "MemoryError: none left on rank 1" in names["failed"]
     assert names["after the failure"] == names["inline"][0], "both ranks have the old one still"
-    assert names["versions"][0] == names["versions"][1]
+    assert names["pins"][0] == names["pins"][1]
 
 
 def test_a_rank_that_disagrees_is_refused(runs: dict[int, Any]) -> None:
@@ -129,24 +129,26 @@ def counted(worker: Any) -> list[int]:
     return found
 
 
-def versions(worker: Any) -> list[int]:
-    """Of the names, that a rank has."""
-    return list(worker.saesteer.engine.registry.versions)
+def pins(worker: Any) -> list[Any]:
+    """Vectors that a rank has for names, their slots, and how many it keeps beside them."""
+    registry = worker.saesteer.engine.registry
+    found = [(site, digest.hex(), slot) for (site, digest), (slot, _) in registry._pins.items()]
+    return [sorted(found), len(registry._kept), len(registry._leaving)]
 
 
 def fail(worker: Any) -> None:
-    """Rank 1 has no memory left for another version."""
+    """Rank 1 has no memory left for another vector."""
 
-    def add_version(*_: Any) -> None:
+    def pin(*_: Any) -> None:
         raise MemoryError("none left on rank 1")
 
     if worker.rank == 1:
-        worker.saesteer.engine.add_version = add_version
+        worker.saesteer.engine.pin = pin
 
 
 def mend(worker: Any) -> None:
     """It has again."""
-    vars(worker.saesteer.engine).pop("add_version", None)
+    vars(worker.saesteer.engine).pop("pin", None)
 
 
 def lose(worker: Any) -> None:
@@ -232,7 +234,7 @@ def _names(llm: Any, size: int) -> dict[str, Any]:
         _ask(llm, named)
     except SpecError as error:
         found["gone"] = error.field
-    found["versions"] = llm.collective_rpc(versions)
+    found["pins"] = llm.collective_rpc(pins)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What front end and worker remember of specs: who is told to be steered alike is, and nobody borrows from another."""
+"""What front end and worker remember of specs: equal plans mean equal rows, and nobody borrows from another."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -39,8 +39,8 @@ def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
 
 
 def words(engine: Engine, request: Any) -> list[Any]:
-    row = engine.make_row(from_json(request.sampling_params.extra_args[KEY]), len(request.prompt_token_ids))
-    return [] if row is None else [*row.words.tolist(), *(one.content for one in row.inline)]
+    row = engine.make_row(request.sampling_params.extra_args[KEY])
+    return [] if row is None else [*row.words.tolist(), *((site, arrow.digest) for site, arrow in row.uses)]
 
 
 @settings(
@@ -104,10 +104,10 @@ def test_few_specs_are_known(engine: Engine) -> None:
     st.lists(edits(), max_size=1),
     st.lists(st.integers(2, TOKENS), min_size=2),
 )
-def test_equal_words_from_the_front_end_mean_equal_rows(
+def test_a_plan_that_travels_means_the_row_of_its_spec(
     engine: Engine, found: list[Any], more: list[Any], lengths: list[int]
 ) -> None:
-    rows: dict[str, list[Any]] = {}
+    rows: dict[bytes, list[Any]] = {}
     for spec in ({"edits": found}, {"edits": found + more}):
         for prompt_len in lengths:
             try:
@@ -115,13 +115,13 @@ def test_equal_words_from_the_front_end_mean_equal_rows(
             except SpecError:
                 assume(False)
             row = words(engine, request)
-            assert rows.setdefault(request.sampling_params.extra_args[admission.SAME], row) == row
+            assert rows.setdefault(request.sampling_params.extra_args[KEY]["plan"], row) == row
 
 
 def test_a_prompt_of_another_length_shares_a_row_unless_its_windows_differ(engine: Engine) -> None:
-    def same(edit: Any, prompt_len: int, **more: Any) -> str:
-        told: str = admitted(engine, {"edits": [edit], **more}, prompt_len).sampling_params.extra_args[admission.SAME]
-        return told
+    def same(edit: Any, prompt_len: int, **more: Any) -> bytes:
+        made: bytes = admitted(engine, {"edits": [edit], **more}, prompt_len).sampling_params.extra_args[KEY]["plan"]
+        return made
 
     assert same(ADD, 4) == same(ADD, 9)
     generated = {**ADD, "scope": {"generated": True}}
@@ -143,19 +143,28 @@ def test_what_is_remembered_has_an_end(engine: Engine) -> None:
     assert len(steering._recent) == worker._RECENT
 
 
-def test_nobody_borrows_a_row(engine: Engine) -> None:
-    """A client may put words of its own beside the spec (vllm_xargs)."""
+def test_what_a_client_puts_beside_its_spec_is_not_heard(engine: Engine) -> None:
+    """A client may put words of its own beside the spec (vllm_xargs), and a plan in the place of one."""
     steering = worker.Steering(engine)
     request = admitted(engine, {"edits": [ADD]}, 4)
-    assert steering.add(request) is not None
-    word = {admission.SAME: request.sampling_params.extra_args[admission.SAME]}
-    plain = SimpleNamespace(
-        req_id="p",
-        prompt_token_ids=[1],
-        sampling_params=SimpleNamespace(extra_args=word, stop=[]),
-        num_computed_tokens=0,
-    )
-    assert steering.add(plain) is None
-    assert steering.add(admitted(engine, {"edits": []}, 4, **word)) is None
-    other = steering.add(admitted(engine, {"edits": [{**ADD, "scale": 9.0}]}, 4, **word))
-    assert other is not None and words(engine, request)[:-1] != other.words.tolist()
+    first = steering.add(request)
+    assert first is not None
+    forged = {**request.sampling_params.extra_args[KEY]}
+    for spec in (forged, {**forged, "edits": [ADD]}):
+        with pytest.raises(SpecError, match=r"plan|vectors"):
+            from_json(spec)
+    assert steering.add(admitted(engine, {"edits": []}, 4, plan=forged["plan"])) is None
+    other = steering.add(admitted(engine, {"edits": [{**ADD, "scale": 9.0}]}, 4, plan=forged["plan"]))
+    assert other is not None and other.words.tolist() != first.words.tolist()
+
+
+def test_what_travels_comes_through_the_engines_messages_as_it_is(engine: Engine) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    spec = {"edits": [ADD, {"op": "add", "vector": "any", "site": "resid_post.2", "scope": {"generated": True}}]}
+    extra = admitted(engine, spec, 4).sampling_params.extra_args
+    sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(SamplingParams(extra_args=extra)))
+    assert sent.extra_args == extra
+    row, again = (engine.make_row(one[KEY]) for one in (extra, sent.extra_args))
+    assert row is not None and again is not None and row.words.tolist() == again.words.tolist()

@@ -18,15 +18,16 @@ import json, sys
 from vllm import SamplingParams
 import saesteer
 from saesteer.engine.engine import Engine
+from saesteer.planning.wire import decode
 from tests.apart import tell
 
 BROKEN = 4242
 make_row = Engine.make_row
 
-def make_row_or_fail(self, spec, *args):
-    if any(edit.feature == BROKEN for edit in spec.edits):
+def make_row_or_fail(self, admitted):
+    if BROKEN in decode(admitted["plan"]).entries["feature"]:
         raise RuntimeError("made to fail")
-    return make_row(self, spec, *args)
+    return make_row(self, admitted)
 
 Engine.make_row = make_row_or_fail
 

@@ -54,7 +54,7 @@ def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
 ) -> None:
     two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
     arrive(steering, "good", SPEC, 1)
-    pools = steering.engine._pools
+    pools = steering.engine.registry._pools
     held = {site: len(pool) for site, pool in pools.items()}
 
     def take(content: bytes) -> Any:
@@ -70,11 +70,11 @@ def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
     assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
 
 
-def test_a_spec_that_the_worker_cannot_read_fails_its_request(steering: worker.Steering) -> None:
+def test_what_is_no_plan_fails_its_request(steering: worker.Steering) -> None:
     request = admitted(steering.engine, SPEC, 4)
     request.sampling_params.extra_args = {KEY: {"edits": [{"op": "clamp"}]}}
     assert steering.add(request) is None
-    assert steering.failed["r"].startswith("broken: SpecError: saesteer.edits[0].dictionary")
+    assert steering.failed["r"].startswith("broken: KeyError: 'plan'")
 
 
 def test_a_plugin_that_could_not_register_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

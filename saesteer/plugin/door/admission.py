@@ -1,10 +1,9 @@
-"""What a request becomes before the engine takes it: a spec that was checked against the server, and its runs.
+"""What a request becomes before the engine takes it: a plan that was checked against the server, and its runs.
 
 Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; from the runs, which say
 what is edited at each position, prefix_cache.py makes the keys of the cache's blocks.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +20,11 @@ from saesteer.planning.digests import digest
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.runs import Run, change_digests, runs
+from saesteer.planning.wire import encode
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.results import counts
 
-# Beside the spec in extra_args, for the worker: where it is equal, table rows are, with the same version of the names.
-SAME = f"{KEY}_same"
 _KNOWN = 64  # specs; with a vector for every layer of a 27B model one holds 0.7 MB
 
 
@@ -38,7 +36,7 @@ class Meaning:
     applied: Sequence[Mapping[str, Any]]  # what an answer says, without counts
     sites: tuple[str, ...]  # whose doses are measured
     runs: tuple[Run, ...]  # which edits each position has
-    same: str  # what SAME will be
+    admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
 
 
 class Known:
@@ -86,13 +84,10 @@ class Known:
 
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
-    changes = change_digests(found, catalog)
-    row = hashlib.sha256(repr(spec.returns).encode())
-    for digests, group in zip(changes, found.groups, strict=True):
-        row.update(b"group")
-        for one, change in zip(digests, group.changes, strict=True):
-            row.update(one + repr((change.windows, change.field)).encode())
-    return Meaning(bool(found), applied(found, catalog), sites_of(found), runs(found, changes), row.hexdigest())
+    # The ops are for logs alone (logs.py).
+    admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
+    edited = runs(found, change_digests(found, catalog))
+    return Meaning(bool(found), applied(found, catalog), sites_of(found), edited, admitted)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
@@ -113,10 +108,10 @@ def admit(
     config: SaesteerConfig | None = None,
     known: Known | None = None,
 ) -> Spec:
-    """Check a spec against the server and its request, and keep the request's KV cache apart.
+    """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
 
     Returns:
-        What the engine gets: the spec with positions in the place of the chat messages that it names.
+        The spec with positions in the place of the chat messages that it names.
 
     Raises:
         SpecError: the spec asks for what this server does not have.
@@ -137,8 +132,7 @@ def admit(
     limit = None if config is None else config.max_dose
     measured = spec.returns.dose or limit is not None
     counts.expect(params, found.applied, found.sites if measured else None, limit)
-    # The canonical JSON: what Python brings may hold records and numpy's numbers, which vLLM's messages do not carry.
-    extra = {**params.extra_args, KEY: spec.to_json(), SAME: found.same}
+    extra = {**params.extra_args, KEY: found.admitted}
     if found.edits:
         refusing = config is not None and config.max_dose_action == "refuse"
         # A cached token is not measured again, and who computed it may be refused for it a moment later.

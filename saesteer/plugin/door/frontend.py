@@ -159,7 +159,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                     known=self.saesteer_known,
                 )
                 if held is not None:
-                    self.saesteer_names.bind(held, found, request)
+                    self.saesteer_names.count(held, found)
         except SpecError as error:
             raise SpecRefused(error) from None
         return request
@@ -285,7 +285,6 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
             metrics.install()
             logs.filter_streams()
             metrics.pools(self.input_processor.saesteer_names.usage())
-            self.input_processor.saesteer_names.begin()
             try:
                 statuses = await ask_workers(self, "saesteer_status")
             except Exception as exc:

@@ -334,7 +334,7 @@ async def list_vectors(request: Request) -> Any:
     """Shapes, layers, version hashes and use counts, and how full the pool is."""
     names = _admin(request).names
     used, size = max(names.usage().values(), default=(0, 0))
-    catalog, uses = names.catalog, await names.uses()
+    catalog, uses = names.catalog, names.uses()
     vectors = [_vector_entry(catalog, name, uses["vector", name]) for name in catalog.vectors]
     return {"vectors": vectors, "pool_rows": size, "pool_rows_in_use": used}
 
@@ -361,7 +361,7 @@ async def delete_vector(request: Request, name: str) -> Any:
 async def list_modules(request: Request) -> Any:
     """Version hashes and use counts."""
     names = _admin(request).names
-    catalog, uses = names.catalog, await names.uses()
+    catalog, uses = names.catalog, names.uses()
     return {"modules": [_module_entry(catalog, name, uses["module", name]) for name in catalog.modules]}
 
 

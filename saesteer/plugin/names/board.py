@@ -1,8 +1,12 @@
-"""What the API servers of one server know of each other: numbers in a shared page, and bytes in files beside it.
+"""Where several API servers of one server find each other's changes of names: files in a folder that all of them know.
 
 vLLM's API servers are children of one process and have no line to each other. That process puts a word that nobody can
-guess into the environment, which names their folder. A single API server has none. Knows versions by their numbers, and
-neither names nor an engine.
+guess into the environment, which names their folder. A single API server has none. Knows neither names nor an engine.
+
+    lock       one server at a time changes names; it begins with the number of the last change, 8 bytes
+    names      what names stand for now, as JSON
+    change-N   what change N has put, as long as a name stands for it
+    uses-N     of API server N: how many requests have used what each change has put, 8 bytes for each change
 """
 
 import asyncio
@@ -13,18 +17,15 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from saesteer.errors import UnsupportedError
 
 ENV = "SAESTEER_BOARD"  # <process>-<word>
-_HAS, _AT = range(2)  # of each process on the page: one more than the newest version that it has, and since when
 
 
 def announce() -> None:
@@ -54,15 +55,10 @@ class Board:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise UnsupportedError(f"{folder} belongs to another user, so the API servers cannot meet there")
-        self._folder, self._rank, self._count = folder, rank, count
+        self._folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        page = folder / "page"
-        if not page.exists():
-            page.write_bytes(bytes(8 * (1 + 2 * count)))
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        numbers = np.memmap(page, np.int64, "r+")
-        self._newest, self._said = numbers[:1], numbers[1:].reshape(count, 2)
+        files = [os.open(folder / f"uses-{one}", os.O_RDWR | os.O_CREAT, 0o600) for one in range(count)]
+        self._own, self._all = files[rank], files
 
     @classmethod
     def of(cls, rank: int, count: int) -> "Board":
@@ -79,7 +75,7 @@ class Board:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """While no other process makes a version; the lock goes with a process that dies."""
+        """While no other process changes names; the lock goes with a process that dies."""
         await asyncio.to_thread(fcntl.flock, self._lock, fcntl.LOCK_EX)
         try:
             yield
@@ -88,40 +84,50 @@ class Board:
 
     @property
     def newest(self) -> int:
-        """The last version that was posted."""
-        return int(self._newest[0])
+        """The number of the last change; 0 before the first."""
+        return _number(self._lock, 0)
 
-    def post(self, number: int, wire: str) -> None:
-        """Tell the others of a version, in the words that the workers were told."""
-        for old in self._folder.glob("change-*"):  # all processes have what it says
-            old.unlink()
-        self._write(f"change-{number}", wire)
-        self._newest[0] = number
+    def read(self) -> Any:
+        """What was posted last."""
+        return json.loads((self._folder / "names").read_text())
 
-    def change(self) -> str:
-        """What was posted with the newest version."""
-        return (self._folder / f"change-{self.newest}").read_text()
+    def change(self, number: int) -> Any:
+        """What a change has put.
 
-    def report(self, newest: int, at: int) -> None:
-        """Say which version this process has, and what the clock was before it looked for a newer one."""
-        self._said[self._rank] = newest + 1, at
+        Raises:
+            FileNotFoundError: the name stands for something else since.
+        """
+        return json.loads((self._folder / f"change-{number}").read_text())
 
-    def behind(self, at: int = 0) -> list[int]:
-        """Processes that do not have the newest version, or have not reported since the clock was at `at`."""
-        late = (self._said[:, _HAS] != self.newest + 1) | (self._said[:, _AT] < at)
-        return [int(rank) for rank in late.nonzero()[0]]
+    def put(self, number: int, found: Any) -> None:
+        """Write down what a change puts, for ``change``; nobody looks before the change is posted."""
+        (self._folder / f"change-{number}").write_text(json.dumps(found))
 
-    def tell(self, versions: Sequence[int], uses: Sequence[Any]) -> None:
-        """Say what this process uses: versions, of which only the newest may still be given to requests, and names."""
-        self._write(f"uses-{self._rank}", json.dumps({"versions": versions, "uses": uses}))
+    def post(self, number: int, state: Any, changes: Collection[int]) -> None:
+        """Let the others know; whoever reads finds all of it, or what was there before.
 
-    def told(self, what: Literal["versions", "uses"]) -> list[Any]:
-        """What all other processes have told; they have to have reported before."""
-        others = (self._folder / f"uses-{rank}" for rank in range(self._count) if rank != self._rank)
-        return [one for other in others for one in json.loads(other.read_text())[what]]
+        Args:
+            number: of the last change.
+            state: what ``read`` returns from now on.
+            changes: that a name stands for; the files of the others go.
+        """
+        new = self._folder / "new"
+        new.write_text(json.dumps(state))
+        new.replace(self._folder / "names")
+        os.pwrite(self._lock, number.to_bytes(8, "little"), 0)
+        for old in self._folder.glob("change-*"):
+            if int(old.name.removeprefix("change-")) not in changes:
+                old.unlink()
 
-    def _write(self, name: str, text: str) -> None:
-        """So that whoever reads it finds all of it, or what was there before."""
-        new = self._folder / f"new-{self._rank}"
-        new.write_text(text)
-        new.replace(self._folder / name)
+    def use(self, change: int) -> None:
+        """One more request here has used what a change has put."""
+        count = _number(self._own, 8 * change) + 1
+        os.pwrite(self._own, count.to_bytes(8, "little"), 8 * change)
+
+    def uses(self, change: int) -> int:
+        """Requests of all servers that have used it."""
+        return sum(_number(one, 8 * change) for one in self._all)
+
+
+def _number(file: int, at: int) -> int:
+    return int.from_bytes(os.pread(file, 8, at), "little")

@@ -1,6 +1,5 @@
-"""A change of names: what may be changed, and what of it goes as JSON to the workers and to other API servers."""
+"""A change of names: what may be changed, and its form for other API servers. Knows no files and no workers."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,28 +49,12 @@ class Given:
 
 
 def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
-    """What a change, as `make_version` takes it, puts in the place of names: vectors and modules."""
+    """What changes put in the place of names, vectors and modules: of their JSON objects, or None where one is gone."""
     vectors = {
         name: None if one is None else Given.read(one["vector"], one["bias"]).decode()
         for name, one in told.get("vectors", {}).items()
     }
     return vectors, {name: None if one is None else from_json(one) for name, one in told.get("modules", {}).items()}
-
-
-def make_version(self: Any, wire: str) -> str:
-    """Make a version of the names on this worker, and drop old ones; called by name over collective_rpc.
-
-    Returns:
-        What went wrong, or nothing; an error that is raised would leave the other workers' answers unread.
-    """
-    try:
-        told, registry = json.loads(wire), self.saesteer.engine.registry
-        for old in registry.versions.keys() - set(told["keep"]):  # also one whose making failed on another worker
-            registry.drop(old)
-        self.saesteer.engine.add_version(told["number"], told["base"], *read(told))
-    except Exception as exc:  # noqa: BLE001  # it is told, see above
-        return f"{type(exc).__name__}: {exc}"
-    return ""
 
 
 def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:

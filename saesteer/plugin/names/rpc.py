@@ -1,7 +1,16 @@
-"""Questions to the workers of all engines. vLLM's own RPC reaches them all, and tells what the first engine's said."""
+"""Questions to the workers of all engines, and a worker's answer to a change of names. Knows no names and no catalog.
+
+vLLM's own RPC reaches all engines, and returns what the first engine's workers answered.
+"""
 
 import asyncio
+import json
+from base64 import b64decode
 from typing import Any
+
+import numpy as np
+
+from saesteer.errors import RegistryError
 
 
 async def ask_workers(engine: Any, method: str, *args: Any) -> list[Any]:
@@ -21,3 +30,31 @@ async def ask_workers(engine: Any, method: str, *args: Any) -> list[Any]:
         for one in client.core_engines
     ]
     return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+
+def change_pins(self: Any, wire: str) -> dict[str, Any]:
+    """Pin and unpin vectors on this worker; called by name over collective_rpc.
+
+    Args:
+        self: the worker.
+        wire: JSON of ``pin``, a digest, its sites and its float32 numbers for each vector, and of ``unpin``, a site and
+            a digest each.
+
+    Returns:
+        ``error``: what went wrong, or nothing, since an error that is raised would leave the other workers' answers
+        unread; ``full``: whether that is for lack of room; ``usage``: of the pools.
+    """
+    error, full, engine = "", False, self.saesteer.engine
+    try:
+        told = json.loads(wire)
+        pins = {
+            (site, bytes.fromhex(digest)): np.frombuffer(b64decode(row), "<f4")
+            for digest, sites, row in told["pin"]
+            for site in sites
+        }
+        engine.pin(pins, [(site, bytes.fromhex(digest)) for site, digest in told["unpin"]])
+    except RegistryError as exc:
+        error, full = str(exc), True
+    except Exception as exc:  # noqa: BLE001  # it is returned, see above
+        error = f"{type(exc).__name__}: {exc}"
+    return {"error": error, "full": full, "usage": engine.registry.usage()}

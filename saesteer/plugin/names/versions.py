@@ -1,57 +1,47 @@
-"""Names while serving: the front end's versions and who uses them, and how a change comes to all who must know it.
+"""Names while serving: what they stand for now, who used them, and how a change comes to all who must know it.
 
-A request takes the newest version when it is admitted and holds it until its answer has ended, or its client has gone.
-A new version is on all workers before any request gets it, so nobody sees half of a change. Versions that nobody holds
-are dropped with the next change. Several API servers take each other's changes over (board.py): a change has ended when
-all of them have it. Knows vLLM's requests, and neither HTTP nor keys.
+A request is planned with what its names stand for when it is admitted; the plan refers to vectors by digest, so a later
+change of the names does not reach it. A change has its vectors on all workers before any request gets them, so nobody
+sees half of it. What a name stood for before stays pinned there until the next change. Several API servers take over
+each other's changes when they are asked for names (board.py). Knows vLLM's engine by its RPC, no HTTP and no keys.
 """
 
 import asyncio
 import json
-import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from base64 import b64encode
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from functools import wraps
-from threading import Lock
+from dataclasses import dataclass
+from threading import RLock
 from typing import Any
-from weakref import WeakSet
 
-from saesteer.config.config import KEY
-from saesteer.engine.pool import Pool
-from saesteer.engine.registry import Registry, Version, changed, rooms
 from saesteer.errors import RegistryError
 from saesteer.language.fields import text
 from saesteer.language.spec import Spec
 from saesteer.planning.digests import Kind, Name, names_in
+from saesteer.planning.pins import Pins, Place, changed, counts, no_room, settle
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.changes import Given, check_gone, check_put, of, read
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.results import metrics
 
-logger = logging.getLogger("vllm.saesteer")
-VERSION = f"{KEY}_version"  # beside the spec in extra_args, from the front end to the worker
-# An answer may end by a stop string, which the engine hears of a moment later: so long a version stays after its last.
-GRACE = 1.0
-PATIENCE = 3.0  # with a full pool, for requests that run and may end soon; seconds as well
-BEAT = 0.02  # so often an API server looks whether another one has made a version
-STARTING = 60.0  # another API server may take so long to begin, and none to take a change over
+PATIENCE = 3.0  # seconds: with a full pool, for requests that run with what names stood for and may end soon
+PAUSE = 0.25
+
+Usage = Mapping[str, tuple[int, int]]  # slots for named vectors in use, and all, by site
 
 
-class Held:
-    """A version, as long as somebody keeps this."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Version:
+    """What names stand for, for the requests that are admitted with it."""
 
-    __slots__ = ("__weakref__", "version")
-
-    def __init__(self, version: Version) -> None:
-        self.version = version
-
-    @property
-    def catalog(self) -> Catalog:
-        """What the version's names stand for."""
-        return self.version.catalog
+    number: int  # of the last change; which is 1 or more; names of the start have the first numbers
+    catalog: Catalog
+    pins: Pins
+    puts: Mapping[Name, int]  # which change has put what the name stands for
 
 
 class Names:
@@ -65,55 +55,55 @@ class Names:
     """
 
     def __init__(self, catalog: Catalog, *, pool_rows: int, layers: int, board: Board | None = None) -> None:
-        self._registry = Registry(catalog, {site: Pool(0, room) for site, room in rooms(catalog, pool_rows).items()})
-        self._current = self._registry.versions[0]
+        names: list[Name] = [*(("vector", name) for name in catalog.vectors)]
+        names += (("module", name) for name in catalog.modules)
+        settled, pins = settle(catalog)
+        self._now = Version(len(names) + 1, settled, pins, {name: number for number, name in enumerate(names)})
+        used = counts(pins)
+        self._rooms = {site: max(pool_rows, used[site]) for site in catalog.sites or ()}
+        self._usage: Usage = {site: (used[site], room) for site, room in self._rooms.items()}
+        self._stale: Collection[Place] = ()  # what may be pinned on workers and no name stands for
         self._layers = layers
-        self._lock = Lock()  # requests are admitted in threads
+        self._lock = RLock()  # requests are admitted in threads
         self._changing = asyncio.Lock()
-        self._holders: dict[int, WeakSet[Held]] = {}  # of versions that somebody has held
-        self._idle_since: dict[int, float] = {}
-        self._uses: Counter[Name] = Counter()
-        self._turn = 0  # of uses
-        self._told: Any = None  # versions in use and turn, to the other API servers
+        self._uses: Counter[int] = Counter()  # by change; of a single API server
         self._board = board
-        self._beat: asyncio.Task[None] | None = None
-        self._report()
 
     @property
     def catalog(self) -> Catalog:
         """The newest."""
-        return self._current.catalog
+        return self.hold().catalog
 
-    def hold(self) -> Held:
+    def hold(self) -> Version:
         """The newest version, for a request."""
         with self._lock:
-            held = Held(self._current)
-            self._holders.setdefault(held.version.number, WeakSet()).add(held)
-            return held
+            while self._board is not None and (newest := self._board.newest) > self._now.number:
+                try:
+                    self._follow(self._board)
+                except FileNotFoundError:
+                    if self._board.newest == newest:
+                        raise
+            return self._now
 
-    def bind(self, held: Held, spec: Spec, request: Any) -> None:
-        """A request was admitted with a version: the worker hears which, and it is held until the answer has ended."""
-        params = request.sampling_params
-        params.extra_args = {**params.extra_args, VERSION: held.version.number}
-        params.saesteer_held = held  # stays in this process
-        used = names_in(spec.edits, held.catalog.modules)
+    def count(self, version: Version, spec: Spec) -> None:
+        """A request was admitted with a version."""
+        used = [version.puts[name] for name in names_in(spec.edits, version.catalog.modules)]
         with self._lock:
-            self._uses.update(used)
-            self._turn += 1
+            if self._board is None:
+                self._uses.update(used)
+            else:
+                for change in used:
+                    self._board.use(change)
 
-    async def uses(self) -> Counter[Name]:
+    def uses(self) -> Counter[Name]:
         """Requests admitted so far with what each name stands for now, also through modules."""
-        if self._board is not None:
-            await self._all_have_it(self._board, time.monotonic_ns())
-        with self._lock:
-            found = self._uses.copy()
-        for kind, name, count in () if self._board is None else self._board.told("uses"):
-            found[kind, name] += count
-        return found
+        puts, board = self.hold().puts, self._board
+        return Counter({name: self._uses[one] if board is None else board.uses(one) for name, one in puts.items()})
 
-    def usage(self) -> dict[str, tuple[int, int]]:
-        """Slots for named vectors in use, and all, by site."""
-        return self._registry.usage()
+    def usage(self) -> Usage:
+        """Slots for named vectors that were in use when names changed last, also by requests that ran, and all."""
+        self.hold()
+        return self._usage
 
     async def put_vector(self, engine: Any, name: str, given: Given) -> tuple[bool, Catalog]:
         """Register or replace a vector: whether there was one, and what there is now.
@@ -150,161 +140,101 @@ class Names:
     async def _change(self, engine: Any, name: Name, found: Any, wire: Any) -> tuple[bool, Catalog]:
         kind, own = name
         async with self._changing, self._alone():
-            before = self._current
-            existed = own in of(kind, before.catalog)
+            before = self.hold()
             if found is None:
                 check_gone(name, before.catalog)
-            vectors, modules = ({own: found}, {}) if kind == "vector" else ({}, {own: found})
-            catalog = changed(before.catalog, vectors, modules)
+            catalog = changed(before.catalog, *(({own: found}, {}) if kind == "vector" else ({}, {own: found})))
             if found is not None:
                 check_put(name, catalog, self._layers)
-            change = {f"{kind}s": {own: None if wire is None else wire.to_json()}}
-            made = before.number + 1
-            await self._add(made, catalog)
-            keep = [one for one in self._registry.versions if one != made]
-            told = json.dumps({"number": made, "base": before.number, "keep": keep, **change})
-            try:
-                await self._tell(engine, made, told)
-            except BaseException:
-                self._drop([made])
-                raise
-            self._take(made, [name])
-            if self._board is not None:
-                self._board.post(made, told)
-                await self._all_have_it(self._board)
-            return existed, self._current.catalog
+            catalog, pins = settle(catalog)
+            self._refuse_without_room(before.pins, pins)
+            new = {place: pins[place] for place in pins.keys() - before.pins.keys()}
+            unpinned = set(self._stale) - pins.keys() - before.pins.keys()
+            number = before.number + 1
+            puts = {**before.puts, name: number}
+            if found is None:
+                del puts[name]
+            elif self._board is not None:
+                self._board.put(number, {f"{kind}s": {own: wire.to_json()}})
+            # Should it fail, some workers have pinned what is new, which the next change unpins.
+            self._post(before, {*self._stale, *new}, self._usage, keep=number)
+            usage = await self._tell(engine, new, unpinned)
+            self._post(Version(number, catalog, pins, puts), before.pins.keys() - pins.keys(), usage)
+            return own in of(kind, before.catalog), catalog
 
-    def _take(self, made: int, names: Iterable[Name]) -> None:
-        """A version is on all workers: requests get it from now on."""
+    def _post(self, version: Version, stale: Collection[Place], usage: Usage, keep: int = 0) -> None:
+        """Requests get a version from now on, here and from all other API servers."""
         with self._lock:
-            self._current = self._registry.versions[made]
-            for name in names:
-                self._uses.pop(name, None)
-            self._turn += 1
-        metrics.pools(self.usage())
+            for old in set(self._now.puts.values()).difference(version.puts.values()):
+                self._uses.pop(old, None)
+            self._now, self._stale, self._usage = version, stale, usage
+        if self._board is not None:
+            state = {"number": version.number, "usage": usage}
+            state["puts"] = [[*name, change] for name, change in version.puts.items()]
+            state["stale"] = [[site, digest.hex()] for site, digest in stale]
+            self._board.post(version.number, state, {*version.puts.values(), keep})
+        metrics.pools(usage)
+
+    def _follow(self, board: Board) -> None:
+        """Take over what other API servers have changed.
+
+        Raises:
+            FileNotFoundError: they have changed it again meanwhile.
+        """
+        state, before = board.read(), self._now
+        puts: dict[Name, int] = {(kind, name): change for kind, name, change in state["puts"]}
+        if state["number"] != before.number:
+            gone = before.puts.keys() - puts.keys()
+            found: dict[str, dict[str, Any]] = {
+                f"{kind}s": {name: None for one, name in gone if one == kind} for kind in ("vector", "module")
+            }
+            for name, change in puts.items():
+                if before.puts.get(name) != change:
+                    for several, one in board.change(change).items():
+                        found[several] |= one
+            catalog, pins = settle(changed(before.catalog, *read(found)))
+            self._now = Version(state["number"], catalog, pins, puts)
+        self._stale = {(site, bytes.fromhex(digest)) for site, digest in state["stale"]}
+        self._usage = {site: (used, room) for site, (used, room) in state["usage"].items()}
+        metrics.pools(self._usage)
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """While no other API server makes a version, and with the newest one."""
+        """While no other API server changes names, and with what they have changed."""
         if self._board is None:
             yield
             return
         async with self._board.alone():
-            await self._keep_up(self._board)
-            await self._all_have_it(self._board)
+            if self._board.newest:
+                with self._lock:
+                    self._follow(self._board)
             yield
 
-    async def _all_have_it(self, board: Board, at: int = 0) -> None:
-        end = time.monotonic() + STARTING
-        while late := board.behind(at):
-            if time.monotonic() > end:
-                raise RuntimeError(f"API server {late[0]} has not taken over version {board.newest} of the names")
-            await asyncio.sleep(BEAT / 4)
+    def _refuse_without_room(self, before: Pins, pins: Pins) -> None:
+        """What is replaced and what comes for it lie side by side for a moment."""
+        used = counts(before)
+        for site, wanted in counts(before, pins).items():
+            if wanted > self._rooms[site]:
+                raise no_room(site, wanted - used[site], self._rooms[site] - used[site], self._rooms[site])
 
-    def begin(self) -> None:
-        """Keep up with the other API servers from now on; to be called in the loop that answers requests."""
-        if self._board is not None and self._beat is None:
-            self._beat = asyncio.create_task(self._beating(self._board))
-
-    async def _beating(self, board: Board) -> None:
-        while True:
-            try:
-                await self._keep_up(board)
-            except Exception:
-                logger.exception("a change of names by another API server could not be taken over")
-                await asyncio.sleep(GRACE)
-            await asyncio.sleep(BEAT)
-
-    async def _keep_up(self, board: Board) -> None:
-        """Take over what another API server has made, and say what is in use here."""
-        now, made = time.monotonic_ns(), board.newest
-        if made != self._current.number:
-            vectors, modules = await asyncio.to_thread(lambda: read(json.loads(board.change())))
-        if made == self._current.number + 1:  # if not, it was taken over in the meantime
-            self._drop_idle()
-            self._registry.add(made, changed(self._current.catalog, vectors, modules))
-            self._take(made, [*(("vector", one) for one in vectors), *(("module", one) for one in modules)])
-        self._report(now)
-
-    def _report(self, now: int = 0) -> None:
-        if self._board is None:
-            return
-        with self._lock:
-            told = [one for one in self._registry.versions if self._is_used(one)], self._turn
-            uses = [] if told == self._told else [[kind, name, count] for (kind, name), count in self._uses.items()]
-        if told != self._told:
-            self._board.tell(told[0], uses)
-            self._told = told
-        self._board.report(self._current.number, now)
-
-    async def _add(self, made: int, catalog: Catalog) -> None:
-        """Make the version here, as every worker will; without room, wait for what nobody holds, and a little for more.
-
-        The clock is asked after each sleep: uvloop ends one up to a millisecond early, and a busy machine late.
-        """
+    async def _tell(self, engine: Any, new: Pins, unpinned: Collection[Place]) -> Usage:
+        """Have the vectors pinned on all workers, with patience where running requests hold the slots."""
+        sites: defaultdict[bytes, list[str]] = defaultdict(list)
+        rows = {digest: row for (_, digest), row in new.items()}
+        for site, digest in new:
+            sites[digest].append(site)
+        pin = [[digest.hex(), sites[digest], b64encode(row.tobytes()).decode()] for digest, row in rows.items()]
+        told = json.dumps({"pin": pin, "unpin": [[site, digest.hex()] for site, digest in unpinned]})
         end = time.monotonic() + PATIENCE
         while True:
-            idle, held = self._drop_idle()
-            try:
-                self._registry.add(made, catalog)
-            except RegistryError:
-                if not idle and (not held or time.monotonic() > end):
-                    raise
-                await asyncio.sleep(GRACE / 4)
-            else:
-                return
-
-    def _drop_idle(self) -> tuple[bool, bool]:
-        """Drop what nobody has held for GRACE; whether older versions stay that nobody holds, or somebody."""
-        with self._lock:
-            old = [one for one in self._registry.versions if one != self._current.number]
-            free = [one for one in old if not self._is_used(one)]
-            held = any(self._holders.get(one) for one in old)
-            idle = any(not self._holders.get(one) for one in set(old) - set(free))
-        if self._board is not None:
-            elsewhere = set(self._board.told("versions"))
-            held = held or any(one in elsewhere for one in old)
-            free = [one for one in free if one not in elsewhere]
-        self._drop(free)
-        return idle, held
-
-    def _is_used(self, version: int) -> bool:
-        """Whether a request here has it or may get it, or had it less than GRACE ago."""
-        if version == self._current.number or self._holders.get(version):
-            return True
-        now = time.monotonic()
-        return version in self._holders and now - self._idle_since.setdefault(version, now) < GRACE
-
-    def _drop(self, versions: Iterable[int]) -> None:
-        for old in versions:
-            self._registry.drop(old)
-            self._holders.pop(old, None)
-            self._idle_since.pop(old, None)
-
-    async def _tell(self, engine: Any, made: int, told: str) -> None:
-        answers = await ask_workers(engine, "saesteer_names", told)
-        wrong = [answer for answer in answers if answer]
-        if wrong:
-            raise RuntimeError(f"a worker could not make version {made} of the names: {wrong[0]}")
-
-
-def version_of(params: Any) -> int:
-    """The version that a request was admitted with."""
-    found: int = (params.extra_args or {}).get(VERSION, 0)
-    return found
-
-
-def keep_held(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrap of OutputProcessor.add_request: what a request holds is held by the state of each of its answers."""
-
-    @wraps(original)
-    def add_request(self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, request, prompt, parent_req, *args, **kwargs)
-        # Of n answers each has a copy of the parameters, which leaves our part behind.
-        params = request.sampling_params if parent_req is None else parent_req.sampling_params
-        held = getattr(params, "saesteer_held", None)
-        if held is not None:
-            self.request_states[request.request_id].saesteer_held = held
-        return made
-
-    return add_request
+            answers = await ask_workers(engine, "saesteer_names", told)
+            wrong = [answer for answer in answers if answer["error"]]
+            if not wrong:
+                break
+            if any(not answer["full"] for answer in wrong):
+                raise RuntimeError(f"a worker could not take a change of the names over: {wrong[0]['error']}")
+            if time.monotonic() > end:
+                raise RegistryError(wrong[0]["error"], code="no_room")
+            await asyncio.sleep(PAUSE)
+        usage = [answer["usage"] for answer in answers]
+        return {site: (max(one[site][0] for one in usage), room) for site, room in self._rooms.items()}

@@ -26,7 +26,7 @@ from saesteer.plugin.wrap import Original, around
 
 logger = logging.getLogger("vllm.saesteer")
 
-GONE = "gone"  # the version of the names with which the request was admitted
+GONE = "gone"  # a vector that the request was admitted with
 DOSE = "dose"  # the dose of a token was above the limit
 BROKEN = "broken"  # the worker could not make its row; after a colon, the word says what went wrong
 SHARED = "shared"  # it used cached blocks of a request that failed

@@ -23,11 +23,12 @@ from saesteer import __version__
 from saesteer.config.assets import Assets
 from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine, Row
+from saesteer.engine.registry import Gone
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.plugin import contract
-from saesteer.plugin.door import admission, frontend
-from saesteer.plugin.names import changes, versions
+from saesteer.plugin.door import frontend
+from saesteer.plugin.names import rpc
 from saesteer.plugin.results import counts, failures
 from saesteer.plugin.worker import layers
 from saesteer.plugin.worker.slots import Rows
@@ -84,7 +85,7 @@ def attach(worker: Any, assets: Assets) -> None:
     runner.load_model = load_with_dictionaries
     worker.compile_or_warm_up_model = warm_up_and_check
     # Called by name over collective_rpc.
-    worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(changes.make_version, worker)
+    worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(rpc.change_pins, worker)
 
 
 def _build(runner: Any, assets: Assets) -> "Steering":
@@ -128,7 +129,7 @@ class Steering:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
-        self._recent: dict[tuple[int, str | None], Row] = {}  # by the version of the names and SAME
+        self._recent: dict[bytes, Row] = {}  # by plan
         self._places: dict[str, int] = {}  # of those that hold a table row
         self._holders: dict[int, str] = {}  # the same by row
         self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
@@ -159,23 +160,14 @@ class Steering:
         return row
 
     def _row_of(self, request: Any) -> Row | None:
-        """Made anew only where no recent request was steered alike: a set of every layer takes 1 to 3 ms."""
-        params = request.sampling_params
-        extra, version = params.extra_args or {}, versions.version_of(params)
-        if KEY not in extra:
+        """Made anew only where no recent request had the same plan."""
+        admitted = (request.sampling_params.extra_args or {}).get(KEY)
+        if admitted is None:
             return None
-        if version not in self.engine.registry.versions:
-            logger.error("request %s came with version %s of the names, which is gone", request.req_id, version)
-            self.failed[request.req_id] = failures.GONE
-            return None
-        key = version, extra.get(admission.SAME)
-        row = self._recent.pop(key, None)
-        if row is None:
-            spec = frontend.spec_of(params)
-            assert spec is not None
-            row = self.engine.make_row(spec, len(request.prompt_token_ids), version)
-        if row is not None and key[1] is not None:
-            self._recent[key] = row  # the last used stands last
+        plan = admitted["plan"]
+        row = self._recent.pop(plan, None) or self.engine.make_row(admitted)
+        if row is not None:
+            self._recent[plan] = row  # the last used stands last
             if len(self._recent) > _RECENT:
                 del self._recent[next(iter(self._recent))]
         return row
@@ -189,9 +181,10 @@ class Steering:
 
     def fail(self, request: str, exc: Exception) -> None:
         """End a request for which something went wrong here; whatever is raised further ends the engine for all."""
-        logger.error("request %s could not be steered", request, exc_info=exc)
+        gone = isinstance(exc, Gone)
+        logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
         self.forget(request)
-        self.failed[request] = f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+        self.failed[request] = failures.GONE if gone else f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
 
     def fill(self, request: str, row: int) -> None:
         """Give a table row to a request that is about to run: its own content, or none where it is not steered."""
@@ -215,6 +208,7 @@ class Steering:
     def _keep(self, request: str) -> None:
         row = self._places.pop(request)
         del self._holders[row]
+        self.engine.release(row)
         self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
 
     def _drop(self, request: str) -> None:
@@ -222,6 +216,7 @@ class Steering:
         row = self._places.pop(request, None)
         if row is not None:
             del self._holders[row]
+            self.engine.release(row)
 
     def forget(self, request: str) -> None:
         """A request has ended, or will begin anew."""

@@ -1,0 +1,19 @@
+"""The table row of a spec, on the way that a server's requests go. Knows no test."""
+
+from typing import Any
+
+from saesteer.engine.engine import Engine, Row
+from saesteer.language.spec import as_spec
+from saesteer.planning.planner import plan
+from saesteer.planning.wire import encode
+
+
+def row_of(engine: Engine, spec: Any, prompt_len: int) -> Row | None:
+    """What a request's row holds; None when the spec edits nothing.
+
+    Raises:
+        SpecError: the spec is wrong.
+    """
+    found = as_spec(spec)
+    assert found is not None
+    return engine.make_row(encode(plan(found, engine.catalog, prompt_len), engine.catalog, dose=found.returns.dose))
