@@ -38,17 +38,16 @@ SCAN = tl.constexpr(16)  # entries searched at once
 @triton.jit
 def statistics(x0, x1, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """Length, mean and standard deviation (over n - 1) of a token."""
-    cols0, cols1 = columns(HEAD, TAIL)
     total = tl.sum(x0, axis=0)
     squares = tl.sum(x0 * x0, axis=0)
     if TAIL > 0:
         total += tl.sum(x1, axis=0)
         squares += tl.sum(x1 * x1, axis=0)
     mean = total / WIDTH
-    off0 = tl.where(cols0 < WIDTH, x0 - mean, 0.0)
+    off0 = tl.where(tl.arange(0, HEAD) < WIDTH, x0 - mean, 0.0)
     off = tl.sum(off0 * off0, axis=0)
     if TAIL > 0:
-        off1 = tl.where(cols1 < WIDTH, x1 - mean, 0.0)
+        off1 = tl.where(HEAD + tl.arange(0, TAIL) < WIDTH, x1 - mean, 0.0)
         off += tl.sum(off1 * off1, axis=0)
     # The deviation of a single number is NaN, as in the reference.
     return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
