@@ -1,6 +1,7 @@
 """Model families: the classes exist in both libraries, resid_mid is what it should be, all others are refused."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -220,6 +221,28 @@ def test_vllm_s_other_layers_are_refused_by_name(classes: tuple[str, ...]) -> No
     with pytest.raises(UnsupportedError, match=rf"with layers of the class {', '.join(classes)} is not served") as told:
         attach(vllm_model(*classes), engine)
     assert all(family.vllm in str(told.value) for family in FAMILIES)
+
+
+def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sleep mode, at level 2, saves the buffers of the model and drops all else that was loaded with it."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    class Norm(nn.Module):
+        """Stands for vLLM's RMSNorm, which is made in an engine alone."""
+
+    monkeypatch.setattr(layers, "RMSNorm", Norm)
+    engine = hf.Model(tiny("Llama"), sites=["resid_mid.0", "resid_post.0", "resid_post.1"]).engine
+    model = vllm_model("LlamaDecoderLayer", "LlamaDecoderLayer")
+    model.norm = Norm()
+    for layer in model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = Norm(), Norm()
+    layers.attach(model, engine)
+    kept = {buffer.data_ptr() for buffer in model.buffers()}
+    of_sites = [getattr(site, field.name) for site in engine.sites.values() for field in fields(site)]
+    tensors = [one for one in [*of_sites, *vars(engine).values()] if isinstance(one, torch.Tensor) and one.numel()]
+    missing = {one.data_ptr() for one in tensors} - kept
+    assert missing <= {engine._nobody.data_ptr(), engine._numbers.data_ptr()}, "which hold numbers of a batch alone"
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:

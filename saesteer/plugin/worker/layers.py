@@ -9,6 +9,7 @@ stands around norms, whose class is swapped on the instance: names of parameters
     resid_pre.0    before layer 0's input norm: the embedding
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from saesteer.models.families import Family, find_trunk
 class _Edited(nn.Module):
     """Mixin of a swapped norm. Its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
 
-    saesteer_site: Tensor
+    saesteer_index: Tensor
     saesteer_counts: Tensor
     saesteer_steps: Tensor
     saesteer_published: Tensor
@@ -37,7 +38,7 @@ class _Edited(nn.Module):
     def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
         """Call the op on the stream of this norm's site; behind the last site, publish what was counted."""
         weight = self.weight.data if form == layout.NORMED else None
-        counts, site = self.saesteer_counts, self.saesteer_site
+        counts, site = self.saesteer_counts, self.saesteer_index
         eps, offset = self.variance_epsilon, self.saesteer_weight_offset
         torch.ops.saesteer.edit_(stream, second, weight, counts, site, form, eps, offset)
         if self.saesteer_last:
@@ -98,13 +99,12 @@ def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edi
 def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
     if type(norm) not in (RMSNorm, GemmaRMSNorm):
         raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
-    for name, tensor in (
-        ("site", site.index),
-        ("counts", engine.counts),
-        ("steps", engine.steps),
-        ("published", engine.published),
-    ):
-        norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
+    # The graph reads four of them. vLLM's sleep mode, at level 2, brings back what is a buffer and nothing else.
+    held = {field.name: getattr(site, field.name) for field in fields(site)}
+    held |= {"counts": engine.counts, "steps": engine.steps, "published": engine.published}
+    for name, tensor in held.items():
+        if isinstance(tensor, Tensor):
+            norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
     cls = type(norm)
     norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
     edited: Any = norm
