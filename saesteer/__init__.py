@@ -1,6 +1,6 @@
 """saesteer clamps features of sparse autoencoders, per request, inside a stock vLLM server.
 
-This file is the list of public names. It imports none of them before they are asked for: `import saesteer` costs
+This file is the list of public names. It imports none of them before they are used: `import saesteer` costs
 nothing and works without torch or vLLM, since vLLM imports it in each of its processes.
 """
 

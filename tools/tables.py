@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# What each code means, in the order of the table; the codes themselves are looked up in the code.
+# What each code means, in the order of the table; the codes themselves come from the source code.
 CODES = {
     "bad_json": "The text is not JSON, or not a JSON object.",
     "wrong_type": "A value of another type than expected.",
@@ -40,9 +40,9 @@ CODES = {
     "out_of_range": "A number or name outside its bounds, such as a feature that the dictionary does not have.",
     "not_finite": "NaN or infinity.",
     "zero_vector": "A vector of zeros, which has no direction.",
-    "conflict": "Two values that are right alone contradict each other.",
-    "duplicate": "Something appears twice that may appear once.",
-    "empty_scope": "The scope holds no token of this prompt, or of any.",
+    "conflict": "Two values that are valid on their own contradict each other.",
+    "duplicate": "Something that may appear only once appears twice.",
+    "empty_scope": "The scope holds no token of this prompt, or of any prompt.",
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",
@@ -67,12 +67,12 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def code(text: object) -> str:
-    """As code; the bar would end a cell."""
+    """The text as code; an unescaped bar would end a cell."""
     return f"`{text}`".replace("|", "\\|")
 
 
 def formats() -> str:
-    """The formats of dictionaries, in the order in which they are tried; the text is how their files introduce them."""
+    """The formats of dictionaries, in the order in which they are tried, with the first line of each file."""
     rows = []
     for name, one in FORMATS.items():
         module: Any = inspect.getmodule(one)
@@ -126,7 +126,7 @@ def flags() -> str:
                 flag = f"{one.opts[0]} {value}".strip()
                 found.setdefault((flag, one.help), []).append(name)
     rows = ((code(flag), ", ".join(names), about.replace("|", "\\|")) for (flag, about), names in found.items())
-    return table(("flag", "of", "meaning"), rows)
+    return table(("flag", "commands", "meaning"), rows)
 
 
 def limits() -> str:
@@ -134,16 +134,16 @@ def limits() -> str:
     low, usual, high = config.LIMITS["max_edits"]
     vectors = config.LIMITS["inline_rows"]
     rows = (
-        ("edits in one spec, with those of its modules", spec.MAX_EDITS),
+        ("edits in one spec, including the edits of its modules", spec.MAX_EDITS),
         (
             "table entries: features or vectors times windows, plus conditions",
             f"{usual} (`--max-edits`, {low} to {high})",
         ),
-        ("different vectors of its own at one site", f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})"),
+        ("different vectors brought for one site", f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})"),
         ("intervals in the `positions` of all scopes", edits.MAX_POSITIONS),
         ("conditions in one `when`", edits.MAX_CONDITIONS),
         ("different conditions that edits wait for at one site", plan.MOST_CONDITIONS),
-        ("modules inside one another", expand.MAX_DEPTH),
+        ("levels of modules inside one another", expand.MAX_DEPTH),
         ("characters of a name", fields.MAX_NAME),
         ("characters of the spec as JSON", f"{spec.MAX_CHARACTERS:,}"),
         ("numbers in a vector given as a list", inline.MAX_LIST),
@@ -154,7 +154,7 @@ def limits() -> str:
 
 
 def codes() -> str:
-    """The error codes, which the code is searched for."""
+    """The error codes, as found in the source code."""
     found = {*fields.CODES, *_registry_codes(), *_admin_codes()}
     found |= {_constant("saesteer/plugin/results/failures.py", name) for name in ("GONE", "DOSE", "BROKEN", "SHARED")}
     assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
@@ -182,11 +182,11 @@ def hook_table() -> str:
         )
         for one in contract.HOOKS
     )
-    return table(("function, with the parameters relied on", "in", "what happens", "why"), rows)
+    return table(("function, with the parameters that matter", "process", "what happens", "why"), rows)
 
 
 def metric_table() -> str:
-    """The metrics, as they introduce themselves to prometheus_client."""
+    """The metrics, as they are registered with prometheus_client."""
     found: list[tuple[str, str, str]] = []
 
     def recorder(kind: str) -> Callable[..., None]:
@@ -221,7 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables as they are today."""
+    """A page with up-to-date tables."""
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
 
 
@@ -239,7 +239,7 @@ def _tree(file: str) -> ast.Module:
 
 
 def _constant(file: str, name: str) -> Any:
-    """A constant of a file that needs vLLM, which takes seconds to import."""
+    """A constant, read without importing its file: that needs vLLM, which takes seconds to import."""
     [value] = [
         node.value
         for node in _tree(file).body
@@ -262,7 +262,7 @@ def _registry_codes() -> set[str]:
 
 
 def _admin_codes() -> set[str]:
-    """The codes that the admin routes give where no error brings one."""
+    """The codes that the admin routes return where no error has its own."""
     calls = [call for call in _calls("saesteer/plugin/http/admin.py", "_refuse") if len(call.args) > 2]
     return {str(call.args[2].value) for call in calls if isinstance(call.args[2], ast.Constant)}
 

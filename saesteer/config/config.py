@@ -1,4 +1,4 @@
-"""What the operator asks for at start: one list of options, each with its check. Opens no file and knows no vLLM.
+"""The operator's settings at start: one list of options, each with its check. Opens no file; does not know vLLM.
 
 The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a server sees the same:
 
@@ -23,7 +23,7 @@ KEY = "saesteer"
 # Name of a limit → the least, the usual and the largest value.
 LIMITS = {"max_edits": (1, 64, 4096), "pool_rows": (0, 64, 65536), "inline_rows": (0, 1, 64)}
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
-MAX_DOSE = 1e6  # of the limit itself; what is more says nothing
+MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
 
 
@@ -43,7 +43,7 @@ class DictionarySource:
 
 @dataclass(frozen=True, slots=True)
 class VectorSource:
-    """Where vectors are: a file or ``org/repo/file``, and a probe's bias in place of the file's own."""
+    """Where vectors are: a file or ``org/repo/file``, and a probe's bias that replaces the file's."""
 
     path: str
     bias: float | None = None
@@ -71,7 +71,7 @@ def _action(value: Any, at: str) -> Any:
 
 
 def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check:
-    """A source, a text that stands for one, or an object with its parts, of which the first is required."""
+    """A source, a text that stands for one, or an object with its parts; the first part is required."""
     required, *_ = parts
 
     def check(value: Any, at: str) -> Any:
@@ -96,7 +96,7 @@ def _module(value: Any, at: str) -> str | dict[str, Any]:
 
 
 def _named(check: Check) -> Check:
-    """An object whose keys are names as requests have them, or nobody could ask for it."""
+    """An object whose keys are valid names in requests, since nobody could request any others."""
 
     def check_all(value: Any, at: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -111,13 +111,13 @@ def _named(check: Check) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What can be asked for."""
+    """One setting of the operator."""
 
-    flag: str  # of ``saesteer serve``
-    metavar: str | None  # of the flag
+    flag: str  # its flag of ``saesteer serve``
+    metavar: str | None  # the flag's value in the help text
     check: Check  # returns a value of the wire form as SaesteerConfig holds it
     help: str
-    python: tuple[str, ...] = ("LLM", "hf")  # which of saesteer.LLM and saesteer.hf.Model take it, too
+    python: tuple[str, ...] = ("LLM", "hf")  # which of saesteer.LLM and saesteer.hf.Model also take it
 
 
 def _limit(name: str, flag: str, about: str, python: tuple[str, ...]) -> Option:
@@ -130,13 +130,13 @@ OPTIONS: dict[str, Option] = {
         "--dictionary",
         "NAME=PLACE[@SITE]",
         _named(_source(DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word))),
-        "A dictionary and its name in requests: a path or hub id, @SITE if its files do not say it. Repeatable.",
+        "A dictionary and its name in requests: a path or hub id, @SITE if its files do not state it. Repeatable.",
     ),
     "sites": Option(
         "--sites",
         "SITE,...",
         fields.list_of(_site, _MOST_SITES),
-        "Sites to instrument beside those of the dictionaries; resid_post.all is every layer. Repeatable.",
+        "Sites to instrument in addition to those of the dictionaries; resid_post.all is every layer. Repeatable.",
     ),
     "max_edits": _limit("max_edits", "--max-edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
@@ -149,18 +149,18 @@ OPTIONS: dict[str, Option] = {
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."
     ),
     "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
-    "inline_rows": _limit("inline_rows", "--inline-rows", "Vectors of a request's own at every site", ("LLM",)),
+    "inline_rows": _limit("inline_rows", "--inline-rows", "Inline vectors for one request at every site", ("LLM",)),
     "max_dose": Option(
         "--max-dose",
         None,
         optional(_dose),
-        "How much edits may change a token at a site, in lengths of the stream, such as 0.5; default any.",
+        "How much edits may change a token at a site, in lengths of the stream, such as 0.5; default: no limit.",
     ),
     "max_dose_action": Option(
         "--max-dose-action",
         "|".join(get_args(DoseAction)),
         _action,
-        "With a change above it: scale it down to it, or end its request with an error; default clamp.",
+        "What to do with a larger change: scale it down to the limit, or end its request with an error; default clamp.",
         ("LLM",),
     ),
 }
@@ -168,17 +168,17 @@ OPTIONS: dict[str, Option] = {
 
 @dataclass(frozen=True, slots=True)
 class SaesteerConfig:
-    """The operator's wishes, a field for each option; immutable, equal in every process of a server."""
+    """The operator's settings, one field for each option; immutable, equal in every process of a server."""
 
     dictionaries: Mapping[str, DictionarySource] = field(default_factory=dict)
-    sites: tuple[str, ...] = ()  # instrumented beside those that the dictionaries need; "resid_post.all": every layer
+    sites: tuple[str, ...] = ()  # in addition to those that the dictionaries need; "resid_post.all": every layer
     max_edits: int = LIMITS["max_edits"][1]  # table entries of one request, over all sites
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
-    inline_rows: int = LIMITS["inline_rows"][1]  # vectors of one request's own at every site
-    max_dose: float | None = None  # how much edits may change a token at a site, in lengths of the stream; None: any
-    max_dose_action: DoseAction = "clamp"  # with a token above it
+    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors of one request at every site
+    max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
+    max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
 
     @classmethod
     def from_json(cls, raw: Any) -> "SaesteerConfig":
@@ -190,7 +190,7 @@ class SaesteerConfig:
         return cls().changed(raw)
 
     def changed(self, raw: Any) -> "SaesteerConfig":
-        """This one with the options of the wire form in place of its own.
+        """A copy in which the options of the wire form replace its own.
 
         Raises:
             ConfigError: an unknown field, a wrong type or a value out of range.

@@ -1,6 +1,6 @@
-"""Modules: specs under a name, read from files at start, and checked against what the server has whenever they come.
+"""Modules: named specs, read from files at start and checked against what the server has whenever they arrive.
 
-Knows no tokens, no weights and no engine. The prompt of a request is not known yet: what depends on it is seen there.
+Knows no tokens, no weights and no engine. A request's prompt is not known yet: the request checks what depends on it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from saesteer.planning.expand import steps
 from saesteer.planning.plan import Catalog
 from saesteer.planning.planner import plan
 
-_LENGTHS = (1 << 20, 64, 8)  # of prompts, for one of which a module must mean something
+_LENGTHS = (1 << 20, 64, 8)  # prompt lengths; a module must mean something for at least one
 _BY_PROMPT = ("empty_scope", "duplicate")  # what may be wrong for one prompt and right for another
 
 
@@ -32,7 +32,7 @@ def read_modules(
 
     Raises:
         ConfigError: a file that cannot be read, a wrong spec, one that asks for ``return``, an unknown name, or modules
-            that use each other in a circle or too deep.
+            that use each other in a cycle or too deeply.
     """
     modules = {name: _read(name, source) for name, source in sources.items()}
     known = {"dictionary": set(dictionaries), "vector": set(vectors), "probe": set(vectors)}
@@ -54,13 +54,13 @@ def read_modules(
 
 
 def check_modules(catalog: Catalog) -> None:
-    """Refuse modules of a server that no request could use, as they would be if they came over HTTP.
+    """Refuse a server's modules that no request could use, as if they had come over HTTP.
 
     Raises:
-        ConfigError: naming the module and the field; where modules use each other, the one that is wrong itself.
+        ConfigError: names the module and the field; if modules use each other, the module that is itself wrong.
     """
     modules = catalog.modules
-    # What a module uses comes before it, as it names fewer.
+    # A module comes after those that it uses, since they name fewer.
     for name in sorted(modules, key=lambda name: len(names_in(modules[name].edits, modules))):
         try:
             check_module(modules[name], catalog)
@@ -72,12 +72,12 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
     """Refuse a module that no request could use.
 
     Args:
-        spec: of the module.
+        spec: the module's spec.
         catalog: what the server has, with all of its modules.
-        where: what stands in the error's field for the module.
+        where: the name of the module in the error's field.
 
     Raises:
-        SpecError: as ``plan`` for each prompt, or it asks for ``return``.
+        SpecError: ``plan`` refuses it for each prompt, or it asks for ``return``.
     """
     if spec.returns != Return():
         fail(f"{where}.return", "not_served", "asks for return, expected edits only")
@@ -95,7 +95,7 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
     except SpecError as error:
         message = str(error).removeprefix(f"{error.field}: ")
         raise SpecError(message, field=error.field.replace("saesteer", where, 1), code=error.code) from None
-    # Planned to the end for none of these prompts: at least every name is known.
+    # No plan was complete for any of these prompts: check at least that every name is known.
     known = {"vector": catalog.vectors, "module": catalog.modules}
     for kind, name in names_in(spec.edits, {}):
         if name not in known[kind]:
@@ -118,4 +118,4 @@ def _read(name: str, source: str | Mapping[str, Any]) -> Spec:
 
 def _text(path: Path) -> str:
     with path.open(encoding="utf-8") as stream:
-        return stream.read(MAX_CHARACTERS + 1)  # one too many is refused by the language
+        return stream.read(MAX_CHARACTERS + 1)  # the language refuses one character too many

@@ -1,7 +1,7 @@
-"""From the words of a command line and a YAML file to one SaesteerConfig; the words win. Reads no weights.
+"""Turns a command line's arguments and a YAML file into one SaesteerConfig; arguments win. Reads no weights.
 
-The file says what the wire form says (``saesteer.config``), and a relative path in it that exists beside the file is
-taken from there:
+The file has the same content as the wire form (``saesteer.config``). A relative path in it that exists next to the
+file is resolved there:
 
     dictionaries:
       gs20: org/repo/folder@resid_post.20
@@ -42,18 +42,18 @@ def read_settings(
     file: str | Path | None = None,
     **limits: float | str | None,
 ) -> SaesteerConfig:
-    """The operator's wishes.
+    """The operator's settings.
 
     Args:
         dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
-        sites: names, each word one or several with commas.
+        sites: names; each argument holds one, or several separated by commas.
         vectors: each ``NAME=FILE``.
-        modules: each ``NAME=FILE``, the file a spec as JSON.
-        file: a YAML file; what the other arguments name again is theirs, and sites add up.
-        **limits: ``max_edits``, ``max_dose`` and all that ``saesteer.config`` has beside these; None is not said.
+        modules: each ``NAME=FILE``; the file holds a spec as JSON.
+        file: a YAML file; the other arguments override it, except that sites add up.
+        **limits: ``max_edits``, ``max_dose`` and the other limits of ``saesteer.config``; None: not given.
 
     Raises:
-        ConfigError: a word or the file is not of that form.
+        ConfigError: an argument or the file does not have that form.
     """
     told = SaesteerConfig() if file is None else _read(Path(file))
     words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
@@ -80,7 +80,7 @@ def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
 
 
 def _read(file: Path) -> SaesteerConfig:
-    """What a file says; relative paths in it that exist beside the file are taken from there."""
+    """Read a file; relative paths in it that exist next to the file are resolved there."""
     try:
         with file.expanduser().open("rb") as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
@@ -91,7 +91,7 @@ def _read(file: Path) -> SaesteerConfig:
     try:
         document = yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, RecursionError, ValueError) as exc:
-        raise ConfigError(f"--saesteer-config {file}: no YAML ({' '.join(str(exc).split())})") from exc
+        raise ConfigError(f"--saesteer-config {file}: not YAML ({' '.join(str(exc).split())})") from exc
     if document is not None and not isinstance(document, Mapping):
         raise ConfigError(f"--saesteer-config {file}: holds a {type(document).__name__}, expected names and values")
     try:
@@ -108,21 +108,21 @@ def _read(file: Path) -> SaesteerConfig:
 
 
 def _beside(folder: Path, path: str) -> str:
-    base, mark, name = path.rpartition("#")  # a file of a folder, as loaders take it
+    base, mark, name = path.rpartition("#")  # a file in a folder, in the form that loaders accept
     place = base if mark else path
     found = folder / place
     return f"{found}{mark}{name if mark else ''}" if not Path(place).is_absolute() and found.exists() else path
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe part, in which a key that stands twice is a mistake, not the end of the first one."""
+    """YAML's safe part, in which a repeated key is a mistake and does not replace the first one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"the key {key.value!r} appears twice", key.start_mark
                 )
             seen.add(key.value if isinstance(key.value, str) else id(key))
         return super().construct_mapping(node, deep)

@@ -1,10 +1,11 @@
 """Doses of a request: how much its edits changed the stream at each site, relative to the stream's own length.
 
-They are measured on the device, in words behind a row's counts (kernels/layout.py); here those words are added up and
-put into JSON. Knows plans and numbers, no device and no server.
+The device measures them in words after a row's counts (kernels/layout.py); this file adds the words up and puts them
+into JSON. Knows plans and numbers, no device and no server.
 
-A token's dose at a site is |y - x| / |x|, x the tensor as it comes there and y as all edits of the request leave it
-there. A token that no edit changed has none. Where a server has a limit, what is told is what the edits asked for.
+A token's dose at a site is |y - x| / |x|, where x is the tensor as it arrives there and y is what all edits of the
+request leave there. A token that no edit changed has no dose. Where a server has a limit, the report gives the dose
+that the edits asked for.
 """
 
 from collections.abc import Sequence
@@ -19,19 +20,19 @@ from saesteer.planning.plan import Plan
 
 
 def sites_of(plan: Plan) -> tuple[str, ...]:
-    """The sites that the plan changes, canonical names in the order of a forward pass, as their words stand in counts.
+    """The canonical names of the sites that the plan changes, in the order of a forward pass and of the counts' words.
 
-    A site with conditions alone changes nothing and is none of them.
+    A site with conditions alone changes nothing and is left out.
     """
     return tuple(sorted({group.site for group in plan.groups}, key=order))
 
 
 def merge(kept: NDArray[np.int32], fresh: NDArray[np.int32], edits: int) -> NDArray[np.int32]:
-    """The words of two rows that one request has had, one after the other, as of a single row; a new array.
+    """The words of two rows that one request has had, one after the other, merged into one row; a new array.
 
     Args:
-        kept: int32 [counters], the counts of the edits and behind them DOSE_WORDS for each site; zeros may follow.
-        fresh: the same of the other row.
+        kept: int32 [counters], the counts of the edits, then DOSE_WORDS words for each site; zeros may follow.
+        fresh: the same for the other row.
         edits: how many edits are counted, the same in both.
     """
     assert kept.shape == fresh.shape
@@ -45,13 +46,13 @@ def merge(kept: NDArray[np.int32], fresh: NDArray[np.int32], edits: int) -> NDAr
 def report(
     counters: NDArray[np.int32], edits: int, sites: Sequence[str], *, limited: bool = False
 ) -> list[dict[str, Any]]:
-    """What an answer says, a JSON object for each site: ``{"site", "max", "mean", "tokens"}``, numbers to 4 digits.
+    """What an answer reports: for each site a JSON object ``{"site", "max", "mean", "tokens"}``, numbers to 4 digits.
 
     Args:
         counters: int32 [counters] as in ``merge``.
         edits: how many edits are counted.
-        sites: those of ``sites_of``.
-        limited: whether the server has a limit; then each object says how many tokens were above it, too.
+        sites: the result of ``sites_of``.
+        limited: whether the server has a limit; if so, each object also reports how many tokens were above it.
     """
     words = _doses(counters, edits)
     assert len(words) >= len(sites)
@@ -69,7 +70,7 @@ def report(
 
 
 def over(counters: NDArray[np.int32], edits: int) -> int:
-    """Tokens whose dose was above the server's limit, those of all sites added up.
+    """The number of tokens whose dose was above the server's limit, added up over all sites.
 
     Args:
         counters: int32 [counters] as in ``merge``.

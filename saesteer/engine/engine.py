@@ -30,7 +30,7 @@ class Published:
 
     Args:
         words: [1 + rows * counters], see layout.py.
-        counters: of a row at most.
+        counters: the largest number of counters in a row.
     """
 
     def __init__(self, words: NDArray[np.int32], counters: int) -> None:
@@ -41,10 +41,10 @@ class Published:
         """The first counters of these rows, int32 [rows, counters]; a copy.
 
         Raises:
-            RuntimeError: those of another step are there.
+            RuntimeError: the memory holds the counters of another step.
         """
         if self._words[0] != step:
-            raise RuntimeError(f"counters of step {step} were asked for, and those of step {self._words[0]} are there")
+            raise RuntimeError(f"counters of step {step} were asked for, but the memory holds step {self._words[0]}")
         return self._counts[rows, :counters]
 
 
@@ -55,17 +55,17 @@ class Engine:
 
     Args:
         assets: what the operator asked for.
-        width: of the model's residual stream.
-        layers: of the model.
-        dtype: of the model; the dictionaries' weights are held in it.
-        device: where the model runs.
-        max_rows: requests in one batch at most.
-        max_tokens: tokens in one step at most.
-        positions: where the model's runner keeps each token's position in its request; default a tensor of our own.
+        width: the width of the model's residual stream.
+        layers: the number of layers in the model.
+        dtype: the dtype of the model, in which the dictionaries' weights are held.
+        device: the device where the model runs.
+        max_rows: the largest number of requests in one batch.
+        max_tokens: the largest number of tokens in one step.
+        positions: where the model's runner keeps each token's position in its request; default: a new tensor.
 
     Raises:
         ConfigError: a dictionary, vector or module does not fit the model.
-        LoadError: a weight file is not what it should be.
+        LoadError: a weight file does not hold what it should.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         self.site_numbers = zeros(len(names), layout.SITE_STRIDE)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
-        # The first counters of all rows lie side by side, so that what a step brings to the host is short.
+        # The first counters of all rows lie side by side, so that a step copies little to the host.
         self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
         self.steps = zeros(1)
         self.published = torch.zeros(
@@ -133,9 +133,9 @@ class Engine:
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
         self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
-        self._held: dict[int, Held] = {}  # slots that a row has for its request
+        self._held: dict[int, Held] = {}  # slots that a row holds for its request
         self._has_work = False
-        self._step = 0  # of the last list, as the device numbers it
+        self._step = 0  # number of the last scheduled step, as the device counts
         self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
         self._nothing = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
         self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
@@ -148,7 +148,7 @@ class Engine:
             admitted: as ``saesteer.planning.wire`` encodes its plan.
 
         Raises:
-            Gone: a vector is not here any more.
+            Gone: a vector is no longer here.
         """
         if not admitted["plan"]:
             return None
@@ -157,10 +157,10 @@ class Engine:
         return make_row(wire, self.places, arrows, limit=self.config.max_dose or 0.0)
 
     def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
-        """Have other vectors on the device for names, before a request uses them.
+        """Put new vectors for names on the device, before a request uses them.
 
         Raises:
-            RegistryError: too little room; then nothing new is pinned.
+            RegistryError: there is too little room; then nothing new is pinned.
         """
         self.registry.change(pins, unpinned)
         self.flush()
@@ -169,7 +169,7 @@ class Engine:
         """Put a request into its row, or empty the row; the device sees it with the next work list.
 
         Raises:
-            Gone: there is no slot for a vector of names that were replaced or deleted; then the row is empty.
+            Gone: there is no slot for a vector whose name was replaced or deleted; then the row is empty.
         """
         if self._filled.pop(row, None) is None and content is None:
             return
@@ -181,26 +181,26 @@ class Engine:
             words[: len(content.words)] = content.words
 
     def release(self, row: int) -> None:
-        """A row's request has ended: its slots are free. Its words stay until it is filled, and nobody reads them."""
+        """Free the slots of a row whose request has ended. Its words stay until it is filled, and nobody reads them."""
         held = self._held.pop(row, None)
         if held is not None:
             self.registry.release(held)
 
     def counted(self, row: int, counters: int) -> Tensor:
-        """What a row has counted so far (layout.py), int32 [counters]; a copy, in the device's order."""
+        """What a row has counted so far (layout.py), int32 [counters]; a copy, ordered with the device's work."""
         counts = self.counts[row, :counters]
         return torch.zeros_like(counts) if row in self._staged else counts.clone()
 
     def flush(self) -> None:
-        """Bring what is staged to the device, ordered with its work; the list of work is left as it is."""
+        """Copy what is staged to the device, ordered with its work; the work list stays as it is."""
         if self._staged or self._written:
             self._map(self._nobody, 0, self._nobody, -1, 0, 1)
 
     def _map(
         self, rows: Tensor | list[int], row_offset: int, starts: Tensor, requests: int, tokens: int, span: int
     ) -> None:
-        """One copy, if there is anything new, and one kernel. What a step in flight reads is not touched, as this comes
-        behind it in the device's order."""
+        """Make one copy, if anything is new, and launch one kernel. They leave alone what a step in flight reads, since
+        they come after it in the device's order."""
         news, listed = self._nothing, rows if isinstance(rows, list) else self._listed
         numbers = [] if listed == self._listed else listed
         there = self._numbers if isinstance(rows, list) else rows
@@ -227,16 +227,16 @@ class Engine:
         *,
         changed: bool = True,
     ) -> None:
-        """Write the work list of a step in which somebody is steered; positions are read where the runner keeps them.
+        """Write the work list of a step with steered requests; positions are read where the runner keeps them.
 
         Args:
-            rows: [>= num_requests], less ``row_offset``; int32 or int64 on the device, or a list that it may not have.
+            rows: [>= num_requests], less ``row_offset``; int32 or int64 on the device, or a list that it may lack.
             row_offset: added to every element of ``rows``.
-            query_start_loc: int32 [>= num_requests + 1], first token of every request, then their number.
-            num_requests: of this batch.
-            num_tokens: of this batch.
-            kinds: [sites], of all its rows together.
-            changed: False when the last list is this step's, too.
+            query_start_loc: int32 [>= num_requests + 1], the first token of every request, then the number of tokens.
+            num_requests: the number of requests in this batch.
+            num_tokens: the number of tokens in this batch.
+            kinds: [sites], the kinds of all its rows together.
+            changed: False when the last list is valid for this step, too.
         """
         self._step = (self._step + 1) % layout.STEPS
         if not changed and self._has_work and not self._staged:
@@ -247,18 +247,18 @@ class Engine:
         self._has_work = True
 
     def last_published(self) -> tuple[int, Published]:
-        """Number of the step that was scheduled last, and its counters, which are there once its tokens are."""
+        """The number of the last scheduled step, and its counters, which are ready once its tokens are."""
         return self._step, self._published[self._step % layout.PUBLISHED]
 
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:
-        """Have the kernels compiled that write a list, for tensors like these; the list is empty then."""
+        """Compile the kernels that write a list, for tensors like these; the list is empty afterwards."""
         for span in (1, layout.TILE):
             self._map(rows, 0, query_start_loc, 0, 0, span)
-        self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, in types of its own
+        self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, with types of its own
 
     @contextmanager
     def warming(self) -> Iterator[list[int]]:
-        """While every kernel is made to launch on an empty work list: the numbers of tokens that make all variants."""
+        """Let every kernel launch on an empty work list; yield the numbers of tokens that make all variants."""
         self.work[0].zero_()
         self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
         try:
@@ -267,7 +267,7 @@ class Engine:
             self._kinds[:] = 0
 
     def rest(self) -> None:
-        """Make the work list empty, for a step in which nobody is steered; free when it is already."""
+        """Empty the work list for a step without steered requests; this costs nothing when it is already empty."""
         if self._has_work:
             self.work[0].zero_()
             self._kinds[:] = 0

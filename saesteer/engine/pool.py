@@ -1,4 +1,4 @@
-"""Slots of one site for vectors, given by content and shared. Knows their numbers, no tensor."""
+"""The slots of one site for vectors, assigned by content and shared. Knows their numbers, no tensor."""
 
 
 class Pool:
@@ -8,15 +8,15 @@ class Pool:
 
     Args:
         first: the lowest slot.
-        size: number of slots; nobody takes one more than this at a time.
+        size: the number of slots; no more contents than this are held at a time.
     """
 
     def __init__(self, first: int, size: int) -> None:
         self.size = size
         self._free = list(range(first + size - 1, first - 1, -1))  # never used so far
-        self._slots: dict[bytes, int] = {}  # of what is held, and of what was
-        self._holders: dict[bytes, int] = {}  # of what is held
-        self._idle: dict[bytes, None] = {}  # held by nobody, the longest first
+        self._slots: dict[bytes, int] = {}  # slot of each content that is held or was held
+        self._holders: dict[bytes, int] = {}  # how many hold each content
+        self._idle: dict[bytes, None] = {}  # contents that nobody holds, the longest idle first
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -31,10 +31,10 @@ class Pool:
         return content in self._holders
 
     def take(self, content: bytes) -> tuple[int, bool]:
-        """Hold a content once more: its slot, and whether it must be written there.
+        """Hold a content once more; return its slot, and whether it must be written there.
 
         Args:
-            content: equal for equal vectors alone, such as a digest.
+            content: a key that is equal for equal vectors only, such as a digest.
         """
         held = self._holders.get(content, 0)
         self._holders[content] = held + 1
@@ -52,7 +52,7 @@ class Pool:
         return slot, True
 
     def release(self, content: bytes) -> None:
-        """Hold a content once less."""
+        """Give up one hold on a content."""
         self._holders[content] -= 1
         if not self._holders[content]:
             del self._holders[content]

@@ -1,8 +1,8 @@
 """Vectors by the digest of their numbers, and their slots at each site. Knows neither names nor requests nor a device.
 
-A site has two pools. Vectors that a name stands for are pinned in the one, and stay there while a row of the table was
-filled when they were. All others lie in the second pool, which has slots for ``inline_rows`` of them in every row of
-the table, so no request takes the slots of another.
+A site has two pools. Vectors that a name stands for are pinned in the first pool, and stay there while any row of the
+table remains that was filled when they were pinned. All other vectors lie in the second pool, which has ``inline_rows``
+slots for every row of the table, so no request takes the slots of another.
 """
 
 from collections import ChainMap, Counter
@@ -17,28 +17,28 @@ from saesteer.engine.table import Arrow, Row
 from saesteer.planning.pins import Pins, Place, no_room
 from saesteer.planning.wire import DIGEST
 
-KEPT = 4096  # vectors that were pinned lately: a request that was admitted before may still wait for its turn
-BROUGHT = 2048  # vectors that requests brought lately: clients send one set of directions with request after request
+KEPT = 4096  # recently pinned vectors: a request that was admitted before may still be waiting for its turn
+BROUGHT = 2048  # vectors that requests brought recently: clients send one set of directions with many requests
 
 Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the direction [d] that belongs there
-# What a filled row keeps from being overwritten: all that was pinned after this change (0: nothing), and other slots.
+# What a filled row protects from overwriting: all that was pinned after this change (0: nothing), and other slots.
 Held = tuple[int, list[tuple[Pool, bytes]]]
 
 
 class Gone(LookupError):
-    """A request's vector is not here any more: its name was replaced or deleted, too many changes ago."""
+    """A request's vector is no longer here: its name was replaced or deleted too many changes ago."""
 
 
 class Registry:
     """The vectors that plans may refer to.
 
-    All ranks see changes and requests in one order, so they agree on what is here.
+    All ranks see changes and requests in the same order, so they agree on what is here.
 
     Args:
-        named: by site, for pins.
-        brought: by site, for all else.
+        named: the pools for pins, by site.
+        brought: the pools for all other vectors, by site.
         inline_rows: slots of ``brought`` for each row of the table.
-        written: what must be written before a step; whoever writes it takes it out.
+        written: the vectors to write before the next step; the caller that writes one removes it.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Registry:
         self._changes = 1  # 0 stands for none
         self._pins: dict[Place, tuple[int, int]] = {}  # slots, and the changes that have pinned them
         self._leaving: dict[tuple[Place, int, int], None] = {}  # unpinned, with the changes that pinned and unpinned it
-        self._rows: Counter[int] = Counter()  # of the table that hold what was pinned after a change
+        self._rows: Counter[int] = Counter()  # how many rows hold what was pinned after a change
         self._pinned: dict[bytes, Arrow] = {}
-        self._kept: dict[bytes, Arrow] = {}  # the longest ago first, here and below
+        self._kept: dict[bytes, Arrow] = {}  # oldest first, here and below
         self._brought: dict[bytes, Arrow] = {}
 
     def change(self, pin: Pins, unpin: Collection[Place]) -> None:
-        """Unpin vectors, then pin others; what is pinned or not already stays so.
+        """Unpin vectors, then pin others; what is already pinned or unpinned stays so.
 
         Raises:
-            RegistryError: a pool has no room beside what running requests hold; then nothing new is pinned.
+            RegistryError: running requests leave too little room in a pool; then nothing new is pinned.
         """
         self._changes += 1
         for place in sorted(self._pins.keys() & set(unpin)):
@@ -83,18 +83,18 @@ class Registry:
             _remember(self._kept, self._pinned.pop(digest), KEPT)
 
     def _is_read(self, pinned: int, unpinned: int) -> bool:
-        """Whether a row was filled between two changes, and is not released."""
+        """Whether a row that was filled between two changes has not been released."""
         return any(pinned <= change < unpinned for change in self._rows)
 
     def find(self, digests: Sequence[bytes], vectors: Iterable[tuple[str, bytes, bytes]] = ()) -> list[Arrow]:
         """The vectors of a plan.
 
         Args:
-            digests: that it refers to.
-            vectors: that came with it: dtype, digests of the rows, and the rows as little-endian bytes.
+            digests: the digests that it refers to.
+            vectors: the vectors that came with it: dtype, digests of the rows, and the rows as little-endian bytes.
 
         Raises:
-            Gone: one is neither here any more nor among those that came with the plan.
+            Gone: a vector is no longer here and did not come with the plan.
         """
         own: dict[bytes, Arrow] = {}
         for dtype, joined, data in vectors:
@@ -115,7 +115,7 @@ class Registry:
         """Hold slots for all vectors of a row, and put their numbers into its words.
 
         Raises:
-            Gone: more than ``inline_rows`` of them at one site are pinned no more.
+            Gone: more than ``inline_rows`` of them at one site are no longer pinned.
         """
         others: list[tuple[Pool, bytes]] = []
         if row.uses and row.change != self._changes:
@@ -147,7 +147,7 @@ class Registry:
         return change, others
 
     def release(self, held: Held) -> None:
-        """Give the slots of a row back."""
+        """Give back the slots of a row."""
         change, others = held
         _give_back(others)
         self._rows[change] -= 1
@@ -155,7 +155,7 @@ class Registry:
             del self._rows[change]
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """Slots for pins that are in use, and all, by site."""
+        """How many slots for pins are in use, and how many there are, by site."""
         return {site: (len(pool), pool.size) for site, pool in self._named.items()}
 
 

@@ -21,7 +21,7 @@ _MAX_ACT, _VECTOR, _STREAM = (UNITS[unit] for unit in ("max_act", "vector", "str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Where one dictionary lies in its site's weights, with what its entries copy."""
+    """Where one dictionary lies in its site's weights, and the values that its entries copy."""
 
     base: int  # first row of the site's w_enc and w_dec
     number: int  # row of the site's b_dec
@@ -43,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where everything lies that a plan may name."""
+    """Where everything that a plan may name lies."""
 
     sites: Mapping[str, int]  # name → index in the tables, in ascending order
     dictionaries: Mapping[str, Placement]
@@ -51,17 +51,17 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrow:
-    """A vector at unit length, and what was divided out of it."""
+    """A vector at unit length, and the length that it was divided by."""
 
-    digest: bytes  # of the vector's numbers
+    digest: bytes  # digest of the vector's numbers
     unit: NDArray[np.float32]  # [d]
     length: float
 
     @classmethod
     def several(cls, digests: Sequence[bytes], vectors: NDArray[np.float32]) -> "dict[bytes, Arrow]":
-        """Arrows by digest, of vectors [n, d].
+        """Arrows by digest, made from vectors [n, d].
 
-        In float64, where no square of a float32 number overflows or vanishes.
+        Computed in float64, where no square of a float32 number overflows or vanishes.
         """
         wide = vectors.astype(np.float64)
         lengths = np.sqrt(np.einsum("nd,nd->n", wide, wide))
@@ -79,15 +79,15 @@ class Row:
     words: NDArray[np.int32]  # shortened to what is used
     kinds: NDArray[np.int32]  # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
-    doses: int  # sites whose doses are measured, in columns behind those, in the order of a forward pass
+    doses: int  # sites whose doses are measured, in the columns after these, in forward order
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
-    at: NDArray[np.intp]  # of the words, where slots go
-    which: NDArray[np.intp]  # for each of these the use
-    change: int = 0  # of pins, after which all slots were those of pins; 0: there are others, or none yet
+    at: NDArray[np.intp]  # indices of the words that take slots
+    which: NDArray[np.intp]  # for each such word, the index of its use
+    change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 
     @property
     def counters(self) -> int:
-        """Columns of counts that it uses."""
+        """The number of columns of counts that it uses."""
         return self.edits + layout.DOSE_WORDS * self.doses
 
 
@@ -95,15 +95,15 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     """The row of one request.
 
     Args:
-        wire: its plan.
-        places: of the sites and dictionaries that it names.
-        arrows: of ``wire.digests``.
-        limit: the largest dose that a site may change a token by, which is measured then; 0 = any.
+        wire: the plan of the request.
+        places: the places of the sites and dictionaries that it names.
+        arrows: the vectors of ``wire.digests``.
+        limit: the largest dose by which a site may change a token; a limit turns the measurement on. 0: any dose.
     """
     entries, begin, sites = wire.entries, layout.head(len(places.sites)), [*places.sites]
     number = np.array([places.sites[name] for name in wire.sites])[entries["site"]]
     lines, dense = _lines(wire, places, arrows, number)
-    source = np.arange(len(entries)).repeat(entries["windows"])  # of each table entry the line of the plan
+    source = np.arange(len(entries)).repeat(entries["windows"])  # for each table entry, its line in the plan
     order = number[source].argsort(kind="stable")  # conditions stay in front, groups in their order
     source = source[order]
     site, group = number[source], entries["group"][source]
@@ -111,7 +111,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     table = words[begin:].reshape(-1, layout.ENTRY)
     table[:] = lines[source]
     table[:, layout.LO : layout.HI + 1] = wire.windows[order]
-    last = np.ones(len(source), dtype=bool)  # of its group
+    last = np.ones(len(source), dtype=bool)  # whether it is the last of its group
     last[:-1] = (site[1:] != site[:-1]) | (group[1:] != group[:-1])
     ends = last.nonzero()[0] + 1
     table[:, layout.GROUP_END] = begin + layout.ENTRY * ends[last.cumsum() - last]
@@ -135,7 +135,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         spans[here], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
     words[:3] = len(source), most, bool(dense)
     if limit > 0:
-        # Neither 0 nor infinite as a float32: the one would switch it off, the other is none.
+        # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
 
     uses: dict[tuple[int, int], int] = {}
@@ -152,16 +152,16 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
 def _lines(
     wire: Wire, places: Places, arrows: Sequence[Arrow], number: NDArray[np.intp]
 ) -> tuple[NDArray[np.int32], dict[int, tuple[int, int, int]]]:
-    """The words of each condition and change, but for windows, ends of groups and slots of vectors.
+    """The words of each condition and change, except windows, ends of groups and slots of vectors.
 
     Args:
         wire: the plan.
         places: as in ``make_row``.
         arrows: as in ``make_row``.
-        number: [lines], of each one's site.
+        number: [lines], the index of each line's site.
 
     Returns:
-        int32 [lines, ENTRY], and by site the slots and input norm of the dictionary whose every feature is needed.
+        int32 [lines, ENTRY], and by site the slots and input norm of the dictionary that is needed whole.
     """
     entries = wire.entries
     words, unit = np.zeros((len(entries), layout.ENTRY), dtype=np.int32), np.ones(len(entries))
@@ -202,14 +202,14 @@ def _lines(
         floats[lines, layout.THRESHOLD] = -np.inf
         lengths = np.array([arrow.length for arrow in arrows])[of[lines]]
         unit[lines] = np.where(measure[lines] == _VECTOR, lengths, 1.0)
-        bounded = lines[lines < conditions]  # on x · v; the table's are on x · v / |v|
+        bounded = lines[lines < conditions]  # bounds on x · v; the table has bounds on x · v / |v|
         law = law.copy()
         law[bounded, 2:4] /= lengths[: len(bounded), None]
     # The table holds f' − f, so that a large f loses no digits: mul · f + add.
     floats[:, layout.MUL] = law[:, 0] - 1.0
     floats[:, layout.GAIN] = law[:, 4]
     endless = np.isinf(law[:, 1:4])
-    measured = np.where(endless, 0.0, law[:, 1:4]) * unit[:, None]  # of a product that stays a finite float32
+    measured = np.where(endless, 0.0, law[:, 1:4]) * unit[:, None]  # products, kept finite as float32 below
     floats[:, layout.ADD : layout.HIGH + 1] = np.where(
         endless, law[:, 1:4], np.minimum(np.maximum(measured, -FLOAT32_MAX), FLOAT32_MAX)
     )

@@ -17,8 +17,8 @@ from saesteer.language.sites import parse
 from saesteer.loaders import load
 
 _ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time
-_DENSE_TOKENS = 512  # encoded whole at once
-_DENSE_BYTES = 256 << 20  # that their features may take
+_DENSE_TOKENS = 512  # tokens that are encoded whole at once
+_DENSE_BYTES = 256 << 20  # bytes that their features may take
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,7 +26,7 @@ class Site(Bound):
     """What the op at one site uses, and what the engine knows about the site."""
 
     name: str
-    pool: int  # first slot behind the dictionaries'
+    pool: int  # first slot after the dictionaries' slots
 
     @property
     def layer(self) -> int:
@@ -48,17 +48,17 @@ def load_site(
     """A site with its weights, filled with its dictionaries, and where each of them lies.
 
     Args:
-        name: of the site.
-        infos: of the dictionaries that read and write here, by name.
-        paths: to their weights.
-        common: the fields of Bound that are no weights.
-        width: of the stream.
-        dtype: in which the weights are held.
-        device: where.
-        pool: slots behind the dictionaries', for vectors.
+        name: the name of the site.
+        infos: the infos of the dictionaries that read and write here, by name.
+        paths: the paths to their weights.
+        common: the fields of Bound that are not weights.
+        width: the width of the stream.
+        dtype: the dtype in which the weights are held.
+        device: the device that holds the weights.
+        pool: the number of slots for vectors, after the dictionaries' slots.
 
     Raises:
-        LoadError: a weight file is not what it should be.
+        LoadError: a weight file does not hold what it should.
     """
     slots = sum(info.features for info in infos.values()) + pool
     w_enc = torch.zeros(slots, width, dtype=dtype, device=device)
@@ -95,7 +95,7 @@ def load_site(
 
 
 def _dense_size(infos: Iterable[CoderInfo]) -> int:
-    """Features of the largest of these dictionaries of which an edit may need every feature; 0 for none."""
+    """The number of features in the largest dictionary that an edit may need whole; 0 if there is none."""
     return max((info.features for info in infos if info.can_reconstruct or info.activation in RANKED), default=0)
 
 
@@ -110,7 +110,7 @@ def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) ->
 
 
 def _copy(into: Tensor, weights: Tensor, *, centred: bool = False) -> None:
-    """Copy rows, less their own mean for a layer norm: (x - mean(x)) . e = x . (e - mean(e))."""
+    """Copy rows, minus their own mean for a layer norm: (x - mean(x)) . e = x . (e - mean(e))."""
     if not centred:
         into.copy_(weights)
         return
@@ -120,7 +120,7 @@ def _copy(into: Tensor, weights: Tensor, *, centred: bool = False) -> None:
 
 
 def _threshold(coder: SparseCoder) -> Tensor:
-    """[F]: a feature that is not above it is 0; relu's is 0, and abstopk has none."""
+    """The thresholds [F]: a feature that is not above its threshold is 0. It is 0 for relu, and abstopk has none."""
     if coder.threshold is not None:
         return coder.threshold
     return torch.full((coder.info.features,), -math.inf if coder.info.activation == "abstopk" else 0.0)

@@ -1,4 +1,4 @@
-"""The model families that are served: what their layers are called, and where in them each site is met.
+"""The model families that are served: what their layers are called, and where each site lies in them.
 
 Data, and the one way to find a family's layers in a model. Knows no vLLM, no Transformers and no torch.
 """
@@ -18,15 +18,15 @@ class Tap:
 
     module: str  # attribute of the layer; empty: the layer itself
     side: Literal["in", "out"]
-    next: bool = False  # of the layer behind this one; behind the last layer it is the final norm
+    next: bool = False  # on the next layer; after the last layer, on the final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Where a site is met in each library.
+    """Where a site lies in each library.
 
-    In vLLM a norm adds the last part to the stream before it reads it, and returns the sum: in front of the norm the
-    stream is two tensors, behind it one, which stock has rounded already.
+    In vLLM, a norm adds the last part to the stream before it reads the stream, and returns the sum: before the norm,
+    the stream is two tensors; after it, one, which stock vLLM has already rounded.
     """
 
     vllm: Tap
@@ -38,7 +38,7 @@ LLAMA = {
     "resid_mid": Taps(Tap("post_attention_layernorm", "in"), Tap("post_attention_layernorm", "in")),
     "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
-# Their post_attention_layernorm is another norm: it stands behind attention, before the stream is added.
+# Gemma's post_attention_layernorm is another norm: it comes after attention, before the stream is added.
 GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
 SERVED_KINDS = tuple(LLAMA)
 
@@ -49,17 +49,17 @@ class Family:
 
     name: str
     vllm: str  # class of the decoder layer
-    transformers: str  # the same there
+    transformers: str  # the same in Transformers
     sites: Mapping[str, Taps]  # by kind
 
     def find(self, trunk: Any, library: Library, kind: str, layer: int) -> tuple[Any, str]:
-        """The module that meets a site, and the side of it where the stream is.
+        """The module at a site, and its side where the stream is.
 
         Args:
             trunk: as ``find_trunk`` returns it.
-            library: that its classes come from.
-            kind: of the site.
-            layer: of the site.
+            library: the library that its classes come from.
+            kind: the kind of the site.
+            layer: the layer of the site.
         """
         tap: Tap = getattr(self.sites[kind], library)
         place = layer + tap.next
@@ -82,11 +82,11 @@ def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
     """The module that holds the decoder's ``layers`` and the final ``norm``, and the family of all its layers.
 
     Args:
-        model: a module as torch has them, of either library.
-        library: that the model's classes come from.
+        model: a torch module of either library.
+        library: the library that the model's classes come from.
 
     Raises:
-        UnsupportedError: the layers are of no known family, or not all of the same.
+        UnsupportedError: the layers belong to no known family, or to more than one.
     """
     known = {getattr(family, library): family for family in FAMILIES}
     others: set[str] = set()

@@ -1,6 +1,6 @@
-"""What an answer says of the edits behind it: each with its place, its version and how many tokens it changed.
+"""What an answer reports about its edits: the place and version of each, and how many tokens it changed.
 
-Knows plans and fingerprints; the counts come from the device (``counts`` in kernels/layout.py) and are put in later.
+Knows plans and fingerprints; the counts come from the device (``counts`` in kernels/layout.py) and are added later.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from typing import Any
 from saesteer.dictionaries.vectors import fingerprint_of
 from saesteer.planning.plan import END, Catalog, Change, Direction, Feature, Plan
 
-_LETTERS = 16  # of a fingerprint, in an answer
+_LETTERS = 16  # an answer shows this many letters of a fingerprint
 
 
 def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
-    """One JSON object for each change at each site, in the order of the request; without counts so far.
+    """One JSON object for each change at each site, in the order of the request; ``count`` adds the counts.
 
     Args:
-        plan: of the request.
-        catalog: that it was planned with.
+        plan: the plan of the request.
+        catalog: the catalog that it was planned with.
     """
     found = []
     for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
@@ -28,15 +28,15 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int) -> None:
-    """Put in what was counted.
+    """Add the counts to the entries of one answer.
 
     Args:
-        applied: of one answer.
-        counts: tokens that each change has changed in forward passes of this request, in the same order.
-        cached: tokens at the beginning that the prefix cache had. They were edited in the same way by the request that
-            computed them; of those in an edit's windows none is counted again.
+        applied: the entries.
+        counts: how many tokens each change has changed in forward passes of this request, in the same order.
+        cached: how many tokens at the beginning the prefix cache had. The request that computed them edited them in
+            the same way; the ones in an edit's windows are not counted again.
     """
-    for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch are as long as its longest
+    for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch have the length of its longest
         entry["tokens_edited"] = changed
         entry["tokens_cached"] = sum(
             max(0, min(cached, cached if end is None else end) - start) for start, end in entry["positions"]

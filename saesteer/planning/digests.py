@@ -1,6 +1,6 @@
-"""What edits do, by content and not by names: the ground of version hashes and use counts.
+"""What edits do, by content and not by name: the basis of version hashes and use counts.
 
-Knows catalogs and fingerprints, no server and no token. Two specs with equal content change every prompt alike.
+Knows catalogs and fingerprints, no server and no token. Two specs with equal content change every prompt the same way.
 """
 
 import hashlib
@@ -19,34 +19,34 @@ from saesteer.planning.plan import Catalog
 
 Kind = Literal["vector", "module"]
 Name = tuple[Kind, str]
-_KINDS: dict[str, Kind] = {"vector": "vector", "probe": "vector", "module": "module"}  # fields of names that change
+_KINDS: dict[str, Kind] = {"vector": "vector", "probe": "vector", "module": "module"}  # fields of changeable names
 
 
 def digest(content: object) -> str:
-    """Hex digest of something that JSON can say."""
+    """The hex digest of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str] | None = None) -> list[Any]:
-    """The edits with fingerprints in the place of vectors and modules, as JSON.
+    """The edits as JSON, with fingerprints in place of vectors and modules.
 
-    Dictionaries stay names, as nobody can change what they stand for while a server runs. Bytes of vectors are hashed
-    once, and neither written out nor encoded.
+    Dictionaries stay names, as nobody can change what they stand for while a server runs. The bytes of vectors are
+    hashed once, and neither written out nor encoded.
 
     Args:
-        edits: that have passed the plan, so every name is known.
-        catalog: that they were planned with.
-        modules: digests of its modules; default those in the catalog.
+        edits: edits that ``plan`` has accepted, so every name is known.
+        catalog: the catalog that they were planned with.
+        modules: the digests of its modules; default: the digests in the catalog.
     """
     return [_content(edit, catalog, catalog.digests if modules is None else modules) for edit in edits]
 
 
 def module_digests(catalog: Catalog) -> dict[str, str]:
-    """The version hash of every module: what it does, with the vectors and modules behind its names."""
+    """The version hash of every module: a hash of what it does, including the vectors and modules that it names."""
     uses = {name: {used for _, used in _direct(spec.edits, "module")} for name, spec in catalog.modules.items()}
     found: dict[str, str] = {}
     order = TopologicalSorter(uses)
-    with suppress(CycleError):  # the plan refuses a circle, and nobody asks for the digests of its modules
+    with suppress(CycleError):  # the plan refuses a cycle, and nobody needs the digests of its modules
         order.prepare()
     while order.is_active():
         for name in order.get_ready():
@@ -57,7 +57,7 @@ def module_digests(catalog: Catalog) -> dict[str, str]:
 
 
 def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
-    """The vectors and modules that edits name, in their own words or through modules."""
+    """The vectors and modules that edits name, directly or through modules."""
     found: set[Name] = set()
     ahead = set(_direct(edits))
     while ahead:
@@ -70,7 +70,7 @@ def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
 
 
 def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool = False) -> list[str]:
-    """The modules that name one of these; with ``direct`` only in their own words."""
+    """The modules that name one of these, directly or through modules; with ``direct``, only directly."""
     users: defaultdict[Name, list[str]] = defaultdict(list)
     for name, spec in modules.items():
         for used in _direct(spec.edits):

@@ -1,5 +1,5 @@
-"""A list of edits without `use`: every module's edits in its place, with the scale they got. Knows no site and no names
-of dictionaries or vectors.
+"""A list of edits without `use`: the edits of each module stand in its place, with their scale. Knows no site and no
+names of dictionaries or vectors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,34 +9,34 @@ from saesteer.language.edits import Edit, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.language.spec import MAX_EDITS, Return, Spec
 
-MAX_DEPTH = 32  # of modules in one another, the one that a request names among them
+MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One edit that is no `use`."""
+    """One edit that is not a `use`."""
 
     edit: Edit
-    at: str  # its path in the request; inside a module, behind the path of the module's name
-    scale: float  # of the modules that it stands in, multiplied
+    at: str  # its path in the request; inside a module, it follows the path of the module's name
+    scale: float  # product of the scales of the modules that it stands in
     run: int  # edits of different runs have a `use` between them
 
 
 def steps(edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str, ...] = ()) -> Iterator[Step]:
-    """The edits in the order in which they apply, each found when it is asked for.
+    """The edits in the order in which they apply, each found only when the caller asks for it.
 
     Args:
-        edits: of a request or a module.
-        modules: by name.
-        inside: the modules that the edits stand in, the outermost first.
+        edits: the edits of a request or a module.
+        modules: all modules, by name.
+        inside: the modules that the edits stand in, outermost first.
 
     Raises:
-        SpecError: an unknown module, one that uses itself, modules too deep in one another, too many edits, or scales
-            that multiply to too much.
+        SpecError: a module is unknown or uses itself, modules are nested too deep, there are too many edits, or the
+            product of the scales is too large.
     """
     for count, step in enumerate(_Walk(modules).walk(edits, "saesteer", 1.0, inside)):
         if count == MAX_EDITS:
-            fail(step.at, "too_many", f"is edit {MAX_EDITS + 1} with those of modules, expected at most {MAX_EDITS}")
+            fail(step.at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
         yield step
 
 
@@ -44,7 +44,7 @@ class _Walk:
     def __init__(self, modules: Mapping[str, Spec]) -> None:
         self.modules = modules
         self.run = 0
-        self.used = 0  # modules, an empty one as well
+        self.used = 0  # modules used so far, including empty ones
 
     def walk(self, edits: Sequence[Edit], at: str, scale: float, inside: tuple[str, ...]) -> Iterator[Step]:
         for i, edit in enumerate(edits):
@@ -75,5 +75,5 @@ class _Walk:
             fail(at, "too_many", f"is module {self.used} in a row, expected at most {MAX_EDITS}")
         product = scale * edit.scale
         if abs(product) > FLOAT32_MAX:
-            fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the scales around it, too much for float32")
+            fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
         yield from self.walk(module.edits, at, product, (*inside, name))

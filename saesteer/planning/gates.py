@@ -17,17 +17,17 @@ class Conditions:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._fields: dict[Key, str] = {}  # path of its first mention
+        self._fields: dict[Key, str] = {}  # path of the first mention of each
         self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit waits for it
 
     def __len__(self) -> int:
         return len(self._fields)
 
     def keys(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
-        """What an edit at a site waits for.
+        """The conditions that an edit at a site waits for.
 
         Raises:
-            SpecError: an unknown name, or something that is only known later in the forward pass.
+            SpecError: a name is unknown, or a condition reads what is only known later in the forward pass.
         """
         if not gates:
             return ()
@@ -57,14 +57,14 @@ class Conditions:
     def settle(self) -> tuple[tuple[Condition, ...], dict[Key, int]]:
         """The conditions in the order of their sites, and the bit of each.
 
-        A bit is given again at a site behind the last edit that waits for it: all that a token has is 32 bits.
+        A bit is reused at sites after the last edit that waits for it, since a token has only 32 bits.
 
         Raises:
-            SpecError: too many of them at a time.
+            SpecError: edits wait for too many conditions at a time.
         """
         found: list[Condition] = []
         free = [1 << bit for bit in range(MOST_CONDITIONS)][::-1]
-        held: list[tuple[tuple[int, int], int]] = []  # bits, the first to become free in front
+        held: list[tuple[tuple[int, int], int]] = []  # bits in use; the first to become free comes first
         bits: dict[Key, int] = {}
         for key in sorted(self._last, key=lambda one: order(one[0])):
             site, target, above, below = key

@@ -1,6 +1,6 @@
 """Names in a request → what the server has: dictionaries, features, vectors, and the sites where they stand.
 
-Every refusal names the field, the value, and what there is. Knows no prompt and no order of edits.
+Every refusal names the field, the value and what is available. Knows no prompt and no order of edits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from saesteer.planning.plan import Catalog, Dictionary, Direction
 
 
 def dictionary_of(catalog: Catalog, name: str, at: str) -> Dictionary:
-    """A dictionary by its name; ``at`` is the path of the object that names it.
+    """The dictionary with this name; ``at`` is the path of the object that names it.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no such dictionary.
     """
     info = catalog.dictionaries.get(name)
     if info is None:
@@ -26,13 +26,13 @@ def dictionary_of(catalog: Catalog, name: str, at: str) -> Dictionary:
 
 
 def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary:
-    """The dictionary of a feature, which it has.
+    """The dictionary of a feature, after a check that it has the feature.
 
     Raises:
         SpecError: there is no such dictionary, or it has no such feature.
     """
     info = dictionary_of(catalog, name, at)
-    held = getattr(info, "feature_ids", None)  # a file that holds only some features, by their original index
+    held = getattr(info, "feature_ids", None)  # set if a file holds only some features, by their original index
     if held is not None and feature not in held:
         expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
         fail(f"{at}.feature", "out_of_range", f"got {feature} for dictionary {name!r}, expected {expected}")
@@ -43,10 +43,10 @@ def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary
 
 
 def site_of(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
-    """The canonical site of a dictionary, where it reads and writes.
+    """The canonical site where a dictionary reads and writes.
 
     Raises:
-        SpecError: it has none that is instrumented.
+        SpecError: it has no such site, or the site is not instrumented.
     """
     site = None if info.site_out is None else canonical(info.site_out)
     reads = site if info.site_in is None else canonical(info.site_in)
@@ -60,13 +60,13 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
     """The canonical sites of an edit with a vector, and the vector's row at each.
 
     Raises:
-        SpecError: an unknown vector, another width than the stream's, a layer without a row, a site without an op.
+        SpecError: the vector is unknown, has another width than the stream or no row for a layer, or a site has no op.
     """
     layers = _layers(catalog, vector, at)
     if len(written) == 1 and "." not in written[0]:
         if layers is None:
             message = f"got {written[0]} alone, which stands for every layer that the vector has"
-            fail(f"{at}.site", "conflict", f"{message}, but it has one row, for any site; expected sites by name")
+            fail(f"{at}.site", "conflict", f"{message}, but it has one row for any site; expected sites by name")
         written = [f"{written[0]}.{layer}" for layer in layers]
         paths = [f"{at}.site"] * len(written)
     else:
@@ -78,18 +78,18 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
             fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
         if not _instrumented(catalog, site):
             message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
-            fail(path, "not_served", f"{message}; started with --sites {site}, it has one there")
+            fail(path, "not_served", f"{message}; start it with --sites {site} to have one there")
         yield site, Direction(vector, None if layers is None else layer)
 
 
 def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Direction]:
-    """Where a probe is read for an edit at a site, and its row there.
+    """The site where a probe is read for an edit at a site, and the probe's row there.
 
-    A vector with one row for any site is read where the edit stands, and one with a row for the layer of the edit as
-    well; a vector with a single layer is read at resid_post of it.
+    A vector with one row for any site, or with a row for the layer of the edit, is read where the edit stands.
+    Otherwise, a vector with a single layer is read at resid_post of that layer.
 
     Raises:
-        SpecError: an unknown vector, another width than the stream's, or none or several layers to choose from.
+        SpecError: the vector is unknown, differs from the stream in width, or has no layer or several to choose from.
     """
     if name not in catalog.vectors:
         known = catalog.vectors
@@ -101,8 +101,8 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
     if here in layers:
         return site, Direction(name, here)
     if len(layers) > 1:
-        message = f"probe {name!r} has no row for layer {here}, where the edit stands, and several others"
-        fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer or for one alone: {listing(layers)}")
+        message = f"probe {name!r} has rows for layers {listing(layers)}, but none for layer {here}, where the edit is"
+        fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer, or for one layer alone")
     place = canonical(f"resid_post.{layers[0]}")
     if not _instrumented(catalog, place):
         fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
@@ -110,7 +110,7 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
 
 
 def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:
-    """The layers of a vector, ascending as its own list is; None where it has one row for any site."""
+    """The layers of a vector, in ascending order; None where it has one row for any site."""
     if isinstance(vector, str):
         known = catalog.vectors
         if vector not in known:

@@ -1,6 +1,6 @@
 """Scopes by chat message → scopes by position, for one conversation whose messages have known windows of tokens.
 
-Knows roles and windows, no text, no template and no tokenizer: where a message stands in a prompt the caller is asked.
+Knows roles and windows, no text, no template and no tokenizer: it asks the caller where a message stands in a prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,24 +21,24 @@ def named(spec: Spec) -> bool:
 
 
 def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str], spans: Spans) -> Spec:
-    """The same spec with positions in the place of messages.
+    """The same spec with positions in place of messages.
 
-    A message's tokens are those that the chat template adds to the prompt with it, its header and its end among them;
-    what stands before the first message, such as a default system prompt, comes with the first, and what invites the
-    answer belongs to none. The other fields of the scope meet with them; positions that are left alone by default,
-    such as position 0, are left alone here, too, unless ``positions`` name them.
+    A message's tokens are the tokens that the chat template adds to the prompt for it, including its header and its
+    end. Whatever precedes the first message, such as a default system prompt, belongs to the first message; the tokens
+    that open the answer belong to none. The result is intersected with the other fields of the scope. Positions that
+    are left alone by default, such as position 0, are left alone here, too, unless ``positions`` names them.
 
     Args:
-        spec: of the request.
-        catalog: of the server, for the first positions that a dictionary's format leaves alone.
-        prompt_len: in tokens.
-        roles: of the messages, in their order.
-        spans: runs of messages, each [first, end), and the path of the field → their windows of tokens.
+        spec: the spec of the request.
+        catalog: the server's catalog, which has the first positions that a dictionary's format leaves alone.
+        prompt_len: the length of the prompt, in tokens.
+        roles: the roles of the messages, in order.
+        spans: a function: runs of messages, each [first, end), and the path of the field → their windows of tokens.
 
     Raises:
-        SpecError: a role or an index that the conversation does not have, or a scope without a token.
+        SpecError: the conversation does not have a role or an index, or a scope holds no token.
     """
-    # An entry comes from three edits at most: a min, a max and the reconstruction that takes them.
+    # At most three edits make one entry: a min, a max and the reconstruction that takes them.
     total, most = 0, min(MAX_POSITIONS, 3 * catalog.max_entries)
     places: dict[str, list[int]] = {}
     for place, role in enumerate(roles):
@@ -52,7 +52,7 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             if runs is None:
                 runs = known[scope.messages] = _runs(scope.messages, places, len(roles), f"{at}.messages")
             if len(runs) > catalog.max_entries:
-                expected = f"at most {catalog.max_entries}, as many entries as the server takes"
+                expected = f"at most {catalog.max_entries}, the server's limit on entries"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
             info = catalog.dictionaries.get(edit.dictionary) if isinstance(edit, Clamp | Reconstruct) else None
             whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
@@ -70,13 +70,13 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
 
 
 def _runs(wanted: Sequence[Message], places: Mapping[str, list[int]], count: int, at: str) -> list[tuple[int, int]]:
-    """The messages that are named, as runs [first, end) of neighbours, ascending.
+    """The named messages as ascending runs [first, end) of neighbours.
 
     Args:
         wanted: roles and indices.
-        places: of the messages that have a role, by role.
-        count: of messages.
-        at: path of the field.
+        places: the places of the messages with each role, by role.
+        count: the number of messages.
+        at: the path of the field.
     """
     found: set[int] = set()
     fresh = dict(places)  # a role that is named again adds nothing
@@ -103,7 +103,7 @@ def _runs(wanted: Sequence[Message], places: Mapping[str, list[int]], count: int
 
 
 def _meet(one: Sequence[Window], other: Sequence[Window]) -> tuple[Window, ...]:
-    """The positions that both hold; each is disjoint and ascending."""
+    """The positions that both arguments hold; the windows of each are disjoint and ascending."""
     found: list[Window] = []
     i = j = 0
     while i < len(one) and j < len(other):

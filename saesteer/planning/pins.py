@@ -1,4 +1,4 @@
-"""Which vectors lie at which sites as long as names stand for them. Knows catalogs and rows, no slots and no server."""
+"""Which vectors lie at which sites while names stand for them. Knows catalogs and rows, no slots and no server."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ Pins = Mapping[Place, NDArray[np.float32]]  # the vector [d], as it was given
 
 
 def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
-    """The catalog with the digests of its modules and the vectors in them, and what lies at which site for its names.
+    """The catalog with the digests of its modules and the vectors in them, and the vectors at each site for its names.
 
-    A named row lies at each site that a request may mean by its layer: also at resid_post of the layer before, which is
-    resid_pre of its own. An edit of a module that no request could use, since its site has no op, needs nothing.
+    A named row lies at each site that a request may mean by its layer, including resid_post of the layer before, which
+    is resid_pre of its own layer. A module's edit at a site without an op needs nothing, since no request can use it.
     """
     assert catalog.sites is not None, "a server knows its sites"
     sites_of: defaultdict[int | None, list[str]] = defaultdict(list)
@@ -57,12 +57,12 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
 
 
 def counts(*pins: Mapping[Place, Any]) -> Counter[str]:
-    """Vectors at each site, equal ones counted once."""
+    """The number of vectors at each site, with equal vectors counted once."""
     return Counter(site for site, _ in set().union(*pins))
 
 
 def changed(catalog: Catalog, vectors: Mapping[str, VectorSet | None], modules: Mapping[str, Spec | None]) -> Catalog:
-    """The catalog with some names put in the place of what they stood for, or, where None, taken away."""
+    """The catalog with new contents for some names; a name with None is removed."""
     return replace(catalog, vectors=_merged(catalog.vectors, vectors), modules=_merged(catalog.modules, modules))
 
 
@@ -74,10 +74,10 @@ def no_room(site: str, needed: int, free: int, size: int) -> RegistryError:
     """The refusal of vectors that a site's pool cannot hold.
 
     Args:
-        site: of the pool.
-        needed: slots.
-        free: slots that nobody holds.
-        size: of the pool.
+        site: the site of the pool.
+        needed: how many more slots are needed.
+        free: how many slots nobody holds.
+        size: the number of slots in the pool.
     """
     have = f"{needed} more slots are needed at {site}, and {free} of {size} are free"
     hint = f"start the server with --pool-rows {size + needed - free} or more, or delete a vector"

@@ -1,6 +1,6 @@
 """What a plan is made of: groups of changes at sites, conditions, and the catalog of what may be named. Knows no rules.
 
-Everything here is plain Python. Where a name lies in memory, and what a vector's numbers are, is not known.
+Everything here is plain Python. It does not know where a name lies in memory, nor the numbers of a vector.
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ from saesteer.language.inline import Vector
 from saesteer.language.spec import Spec
 
 END = INT32_MAX  # the open end of a window
-MOST_CONDITIONS = 31  # of one request, that something still waits for: bits of an int32 without its sign
+MOST_CONDITIONS = 31  # that edits of one request wait for at a time: the bits of an int32 without its sign
 
 Window = tuple[int, int]  # absolute positions [lo, hi)
 
 
 class Dictionary(Protocol):
-    """What the plan asks of a dictionary: a part of ``CoderInfo``."""
+    """What the plan needs to know about a dictionary: a part of ``CoderInfo``."""
 
     @property
     def features(self) -> int:
-        """Number of features."""
+        """The number of features."""
 
     @property
     def site_in(self) -> str | None:
-        """Where it reads."""
+        """The site where it reads."""
 
     @property
     def site_out(self) -> str | None:
-        """Where it writes."""
+        """The site where it writes."""
 
     @property
     def activation(self) -> str:
@@ -39,7 +39,7 @@ class Dictionary(Protocol):
 
     @property
     def k(self) -> int | None:
-        """How many features are active at most, where they are ranked."""
+        """The largest number of active features, where features are ranked."""
 
     @property
     def has_max_act(self) -> bool:
@@ -47,7 +47,7 @@ class Dictionary(Protocol):
 
     @property
     def skip_first(self) -> int:
-        """First positions that its format leaves alone."""
+        """How many first positions its format leaves alone."""
 
     @property
     def can_reconstruct(self) -> bool:
@@ -55,7 +55,7 @@ class Dictionary(Protocol):
 
 
 class Vectors(Protocol):
-    """What the plan asks of named vectors: a part of ``VectorSet``."""
+    """What the plan needs to know about named vectors: a part of ``VectorSet``."""
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -63,7 +63,7 @@ class Vectors(Protocol):
 
     @property
     def width(self) -> int:
-        """Its length as a list of numbers."""
+        """How many numbers each row has."""
 
     @property
     def digests(self) -> Mapping[int | None, str]:
@@ -71,7 +71,7 @@ class Vectors(Protocol):
 
     @property
     def bias(self) -> float:
-        """Of a probe."""
+        """The bias of a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ class Catalog:
 
     dictionaries: Mapping[str, Dictionary]
     sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
-    max_entries: int  # of one request: changes times windows, and conditions
+    max_entries: int  # limit for one request: changes times windows, plus conditions
     vectors: Mapping[str, Vectors] = option(default_factory=dict)
     modules: Mapping[str, Spec] = option(default_factory=dict)
-    width: int | None = None  # of the stream; None: any
+    width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
-    digests: Mapping[str, str] = option(default_factory=dict)  # of what each module does, by content
+    digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Feature:
 class Direction:
     """A vector at unit length, which reads and writes."""
 
-    vector: Vector  # its name, or itself
-    layer: int | None  # of its row; None: it has one row, for any site
+    vector: Vector  # the vector's name, or the vector itself
+    layer: int | None  # layer of its row; None: it has one row for any site
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class Whole:
     dictionary: str
 
 
-# What shift, low and high are measured in: as they are, in the feature's largest known activation, in the length of the
-# vector as it was given, or in the length of the stream.
+# The unit of shift, low and high: none, the feature's largest known activation, the length of the vector as it was
+# given, or the length of the stream.
 Unit = Literal["raw", "max_act", "vector", "stream"]
 
 
@@ -121,7 +121,7 @@ Unit = Literal["raw", "max_act", "vector", "stream"]
 class Change:
     """f' = min(max(scale · f + shift, low), high); x' = x + gain · (f' − f) · d, in windows of positions.
 
-    For a reconstruction only gain, gates and windows mean something.
+    For a reconstruction, only gain, gates and windows have a meaning.
     """
 
     target: Feature | Direction | Whole
@@ -135,12 +135,12 @@ class Change:
     only_if_active: bool = False
     gain: float = 1.0
     gates: int = 0  # bits of the conditions that must all hold
-    op: str = option(default="clamp", compare=False)  # of the edit
+    op: str = option(default="clamp", compare=False)  # op of the edit
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Changes at one site that all read the same x; then all deltas are added."""
+    """Changes at one site that all read the same x, to which all their deltas are then added."""
 
     site: str  # canonical
     changes: tuple[Change, ...]
@@ -148,7 +148,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Whether above < f < below for a feature, or a probe's x · v + bias, before any edit of the site."""
+    """Whether above < f < below before any edit of the site, where f is a feature or a probe's x · v + bias."""
 
     site: str  # canonical
     target: Feature | Direction  # a direction as it was given, not at unit length
@@ -164,7 +164,7 @@ class Plan:
 
     groups: tuple[Group, ...] = ()
     conditions: tuple[Condition, ...] = ()
-    relative: bool = option(default=False, compare=False)  # it may be another for a prompt of another length
+    relative: bool = option(default=False, compare=False)  # it may differ for a prompt of another length
 
     def __bool__(self) -> bool:
         return bool(self.groups)

@@ -1,6 +1,6 @@
 """What a spec means for one prompt on one server: which changes apply, where, in which order, at which positions.
 
-Knows no weights, no tensors and no engine. What is not served is refused here by name, never ignored.
+Knows no weights, no tensors and no engine. Anything that is not served is refused here by name, never ignored.
 """
 
 from collections import defaultdict
@@ -52,12 +52,12 @@ class _Growing:
 def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     """The groups and conditions of a spec.
 
-    Entries are counted as they are made, and the first one too many ends the planning: a request that the server
-    refuses costs no more than one that it serves.
+    Entries are counted as they are made, and planning ends at the first entry above the limit: a request that the
+    server refuses costs no more than one that it serves.
 
     Raises:
-        SpecError: an unknown name, a feature out of range, an empty scope, a feature clamped twice at a position, too
-            many entries, or something that this version does not serve.
+        SpecError: a name is unknown, a feature is out of range or clamped twice at a position, a scope is empty, there
+            are too many entries, or this version does not serve the request.
     """
     assert prompt_len >= 0
     planner = _Planner(catalog, prompt_len)
@@ -79,7 +79,7 @@ class _Planner:
         self.conditions = Conditions(catalog)
         self.groups: list[_Growing] = []
         self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
-        self.entries = 0  # changes times windows, conditions left out
+        self.entries = 0  # changes times windows, without conditions
         self.relative = False
         self._known: dict[tuple[int, int], tuple[Window, ...]] = {}  # windows by the scope's id and skip_first
 
@@ -155,9 +155,9 @@ class _Planner:
             fail(f"{at}.error", "conflict", f"{message}; expected drop, or a clamp before it")
         for one in clamps.members if clamps else ():
             if one.change.windows != spans:
-                fail(f"{at}.scope", "conflict", f"is another than that of {one.change.field}, expected the same tokens")
+                fail(f"{at}.scope", "conflict", f"is not the same as in {one.change.field}, expected the same tokens")
             if set(one.keys) != set(keys):
-                fail(f"{at}.when", "conflict", f"is another than that of {one.change.field}, expected the same")
+                fail(f"{at}.when", "conflict", f"is not the same as in {one.change.field}, expected equal conditions")
         if edit.error == "drop":
             _refuse_partial(edit.dictionary, info, at)
             change = Change(Whole(edit.dictionary), spans, at, gain=step.scale, op=edit.op)
@@ -167,7 +167,7 @@ class _Planner:
         clamps.of = None  # what follows reads the reconstruction
 
     def finish(self) -> Plan:
-        """The plan, when all edits are there."""
+        """The plan, once all edits have been added."""
         for group in self.groups:
             _refuse_twice([member.change for member in group.members])
         conditions, bits = self.conditions.settle()
@@ -187,7 +187,7 @@ class _Planner:
 
     def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
         if scope.messages is not None:
-            message = "names chat messages, which only the prompt of a chat request has, if it is text alone"
+            message = "names chat messages, which only chat requests with nothing but text have"
             if ".module." in at:
                 message = "names chat messages, which this version does not serve in modules"
             fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
@@ -234,7 +234,7 @@ def _gated(member: _Member, bits: Mapping[Key, int]) -> Change:
 def _gain(step: Step, strength: float) -> float:
     gain = step.scale * strength
     if abs(gain) > FLOAT32_MAX:
-        fail(f"{step.at}.strength", "out_of_range", f"makes {gain:g} with the modules' scales, too much for float32")
+        fail(f"{step.at}.strength", "out_of_range", f"makes {gain:g} with the modules' scales, too large for float32")
     return gain
 
 
@@ -243,12 +243,12 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
         message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")
     if info.activation == "groupmax":
-        message = f"reconstructions with groupmax, as {name!r} has it, are not served by this version"
+        message = f"{name!r} uses groupmax, whose reconstructions are not served by this version"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
 
 
 def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key]) -> bool:
-    """Whether a min or max has joined its other half, one of the same windows and gate, as a band."""
+    """Join a min or max to its other half, with the same windows and gate, as a band; return whether there is one."""
     if not isinstance(edit, Clamp) or edit.mode not in _OTHER:
         return False
     alike = change.target, change.windows, change.only_if_active, change.unit, frozenset(keys)
@@ -273,7 +273,7 @@ def _band(first: Change, second: Change) -> Change:
 
 
 def _refuse_twice(changes: Sequence[Change]) -> None:
-    """No feature is clamped twice at a position."""
+    """Refuse to clamp a feature twice at a position."""
     spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
     for place, change in enumerate(changes):
         if isinstance(change.target, Feature):
@@ -291,14 +291,14 @@ def _refuse_twice(changes: Sequence[Change]) -> None:
 
 
 def _refuse_dense(found: Plan, catalog: Catalog) -> None:
-    """A dictionary that must be encoded whole is encoded once for each site, from the stream as it arrives."""
+    """Refuse a second whole encoding at a site: there is only one, of the stream as it arrives there."""
     dense: dict[str, str] = {}
-    why = "which is encoded whole, once and before any edit of its site; this is not served by this version"
+    why = "which this version does not serve: such a dictionary is encoded whole, once and before any edit of its site"
 
     def settle(site: str, name: str, at: str) -> None:
         first = dense.setdefault(site, name)
         if first != name:
-            fail(f"{at}.dictionary", "not_served", f"needs {name!r} beside {first!r} at {site}, {why}")
+            fail(f"{at}.dictionary", "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
 
     for one in found.conditions:
         if isinstance(one.target, Feature) and catalog.dictionaries[one.target.dictionary].k is not None:
@@ -312,12 +312,12 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
             if isinstance(change.target, Whole) or catalog.dictionaries[name].k is not None:
                 settle(group.site, name, change.field)
                 if group.site in begun:
-                    fail(f"{change.field}.dictionary", "not_served", f"needs {name!r} behind other edits, {why}")
+                    fail(f"{change.field}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
         begun.add(group.site)
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:
-    """A site has room for so many vectors that one request brings."""
+    """Refuse a request that brings more vectors for a site than it may."""
     if catalog.inline_rows is None:
         return
     brought: defaultdict[str, set[Direction]] = defaultdict(set)
@@ -328,5 +328,5 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
             brought[site].add(change.target)
             if len(brought[site]) > catalog.inline_rows:
                 message = f"is vector {len(brought[site])} that the request brings for {site}"
-                hint = "the server takes more when started with more --inline-rows, or with the vectors themselves"
+                hint = "the server takes more when started with a higher --inline-rows, or with the vectors themselves"
                 fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")

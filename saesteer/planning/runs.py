@@ -1,4 +1,4 @@
-"""What a plan edits at each position, as runs of positions with equal edits; knows content, no server and no cache.
+"""What a plan edits at each position, as runs of positions with equal edits. Knows content, no server and no cache.
 
 A request's key/value cache depends on the edits at each position and on nothing else in its spec. So blocks of the
 prefix cache are keyed by these runs (``saesteer.plugin.prefix_cache``): requests share a block where their edits agree.
@@ -24,12 +24,12 @@ Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the he
 def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
     """The digest of each change by its site and content, group by group, without its windows.
 
-    A vector counts by its numbers and not by its name; a dictionary by its name, which means one thing while a server
-    runs; a gate by what it reads and its bounds. The path of the edit in the request does not count.
+    A vector is identified by its numbers and not by its name; a dictionary by its name, whose meaning is fixed while a
+    server runs; a gate by what it reads and its bounds. The path of the edit in the request does not matter.
 
     Args:
-        plan: of one request.
-        catalog: that it was planned with.
+        plan: the plan of one request.
+        catalog: the catalog that it was planned with.
     """
     waiting = _Waiting(plan.conditions, catalog)
     return [[_digest(one, group.site, waiting, catalog) for one in group.changes] for group in plan.groups]
@@ -38,13 +38,13 @@ def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
 def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
     """The runs of positions with the same edits, ascending; positions without an edit are in none.
 
-    A group that has no change at a position is left out there, and what stands before and behind it are still two
-    groups: the second reads what the first left. The order of sites is that of the forward pass, so edits of different
-    sites may stand in the request in any order.
+    A group that has no change at a position is left out there, but the groups before and after it remain separate: the
+    second reads what the first left. Sites follow the order of the forward pass, so edits of different sites may stand
+    in the request in any order.
 
     Args:
-        plan: of one request.
-        changes: its ``change_digests``.
+        plan: the plan of one request.
+        changes: the ``change_digests`` of the plan.
     """
     groups: list[_Group] = []
     holding: defaultdict[tuple[Window, ...], list[tuple[_Group, int]]] = defaultdict(list)  # most edits share windows
@@ -73,12 +73,12 @@ def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
 
 
 def meeting(found: Sequence[Run], start: int, end: int) -> list[Run]:
-    """The runs that hold a position of [start, end), cut to it.
+    """The runs that hold a position of [start, end), cut to this interval.
 
     Args:
-        found: ascending and disjoint.
-        start: first position.
-        end: the one behind the last.
+        found: the runs, ascending and disjoint.
+        start: the first position.
+        end: the position after the last.
     """
     inside = []
     for place in range(bisect_right(found, start, key=itemgetter(1)), len(found)):
@@ -90,10 +90,10 @@ def meeting(found: Sequence[Run], start: int, end: int) -> list[Run]:
 
 
 class _Group:
-    """The changes of a group, and which of them hold at the present position.
+    """The changes of a group, and which of them hold at the current position.
 
     Args:
-        changes: their digests.
+        changes: the digests of the changes.
     """
 
     __slots__ = ("_active", "_changes", "_digest")
@@ -104,12 +104,12 @@ class _Group:
         self._digest: bytes | None = b""
 
     def toggle(self, place: int) -> None:
-        """A change begins to hold, or ends."""
+        """Switch a change on or off."""
         self._active[place] ^= 1
         self._digest = None
 
     def digest(self) -> bytes:
-        """Of the changes that hold; empty where there are none."""
+        """The digest of the changes that hold; empty where there are none."""
         if self._digest is None:
             active = [*compress(self._changes, self._active)]
             self._digest = hashlib.sha256(b"".join(active)).digest() if len(active) > 1 else b"".join(active)
@@ -117,7 +117,7 @@ class _Group:
 
 
 class _Waiting:
-    """What the bits mean that a change waits for; a bit is used again at a site behind its last use."""
+    """The meaning of the bits that a change waits for; a bit is reused at sites after its last use."""
 
     def __init__(self, conditions: Iterable[Condition], catalog: Catalog) -> None:
         self._conditions: defaultdict[int, list[tuple[Any, Any]]] = defaultdict(list)
@@ -128,7 +128,7 @@ class _Waiting:
             self._conditions[one.bit].append((order(one.site), (one.site, target, one.above, one.below)))
 
     def of(self, bits: int, site: str) -> list[Any]:
-        """The conditions behind these bits at a site, in an order that does not depend on the bits."""
+        """The conditions that these bits stand for at a site, in an order that does not depend on the bits."""
         found: list[Any] = []
         here = order(site)
         while bits:
@@ -141,7 +141,7 @@ class _Waiting:
 def _digest(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
     law = _LAW(change.scale, change.shift, change.low, change.high, change.gain, change.only_if_active)
     gates = repr(waiting.of(change.gates, site)) if change.gates else ""
-    # No part but the last, which may be a name, can hold what stands between them.
+    # Only the last part, which may be a name, can contain the separator.
     text = "\0".join((site, change.unit, gates, *_target(change.target, catalog)))
     return hashlib.sha256(law + text.encode()).digest()
 

@@ -1,7 +1,7 @@
 """Which positions a scope holds, for a prompt of a known length. Knows no edit, no site and no tokens.
 
-Decided once at admission, so chunked prefill, preemption and recomputation edit the same tokens. The length of the
-answer and of the context are unknown: positions never reached do nothing.
+The positions are decided once, at admission, so chunked prefill, preemption and recomputation edit the same tokens.
+The lengths of the answer and of the context are unknown: positions that are never reached have no effect.
 """
 
 from collections.abc import Iterable
@@ -13,23 +13,24 @@ from saesteer.planning.plan import END, Window
 def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window, ...]:
     """The positions of a scope, as disjoint ascending windows; empty when it holds none.
 
-    ``prompt`` is the positions below ``prompt_len``, ``generated`` those from there on; a flag that is missing is the
-    negation of the one given, and without both, all count. The token at position p is edited while it is computed, and
-    what is sampled from it stands at p + 1. So ``generated`` does not change the first generated token, which is
-    sampled from the last prompt token, at ``prompt_len − 1``; the first that it changes is the second generated one. To
-    steer the first as well, clamp a second time with ``positions: [[-1, null]]``: the windows do not meet.
+    ``prompt`` stands for the positions below ``prompt_len``, ``generated`` for all later ones. A missing flag is the
+    negation of the given one; without both, all positions count. The token at position p is edited while it is
+    computed, and the token sampled from it stands at p + 1. So ``generated`` does not change the first generated token,
+    which is sampled from the last prompt token, at ``prompt_len − 1``; the first token that it changes is the second
+    generated one. To steer the first as well, clamp a second time with ``positions: [[-1, null]]``: the windows do not
+    overlap.
 
-    ``positions`` meet with the flags. Negative ones count from the end of the prompt as in a slice of it: one before
-    its start is its start. A null end is open after a start that is not negative, and the end of the prompt after a
-    negative one: ``[-1, null]`` is the last prompt token, whatever follows.
+    ``positions`` is intersected with the flags. A negative position counts from the end of the prompt, as in a slice: a
+    position before the start of the prompt means its start. A null end is open after a start that is not negative, and
+    means the end of the prompt after a negative start: ``[-1, null]`` is the last prompt token, whatever follows.
 
-    Without ``positions`` the first ``skip_first`` positions of the dictionary's format are left alone, position 0
-    always; ``positions`` may name them. The scope's own ``skip_first`` holds with ``positions`` as well.
+    Without ``positions``, the edit leaves alone the first ``skip_first`` positions of the dictionary's format, and
+    always position 0; ``positions`` may name them. The scope's own ``skip_first`` also applies to ``positions``.
 
     Args:
-        scope: of the edit.
-        prompt_len: in tokens.
-        skip_first: of the dictionary's format.
+        scope: the scope of the edit.
+        prompt_len: the length of the prompt, in tokens.
+        skip_first: how many first positions the dictionary's format leaves alone.
     """
     if scope.positions is None:
         spans: Iterable[Window] = [(max(1, skip_first), END)]
@@ -51,13 +52,13 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
 
 
 def is_relative(scope: Scope) -> bool:
-    """Whether its windows are others for a prompt of another length."""
+    """Whether the windows of a scope depend on the length of the prompt."""
     flags = scope.prompt is not None or scope.generated is not None
     return flags or any(start < 0 or (end is not None and end < 0) for start, end in scope.positions or ())
 
 
 def _resolve(start: int, end: int | None, prompt_len: int) -> Window:
-    """Absolute positions; below 0 where they count from before the prompt, which is cut off with the flags."""
+    """Absolute positions; positions before the prompt are below 0, and the flags cut them off."""
     if end is None:
         end = prompt_len if start < 0 else END
     elif end < 0:

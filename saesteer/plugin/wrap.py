@@ -1,4 +1,4 @@
-"""How a function of ours takes the place of a function of vLLM. Knows no such function."""
+"""Replaces a function of vLLM with one of ours. Does not know any such function."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,7 @@ Original = Callable[..., Any]
 
 
 def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Turns a function of an original and the original's arguments into one that replaces an original."""
+    """Turn a function that takes an original and its arguments into one that replaces the original."""
 
     @wraps(stand_in, updated=())
     def wrap(original: Original) -> Original:
@@ -18,5 +18,5 @@ def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
 
         return call
 
-    del wrap.__wrapped__  # its signature is its own
+    del wrap.__wrapped__  # it has its own signature
     return wrap

@@ -50,7 +50,7 @@ def test_another_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SAESTEER_CACHE", str(tmp_path))
     monkeypatch.setenv("SAESTEER_GGUF", "/no/such.gguf")
-    with pytest.raises(ConfigError, match="which is no file"):
+    with pytest.raises(ConfigError, match="which is not a file"):
         ensure_model()
 
 

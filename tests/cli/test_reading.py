@@ -136,7 +136,7 @@ def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: 
         ({"file": tmp_path / "empty"}, "is empty"),
         ({"max_tokens": 0}, "--max-tokens is 0"),
         ({"config": SaesteerConfig()}, "needs a dictionary"),
-        ({"config": read_settings([f"d={DEMO_SAE}@resid_post.15"])}, "holds its max activations itself"),
+        ({"config": read_settings([f"d={DEMO_SAE}@resid_post.15"])}, "already contains its max activations"),
     ]
     for words, told in cases:
         arguments: dict[str, Any] = {"model": "demo", "config": config, "file": text, **words}

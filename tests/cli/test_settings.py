@@ -199,14 +199,14 @@ def test_wrong_words(words: dict[str, Any], told: str) -> None:
 BOMB = "sites:\n- &a0 [x]\n" + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
 WRONG_FILES: list[tuple[str, str]] = [
     ("[1]", "holds a list, expected names and values"),
-    ("a: [", "no YAML"),
-    ("a: !!python/object/apply:os.system ['echo']", "no YAML"),
+    ("a: [", "not YAML"),
+    ("a: !!python/object/apply:os.system ['echo']", "not YAML"),
     (
         "dictionary: {}",
         "saesteer.dictionary: is not a field (did you mean 'dictionaries'?), expected only dictionaries, sites",
     ),
-    ("vectors: {a: x}\nvectors: {b: y}", "the key 'vectors' stands twice"),
-    ("vectors: {a: x, a: y}", "the key 'a' stands twice"),
+    ("vectors: {a: x}\nvectors: {b: y}", "the key 'vectors' appears twice"),
+    ("vectors: {a: x, a: y}", "the key 'a' appears twice"),
     ("vectors: [x]", "saesteer.vectors: got a list of 1, expected an object of name: place"),
     ("vectors: {1: x}", "saesteer.vectors has a wrong name: got 1, expected a name"),
     ("vectors: {a: 1}", "saesteer.vectors.a: got 1, expected a path or {'path': ..., 'bias': ...}"),
@@ -240,8 +240,8 @@ WRONG_FILES: list[tuple[str, str]] = [
     ),
     ("&a [*a]", "holds a list"),
     (BOMB, "saesteer.sites[0]: got a list of 1, expected a name"),
-    ("\x00", "no YAML"),
-    ("[" * 50_000, "no YAML"),
+    ("\x00", "not YAML"),
+    ("[" * 50_000, "not YAML"),
     (" " * ((1 << 20) + 1), "more than 1048576 bytes"),
 ]
 

@@ -69,10 +69,10 @@ def test_what_is_not_served_is_what_a_plan_refuses(activation: Any, in_norm: Any
     assert not any("this dictionary" in note for note in notes)
     assert served(place, CLAMP, KEEP)
     assert served(place, DROP) == (not any(note.startswith("reconstruct with error drop") for note in notes))
-    assert served(place, ADD, CLAMP) == (not any(note.startswith("clamps behind other edits") for note in notes))
+    assert served(place, ADD, CLAMP) == (not any(note.startswith("clamps after other edits") for note in notes))
     assert not served(place, {**CLAMP, "unit": "max_act"})
     assert "values in unit max_act, until it is calibrated" in notes
-    assert said["max_act"] == ["unknown: `saesteer calibrate` finds it"]
+    assert said["max_act"] == ["unknown: `saesteer calibrate` measures it"]
     expected = {"groupmax": "groupmax, 5 groups of 8"}.get(activation, f"{activation}, k = 5" if k else activation)
     assert said["activation"] == [expected]
     assert said["input norm"] == [in_norm if in_norm == "none" else f"{in_norm}, of each token"]
@@ -86,7 +86,7 @@ def test_every_format_is_told_as_it_is_served(case: Case, tmp_path: Path) -> Non
     notes = said.get("not served", [])
     clamp = {**CLAMP, "feature": info.feature_ids[0] if info.feature_ids else 2}
     unnamed = None in (info.site_in, info.site_out)
-    assert said["site"][0].startswith("not said by the files: give it") == unnamed
+    assert said["site"][0].startswith("not stated in the files: give it") == unnamed
     taken = f"{place}@resid_post.3" if unnamed and info.d_in == info.d_out else place
     assert served(taken, clamp) == (not any(note.startswith("this dictionary, in a server: it ") for note in notes))
     if served(taken, clamp):

@@ -1,7 +1,7 @@
-"""What a request becomes before the engine takes it: a plan that was checked against the server, and its runs.
+"""Turns a request into a plan, checked against the server, and the plan's runs, before the engine takes it.
 
-Knows plans and digests, and of vLLM the fields of a request. Who calls it is in frontend.py; from the runs, which say
-what is edited at each position, prefix_cache.py makes the keys of the cache's blocks.
+Knows plans, digests and the fields of vLLM's requests. frontend.py calls it. The runs describe what is edited at each
+position; prefix_cache.py makes the keys of the cache's blocks from them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,25 +25,25 @@ from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.results import counts
 
-_KNOWN = 64  # specs; with a vector for every layer of a 27B model one holds 0.7 MB
+_KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
 
-    edits: bool  # anything at all
-    applied: Sequence[Mapping[str, Any]]  # what an answer says, without counts
-    sites: tuple[str, ...]  # whose doses are measured
+    edits: bool  # whether it edits anything
+    applied: Sequence[Mapping[str, Any]]  # what an answer reports, without counts
+    sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
 
 
 class Known:
-    """The meanings of specs that came lately: a module or a set of vectors is mostly asked for more than once.
+    """The meanings of recent specs: a module or a set of vectors is usually requested more than once.
 
-    Safe to use in threads: nobody waits while another one's spec is planned, and two that ask for the same spec at the
-    same time may both plan it. A new catalog begins anew, since names stand for something else there.
+    Safe to use in threads: no thread waits while another's spec is planned, and two that ask for the same spec at the
+    same time may both plan it. A new catalog starts empty, since names stand for something else there.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Known:
         for key in (spec, (spec, prompt_len)) if self._catalog is catalog else ():
             found = self._kept.pop(key, None)
             if found is not None:
-                self._kept[key] = found  # the last used stands last
+                self._kept[key] = found  # the most recently used comes last
                 return found
         return None
 
@@ -84,14 +84,14 @@ class Known:
 
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
-    # The ops are for logs alone (logs.py).
+    # The ops are only for logs (logs.py).
     admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
     edited = runs(found, change_digests(found, catalog))
     return Meaning(bool(found), applied(found, catalog), sites_of(found), edited, admitted)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
-    """The spec with positions in the place of the chat messages that it names.
+    """The spec with positions instead of the chat messages that it names.
 
     Raises:
         SpecError: there is no such message.
@@ -111,7 +111,7 @@ def admit(
     """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
 
     Returns:
-        The spec with positions in the place of the chat messages that it names.
+        The spec with positions instead of the chat messages that it names.
 
     Raises:
         SpecError: the spec asks for what this server does not have.
@@ -135,27 +135,27 @@ def admit(
     extra = {**params.extra_args, KEY: found.admitted}
     if found.edits:
         refusing = config is not None and config.max_dose_action == "refuse"
-        # A cached token is not measured again, and who computed it may be refused for it a moment later.
+        # A cached token is not measured again, and the request that computed it may be refused for it later.
         extra[RUNS] = keyed(found.runs, server, uuid4().hex if refusing else None)
     params.extra_args = extra
     return spec
 
 
 def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a client may put beside its spec: all but our own words to the engine, which would key blocks of others."""
+    """What a client may send with its spec: not our own words to the engine, which would key other requests' blocks."""
     if not extra_args or not any(name.startswith(f"{KEY}_") for name in extra_args):
         return extra_args  # type: ignore[return-value]  # it is the dict that vLLM made
     return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}
 
 
 def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]:
-    """The runs as the engine gets them, with digests that hold on this server alone.
+    """The runs as the engine gets them, with digests that are valid only on this server.
 
-    It is over the content behind names, which may be replaced, so requests with the same name may share nothing.
+    A digest covers the content behind names, which may be replaced, so requests with the same name may share nothing.
 
     Args:
-        found: of the request's plan.
+        found: the runs of the request's plan.
         server: fingerprint of the dictionaries and limits.
-        own: makes the keys those of one request alone; None: who edits alike shares.
+        own: makes the keys unique to one request; None: requests with the same edits share.
     """
     return [[lo, hi, digest([server, own, edits])] for lo, hi, edits in found]

@@ -1,4 +1,4 @@
-"""The front door: specs are checked, refused with 400, and sent on with what they edit where. Knows no tensor.
+"""The front door: checks specs, refuses wrong ones with 400, and sends on what the others edit. Knows no tensor.
 
 Wraps, each in the process that talks to clients:
     InputProcessor.__init__          reads the catalog of this server
@@ -37,7 +37,7 @@ from saesteer.plugin.results.failures import SpecRefused
 
 
 def assets_of(vllm_config: Any) -> Assets | None:
-    """What the operator configured, opened once a process; None without saesteer, or with SAESTEER_DISABLE=1."""
+    """What the operator configured, opened once per process; None without saesteer, or with SAESTEER_DISABLE=1."""
     additional = vllm_config.additional_config
     raw = additional.get(KEY) if isinstance(additional, Mapping) else None
     if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
@@ -52,7 +52,7 @@ def opened(wire: str) -> Assets:
 
 
 def fingerprint(assets: Assets) -> str:
-    """Digest of saesteer's version and all that its graphs and caches depend on."""
+    """Digest of saesteer's version and of everything that its graphs and caches depend on."""
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
@@ -94,16 +94,16 @@ def refuse_unservable(vllm_config: Any) -> None:
     """Refuse engine options under which an edit would be lost or land on the wrong token.
 
     Raises:
-        UnsupportedError: naming the option.
+        UnsupportedError: names the option.
     """
     parallel, passes = vllm_config.parallel_config, vllm_config.compilation_config.pass_config
     model, connector = vllm_config.model_config, getattr(vllm_config, "kv_transfer_config", None)
     refused = {
-        # They store blocks under keys of their own, most of them of token ids alone: another request would get them.
+        # They store blocks under their own keys, most of which cover only token ids: another request would get them.
         f"a KV connector ({getattr(connector, 'kv_connector', None)})": connector is not None,
         f"the {model.runner_type} runner": model.runner_type != "generate",
         "an encoder-decoder model": getattr(model, "is_encoder_decoder", False),
-        # It reaches the worker past the method that brings the counts home.
+        # It bypasses the worker's method that returns the counts.
         "vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)": _is_first_ray(parallel),
         "micro-batch overlap (use_ubatching)": getattr(parallel, "use_ubatching", False),
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -121,7 +121,7 @@ def refuse_unservable(vllm_config: Any) -> None:
 def _is_first_ray(parallel: Any) -> bool:
     import vllm.envs
 
-    # 0.33 has the second one alone, and no such variable.
+    # 0.33 has only the second one, and no such variable.
     second: bool = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     return parallel.distributed_executor_backend == "ray" and not second
 
@@ -168,7 +168,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Messages are found in a thread: a long conversation is rendered many times, and others wait for tokens."""
+    """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens."""
 
     @wraps(original)
     async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mentions_messages(params: Any) -> bool:
-    """Whether it is worth to parse a spec before vLLM is ready for it: those with large vectors rarely are."""
+    """Whether a spec is worth parsing before vLLM is ready for it: specs with large vectors rarely are."""
     wire = (getattr(params, "extra_args", None) or {}).get(KEY)
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     scopes = [one.get("scope") for one in edits if isinstance(one, Mapping)] if isinstance(edits, list) else []
@@ -201,7 +201,7 @@ def _mentions_messages(params: Any) -> bool:
 def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> Any:
-        from saesteer.plugin.http.admin import EndpointPlugin  # FastAPI is imported where HTTP is answered alone
+        from saesteer.plugin.http.admin import EndpointPlugin  # FastAPI is imported only where HTTP is answered
 
         return [*original(*args, **kwargs), EndpointPlugin()]
 
@@ -209,7 +209,7 @@ def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _board(parallel: Any) -> Board | None:
-    """What several API servers share, where names may change; those that share no engine would not hear of a change."""
+    """What several API servers share if names may change; servers without a common engine would miss a change."""
     if not os.environ.get("SAESTEER_ADMIN_KEY"):
         return None
     if parallel.local_engines_only:
@@ -226,7 +226,7 @@ def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:
         body = self.model_extra or {}
         if KEY in body:
             if KEY in (params.extra_args or {}):
-                message = "stands both in the body and in vllm_xargs; expected one of them"
+                message = "appears both in the body and in vllm_xargs; expected only one of them"
                 raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
             params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
         return params
@@ -260,7 +260,7 @@ def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_supported_tasks(self: Any) -> Any:
         tasks = original(self)
-        # LLM asks this for every request: what is settled is not read again.
+        # LLM calls this for every request, so it does not read again what is settled.
         assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
         if assets is not None:
             contract.install("offline")  # here LLM has been imported, if it is used at all
@@ -281,7 +281,7 @@ def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
         tasks = await original(self)
         assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
         if assets is not None:
-            contract.install("http")  # whoever asks this awaits answers over HTTP
+            contract.install("http")  # whoever calls this answers over HTTP
             metrics.install()
             logs.filter_streams()
             metrics.pools(self.input_processor.saesteer_names.usage())

@@ -1,7 +1,7 @@
-"""The admin routes: vectors and modules over HTTP, for whoever has the operator's key. Knows no vector from the inside.
+"""The admin routes: vectors and modules over HTTP, for whoever has the operator's key. Does not look inside vectors.
 
-They come into vLLM's app as an endpoint plugin does, by vllm.plugins.load_endpoint_plugins, without VLLM_PLUGINS having
-to name it: the key is the operator's consent, and without one every route says so and does nothing.
+They enter vLLM's app as an endpoint plugin does, through vllm.plugins.load_endpoint_plugins, but VLLM_PLUGINS need not
+name it: the key is the operator's consent, and without a key every route reports that and does nothing.
 """
 
 import hmac
@@ -87,7 +87,7 @@ class VectorBody(BaseModel):
     # Checked by the request language, whose errors name the field, so pydantic takes anything.
     name: Annotated[Any, Field(json_schema_extra=_NAME)]
     vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_INLINE)]
-    bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="Of a probe: x · v + bias.")] = 0.0
+    bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="A probe's bias: x · v + bias.")] = 0.0
 
 
 class ModuleBody(BaseModel):
@@ -96,7 +96,7 @@ class ModuleBody(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _MODULE_EXAMPLES})
 
     name: Annotated[Any, Field(json_schema_extra=_NAME)]
-    spec: Annotated[Any, Field(description="As a request's `saesteer` field.", json_schema_extra={"type": "object"})]
+    spec: Annotated[Any, Field(description="As in a request's `saesteer` field.", json_schema_extra={"type": "object"})]
 
 
 class VectorEntry(BaseModel):
@@ -104,9 +104,9 @@ class VectorEntry(BaseModel):
 
     name: str
     shape: list[int] = Field(description="[d], or [layers, d].", examples=[[34, 2560]])
-    layers: list[int] | None = Field(description="Of its rows; null where one row stands for any site.")
+    layers: list[int] | None = Field(description="The layers of its rows; null if one row fits any site.")
     bias: float
-    version: str = Field(description="Of its content; answers say the same in `applied`.")
+    version: str = Field(description="Hash of its content; answers report the same in `applied`.")
     uses: int = Field(description="Requests admitted with this content, also through modules.")
 
 
@@ -114,8 +114,8 @@ class ModuleEntry(BaseModel):
     """A registered module."""
 
     name: str
-    edits: int = Field(description="In its own list.")
-    version: str = Field(description="Of what it does, with the vectors and modules that it names.")
+    edits: int = Field(description="Number of edits in its own list.")
+    version: str = Field(description="Hash of what it does, with the vectors and modules that it names.")
     uses: int = Field(description="Requests admitted with it, also through other modules, since it was registered.")
 
 
@@ -123,8 +123,8 @@ class VectorList(BaseModel):
     """All registered vectors, and the room for more."""
 
     vectors: list[VectorEntry]
-    pool_rows: int = Field(description="Slots for named vectors at each site; at the fullest one.")
-    pool_rows_in_use: int = Field(description="Of these; versions that running requests hold count as well.")
+    pool_rows: int = Field(description="Slots for named vectors at the fullest site.")
+    pool_rows_in_use: int = Field(description="Slots in use there, including versions that running requests hold.")
 
 
 class ModuleList(BaseModel):
@@ -134,19 +134,19 @@ class ModuleList(BaseModel):
 
 
 class VectorDone(VectorEntry):
-    """What was registered."""
+    """The vector that was registered."""
 
     replaced: bool
 
 
 class ModuleDone(ModuleEntry):
-    """What was registered."""
+    """The module that was registered."""
 
     replaced: bool
 
 
 class Deleted(BaseModel):
-    """What is gone for requests to come."""
+    """A name that new requests cannot use."""
 
     name: str
     deleted: bool = True
@@ -168,13 +168,13 @@ class EndpointPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Guard all routes, and where this server runs saesteer, document the field and add ours.
+        """Guard all routes, and if this server runs saesteer, document the field and add our routes.
 
-        Where --api-key guards /v1, vLLM would answer 401 before the routes are asked, so the admin's key opens that
-        gate as well; the routes themselves take no other.
+        Where --api-key guards /v1, vLLM would answer 401 before the routes are called, so the admin key passes that
+        check as well; the routes themselves accept no other key.
 
         Raises:
-            ConfigError: the admin's key is a key of everybody.
+            ConfigError: the admin key equals a key that all clients use.
         """
         args = app.state.args
         configured = KEY in (args.additional_config or {})
@@ -185,7 +185,7 @@ class EndpointPlugin:
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
         if key and key in keys:
-            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a key of its own")
+            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a different key")
         if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
@@ -199,10 +199,10 @@ class EndpointPlugin:
 
 
 def admin_key() -> str:
-    """The operator's key; empty where there is none.
+    """The operator's key; empty if there is none.
 
     Raises:
-        ConfigError: it could not stand in a header.
+        ConfigError: it cannot be sent in a header.
     """
     key = os.environ.get(ENV, "")
     if not key.isascii() or not key.isprintable() or " " in key:
@@ -220,7 +220,7 @@ def _refuse(status: int, message: str, code: str, param: str | None = None) -> J
 
 
 class _TooLarge(HTTPException):
-    """FastAPI lets this kind of error through, where it reads the body."""
+    """FastAPI lets this kind of error through while it reads the body."""
 
     def __init__(self) -> None:
         super().__init__(413)
@@ -239,7 +239,7 @@ def _refused_by_key(request: Request) -> JSONResponse | None:
 
 
 class _Route(APIRoute):
-    """The key is asked for before the body is read, the body is cut off at its limit, and all refusals look alike."""
+    """Check the key before reading the body, cut the body off at its limit, and make all refusals look alike."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
         handle = super().get_route_handler()
@@ -272,8 +272,8 @@ class _Route(APIRoute):
                 return _refuse(409, str(error), error.code)
             except RequestValidationError as error:
                 return _refuse(400, *_told(error))
-            except HTTPException as error:  # a body that is nested too deep, or in no known encoding
-                return _refuse(error.status_code, f"the body is no JSON object ({error.detail})", "bad_json")
+            except HTTPException as error:  # a body that is nested too deeply, or in an unknown encoding
+                return _refuse(error.status_code, f"the body is not a JSON object ({error.detail})", "bad_json")
 
         return guarded
 
@@ -284,7 +284,7 @@ def _told(error: RequestValidationError) -> tuple[str, str, str | None]:
     codes = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "bad_json"}
     code = codes.get(first["type"], "wrong_type")
     if code == "bad_json" or not path:
-        return f"the body is no JSON object ({first['msg']}), expected one as in the examples", code, None
+        return f"the body is not a JSON object ({first['msg']}), expected one as in the examples", code, None
     return f"{path}: {first['msg']}, expected an object as in the examples", code, path
 
 
@@ -324,8 +324,8 @@ def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Refused, "description": why[status]} for status in (401, 403, *statuses)}
 
 
-# For the OpenAPI document alone; the routes ask for the key before they read a body.
-_BEARER = HTTPBearer(auto_error=False, scheme_name="saesteer_admin_key", description="What --saesteer-admin-key says.")
+# Only for the OpenAPI document; the routes ask for the key before they read a body.
+_BEARER = HTTPBearer(auto_error=False, scheme_name="saesteer_admin_key", description="The key of --saesteer-admin-key.")
 router = APIRouter(prefix="/v1/saesteer", route_class=_Route, tags=["saesteer"], dependencies=[Depends(_BEARER)])
 
 
@@ -343,7 +343,7 @@ async def list_vectors(request: Request) -> Any:
     "/vectors", responses=_says(400, 409, 413), response_model=VectorDone, summary="Register or replace a vector"
 )
 async def put_vector(request: Request, body: VectorBody) -> Any:
-    """The vector lies on the device when this answers. Requests that run keep what they started with."""
+    """The vector is on the device when this returns. Running requests keep what they started with."""
     admin = _admin(request)
     replaced, catalog = await admin.names.put_vector(admin.engine, body.name, Given.read(body.vector, body.bias))
     return {**_vector_entry(catalog, body.name, 0), "replaced": replaced}
@@ -351,7 +351,7 @@ async def put_vector(request: Request, body: VectorBody) -> Any:
 
 @router.delete("/vectors/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a vector")
 async def delete_vector(request: Request, name: str) -> Any:
-    """Requests to come cannot name it; requests that run keep it. One that a module uses is not deleted."""
+    """New requests cannot name it; running requests keep it. A vector that a module uses is not deleted."""
     admin = _admin(request)
     await admin.names.delete(admin.engine, "vector", name)
     return {"name": name}
@@ -369,7 +369,7 @@ async def list_modules(request: Request) -> Any:
     "/modules", responses=_says(400, 409, 413), response_model=ModuleDone, summary="Register or replace a module"
 )
 async def put_module(request: Request, body: ModuleBody) -> Any:
-    """Vectors that stand in it lie on the device when this answers. Requests that run keep what they started with."""
+    """Its own vectors are on the device when this returns. Running requests keep what they started with."""
     admin = _admin(request)
     replaced, catalog = await admin.names.put_module(admin.engine, body.name, _spec(body.spec))
     return {**_module_entry(catalog, body.name, 0), "replaced": replaced}
@@ -377,7 +377,7 @@ async def put_module(request: Request, body: ModuleBody) -> Any:
 
 @router.delete("/modules/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a module")
 async def delete_module(request: Request, name: str) -> Any:
-    """Requests to come cannot name it; requests that run keep it. One that another module uses is not deleted."""
+    """New requests cannot name it; running requests keep it. A module that another module uses is not deleted."""
     admin = _admin(request)
     await admin.names.delete(admin.engine, "module", name)
     return {"name": name}

@@ -1,1 +1,1 @@
-"""Names while serving: vectors and modules come and go, and all processes agree what a name means."""
+"""Names while serving: vectors and modules come and go, and all processes agree on what a name means."""

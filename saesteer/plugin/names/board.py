@@ -1,12 +1,12 @@
-"""Where several API servers of one server find each other's changes of names: files in a folder that all of them know.
+"""How several API servers of one server share changes of names: through files in a folder that all of them know.
 
-vLLM's API servers are children of one process and have no line to each other. That process puts a word that nobody can
-guess into the environment, which names their folder. A single API server has none. Knows neither names nor an engine.
+vLLM's API servers are children of one process and have no connection to each other. That process puts an unguessable
+word into the environment; it names their folder. A single API server has no folder. Knows neither names nor an engine.
 
-    lock       one server at a time changes names; it begins with the number of the last change, 8 bytes
+    lock       one server at a time changes names; the file begins with the number of the last change, 8 bytes
     names      what names stand for now, as JSON
     change-N   what change N has put, as long as a name stands for it
-    uses-N     of API server N: how many requests have used what each change has put, 8 bytes for each change
+    uses-N     how many requests of API server N have used what each change has put, 8 bytes for each change
 """
 
 import asyncio
@@ -29,9 +29,9 @@ ENV = "SAESTEER_BOARD"  # <process>-<word>
 
 
 def announce() -> None:
-    """Say where API servers will meet, in the process that starts them. They leave it as it is, being its children.
+    """Publish where API servers will meet, in the process that starts them. Its children do not change the place.
 
-    A server that another one has started, or a script, is no such child, and says another place.
+    A server that another server or a script has started is no such child, and publishes another place.
     """
     if parent_process() is None:
         os.environ[ENV] = f"{os.getpid()}-{secrets.token_hex(16)}"
@@ -46,9 +46,9 @@ class Board:
     """One process's view.
 
     Args:
-        folder: of all processes; made if it is not there.
-        rank: of this process, from 0.
-        count: of processes.
+        folder: shared by all processes; made if it does not exist.
+        rank: this process's number, from 0.
+        count: number of processes.
     """
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
@@ -62,10 +62,10 @@ class Board:
 
     @classmethod
     def of(cls, rank: int, count: int) -> "Board":
-        """That of this server.
+        """The board of this server.
 
         Raises:
-            UnsupportedError: the process that started this one has not said where.
+            UnsupportedError: the process that started this one has not published a place.
         """
         parent = parent_process()
         if parent is None or not os.environ.get(ENV, "").startswith(f"{parent.pid}-"):
@@ -75,7 +75,7 @@ class Board:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """While no other process changes names; the lock goes with a process that dies."""
+        """Keep other processes from changing names meanwhile; a process that dies releases the lock."""
         await asyncio.to_thread(fcntl.flock, self._lock, fcntl.LOCK_EX)
         try:
             yield
@@ -88,28 +88,28 @@ class Board:
         return _number(self._lock, 0)
 
     def read(self) -> Any:
-        """What was posted last."""
+        """The state that was posted last."""
         return json.loads((self._folder / "names").read_text())
 
     def change(self, number: int) -> Any:
         """What a change has put.
 
         Raises:
-            FileNotFoundError: the name stands for something else since.
+            FileNotFoundError: the name has come to stand for something else.
         """
         return json.loads((self._folder / f"change-{number}").read_text())
 
     def put(self, number: int, found: Any) -> None:
-        """Write down what a change puts, for ``change``; nobody looks before the change is posted."""
+        """Store what a change puts, for ``change``; nobody reads it before the change is posted."""
         (self._folder / f"change-{number}").write_text(json.dumps(found))
 
     def post(self, number: int, state: Any, changes: Collection[int]) -> None:
-        """Let the others know; whoever reads finds all of it, or what was there before.
+        """Publish a change; a reader finds either all of it or the previous state.
 
         Args:
-            number: of the last change.
+            number: number of the last change.
             state: what ``read`` returns from now on.
-            changes: that a name stands for; the files of the others go.
+            changes: those that a name stands for; the files of all others are deleted.
         """
         new = self._folder / "new"
         new.write_text(json.dumps(state))
@@ -120,12 +120,12 @@ class Board:
                 old.unlink()
 
     def use(self, change: int) -> None:
-        """One more request here has used what a change has put."""
+        """Count one more request here that has used what a change has put."""
         count = _number(self._own, 8 * change) + 1
         os.pwrite(self._own, count.to_bytes(8, "little"), 8 * change)
 
     def uses(self, change: int) -> int:
-        """Requests of all servers that have used it."""
+        """How many requests of all servers have used it."""
         return sum(_number(one, 8 * change) for one in self._all)
 
 

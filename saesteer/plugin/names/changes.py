@@ -14,7 +14,7 @@ from saesteer.language.spec import Spec, from_json
 from saesteer.planning.digests import Kind, Name, users_of
 from saesteer.planning.plan import Catalog
 
-MOST = 4096  # vectors, and modules
+MOST = 4096  # vectors, and as many modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Given:
         """From JSON.
 
         Raises:
-            SpecError: it is no vector, or its bias is no number.
+            SpecError: it is not a vector, or its bias is not a number.
         """
         if isinstance(value, str):
             expected = "a list of numbers or an object with dtype, shape and data; files are named at start"
@@ -49,7 +49,7 @@ class Given:
 
 
 def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
-    """What changes put in the place of names, vectors and modules: of their JSON objects, or None where one is gone."""
+    """Read the vectors and modules that changes put, by name, from their JSON objects; None for a deleted one."""
     vectors = {
         name: None if one is None else Given.read(one["vector"], one["bias"]).decode()
         for name, one in told.get("vectors", {}).items()
@@ -63,10 +63,10 @@ def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:
 
 
 def check_gone(name: Name, catalog: Catalog) -> None:
-    """Refuse to take a name away.
+    """Refuse to delete a name that is unknown or in use.
 
     Raises:
-        SpecError: there is none such.
+        SpecError: there is no such name.
         RegistryError: a module uses it.
     """
     kind, own = name
@@ -80,16 +80,16 @@ def check_gone(name: Name, catalog: Catalog) -> None:
 
 
 def check_put(name: Name, catalog: Catalog, layers: int) -> None:
-    """Refuse what a name shall stand for.
+    """Refuse a new meaning of a name that this server cannot use.
 
     Args:
-        name: that is put.
-        catalog: with it.
-        layers: of the model.
+        name: the name that is put.
+        catalog: the catalog that includes it.
+        layers: number of the model's layers.
 
     Raises:
         SpecError: it cannot be used on this server.
-        RegistryError: there are too many, no op where it belongs, or a module could not use it.
+        RegistryError: there are too many names, there is no op where it belongs, or a module could not use it.
     """
     kind, own = name
     if len(of(kind, catalog)) > MOST:

@@ -1,6 +1,6 @@
-"""Questions to the workers of all engines, and a worker's answer to a change of names. Knows no names and no catalog.
+"""Asks the workers of all engines, and answers a change of names in a worker. Knows no names and no catalog.
 
-vLLM's own RPC reaches all engines, and returns what the first engine's workers answered.
+vLLM's own RPC reaches all engines, but returns only the answers of the first engine's workers.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from saesteer.errors import RegistryError
 
 
 async def ask_workers(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a method of every worker, of all data parallel engines that this process sends requests to.
+    """Call a method of every worker in all data parallel engines that this process sends requests to.
 
     Args:
         engine: the AsyncLLM.
-        method: of the worker, by name.
-        args: of the method, as JSON has them.
+        method: name of a method of the worker.
+        args: the method's arguments, as JSON values.
 
     Returns:
-        What each worker answered, engine by engine; none has anything left to do then.
+        Each worker's answer, engine by engine; no worker has anything left to do then.
     """
     client = engine.engine_core
     calls = [
@@ -37,12 +37,12 @@ def change_pins(self: Any, wire: str) -> dict[str, Any]:
 
     Args:
         self: the worker.
-        wire: JSON of ``pin``, a digest, its sites and its float32 numbers for each vector, and of ``unpin``, a site and
-            a digest each.
+        wire: JSON with ``pin``: a digest, its sites and its float32 numbers for each vector; and ``unpin``: a site
+            and a digest for each pin.
 
     Returns:
-        ``error``: what went wrong, or nothing, since an error that is raised would leave the other workers' answers
-        unread; ``full``: whether that is for lack of room; ``usage``: of the pools.
+        ``error``: what went wrong, or empty text, since a raised error would leave the other workers' answers unread;
+        ``full``: whether the cause is lack of room; ``usage``: the usage of the pools.
     """
     error, full, engine = "", False, self.saesteer.engine
     try:

@@ -1,9 +1,9 @@
-"""Names while serving: what they stand for now, who used them, and how a change comes to all who must know it.
+"""Names while serving: what they stand for now, who used them, and how a change reaches every process that needs it.
 
 A request is planned with what its names stand for when it is admitted; the plan refers to vectors by digest, so a later
-change of the names does not reach it. A change has its vectors on all workers before any request gets them, so nobody
+change of the names does not reach it. A change puts its vectors on all workers before any request gets them, so nobody
 sees half of it. What a name stood for before stays pinned there until the next change. Several API servers take over
-each other's changes when they are asked for names (board.py). Knows vLLM's engine by its RPC, no HTTP and no keys.
+each other's changes when they look up names (board.py). Knows vLLM's engine by its RPC, but no HTTP and no keys.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from saesteer.plugin.names.changes import Given, check_gone, check_put, of, read
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.results import metrics
 
-PATIENCE = 3.0  # seconds: with a full pool, for requests that run with what names stood for and may end soon
+PATIENCE = 3.0  # seconds to wait with a full pool, since running requests with replaced vectors may end soon
 PAUSE = 0.25
 
-Usage = Mapping[str, tuple[int, int]]  # slots for named vectors in use, and all, by site
+Usage = Mapping[str, tuple[int, int]]  # by site: slots for named vectors in use, and all slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
     """What names stand for, for the requests that are admitted with it."""
 
-    number: int  # of the last change; which is 1 or more; names of the start have the first numbers
+    number: int  # of the last change, 1 or more; names from the start have the first numbers
     catalog: Catalog
     pins: Pins
     puts: Mapping[Name, int]  # which change has put what the name stands for
@@ -49,8 +49,8 @@ class Names:
 
     Args:
         catalog: what was named at start.
-        pool_rows: slots for named vectors at every site that the operator reserves.
-        layers: of the model.
+        pool_rows: slots that the operator reserves for named vectors at every site.
+        layers: number of the model's layers.
         board: shared with the other API servers, if there are any.
     """
 
@@ -62,16 +62,16 @@ class Names:
         used = counts(pins)
         self._rooms = {site: max(pool_rows, used[site]) for site in catalog.sites or ()}
         self._usage: Usage = {site: (used[site], room) for site, room in self._rooms.items()}
-        self._stale: Collection[Place] = ()  # what may be pinned on workers and no name stands for
+        self._stale: Collection[Place] = ()  # what may be pinned on workers although no name stands for it
         self._layers = layers
         self._lock = RLock()  # requests are admitted in threads
         self._changing = asyncio.Lock()
-        self._uses: Counter[int] = Counter()  # by change; of a single API server
+        self._uses: Counter[int] = Counter()  # by change; only for a single API server
         self._board = board
 
     @property
     def catalog(self) -> Catalog:
-        """The newest."""
+        """The newest catalog."""
         return self.hold().catalog
 
     def hold(self) -> Version:
@@ -86,7 +86,7 @@ class Names:
             return self._now
 
     def count(self, version: Version, spec: Spec) -> None:
-        """A request was admitted with a version."""
+        """Count a request that was admitted with a version."""
         used = [version.puts[name] for name in names_in(spec.edits, version.catalog.modules)]
         with self._lock:
             if self._board is None:
@@ -101,22 +101,22 @@ class Names:
         return Counter({name: self._uses[one] if board is None else board.uses(one) for name, one in puts.items()})
 
     def usage(self) -> Usage:
-        """Slots for named vectors that were in use when names changed last, also by requests that ran, and all."""
+        """Slots for named vectors in use at the last change of names, also by running requests; and all slots."""
         self.hold()
         return self._usage
 
     async def put_vector(self, engine: Any, name: str, given: Given) -> tuple[bool, Catalog]:
-        """Register or replace a vector: whether there was one, and what there is now.
+        """Register or replace a vector; returns whether there was one, and the catalog now.
 
         Raises:
-            SpecError: it is of another width than the model, or a module cannot use it.
+            SpecError: its width differs from the model's, or a module cannot use it.
             RegistryError: there is no room, or no op where it belongs.
         """
         found = await asyncio.to_thread(given.decode)
         return await self._shielded(engine, ("vector", text(name, "name")), found, given)
 
     async def put_module(self, engine: Any, name: str, spec: Spec) -> tuple[bool, Catalog]:
-        """Register or replace a module: whether there was one, and what there is now.
+        """Register or replace a module; returns whether there was one, and the catalog now.
 
         Raises:
             SpecError: it cannot be used on this server.
@@ -125,16 +125,16 @@ class Names:
         return await self._shielded(engine, ("module", text(name, "name")), spec, spec)
 
     async def delete(self, engine: Any, kind: Kind, name: str) -> None:
-        """Take a name away.
+        """Delete a name.
 
         Raises:
-            SpecError: there is none such.
+            SpecError: there is no such name.
             RegistryError: a module uses it.
         """
         await self._shielded(engine, (kind, name), None, None)
 
     async def _shielded(self, engine: Any, name: Name, found: Any, wire: Any) -> tuple[bool, Catalog]:
-        # A change that has begun ends, also when its client has gone.
+        # A change that has begun is completed even if its client disconnects.
         return await asyncio.shield(asyncio.create_task(self._change(engine, name, found, wire)))
 
     async def _change(self, engine: Any, name: Name, found: Any, wire: Any) -> tuple[bool, Catalog]:
@@ -156,14 +156,14 @@ class Names:
                 del puts[name]
             elif self._board is not None:
                 self._board.put(number, {f"{kind}s": {own: wire.to_json()}})
-            # Should it fail, some workers have pinned what is new, which the next change unpins.
+            # If it fails, some workers have pinned what is new, and the next change unpins it.
             self._post(before, {*self._stale, *new}, self._usage, keep=number)
             usage = await self._tell(engine, new, unpinned)
             self._post(Version(number, catalog, pins, puts), before.pins.keys() - pins.keys(), usage)
             return own in of(kind, before.catalog), catalog
 
     def _post(self, version: Version, stale: Collection[Place], usage: Usage, keep: int = 0) -> None:
-        """Requests get a version from now on, here and from all other API servers."""
+        """Give requests a version from now on, here and on all other API servers."""
         with self._lock:
             for old in set(self._now.puts.values()).difference(version.puts.values()):
                 self._uses.pop(old, None)
@@ -179,7 +179,7 @@ class Names:
         """Take over what other API servers have changed.
 
         Raises:
-            FileNotFoundError: they have changed it again meanwhile.
+            FileNotFoundError: they have changed it again in the meantime.
         """
         state, before = board.read(), self._now
         puts: dict[Name, int] = {(kind, name): change for kind, name, change in state["puts"]}
@@ -200,7 +200,7 @@ class Names:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """While no other API server changes names, and with what they have changed."""
+        """Keep other API servers from changing names meanwhile, and first take over what they have changed."""
         if self._board is None:
             yield
             return
@@ -211,14 +211,14 @@ class Names:
             yield
 
     def _refuse_without_room(self, before: Pins, pins: Pins) -> None:
-        """What is replaced and what comes for it lie side by side for a moment."""
+        """Refuse a change without room: what it replaces and what it adds exist side by side for a moment."""
         used = counts(before)
         for site, wanted in counts(before, pins).items():
             if wanted > self._rooms[site]:
                 raise no_room(site, wanted - used[site], self._rooms[site] - used[site], self._rooms[site])
 
     async def _tell(self, engine: Any, new: Pins, unpinned: Collection[Place]) -> Usage:
-        """Have the vectors pinned on all workers, with patience where running requests hold the slots."""
+        """Pin the vectors on all workers, and wait for slots that running requests may soon free."""
         sites: defaultdict[bytes, list[str]] = defaultdict(list)
         rows = {digest: row for (_, digest), row in new.items()}
         for site, digest in new:
@@ -232,7 +232,7 @@ class Names:
             if not wrong:
                 break
             if any(not answer["full"] for answer in wrong):
-                raise RuntimeError(f"a worker could not take a change of the names over: {wrong[0]['error']}")
+                raise RuntimeError(f"a worker could not take over a change of names: {wrong[0]['error']}")
             if time.monotonic() > end:
                 raise RegistryError(wrong[0]["error"], code="no_room")
             await asyncio.sleep(PAUSE)

@@ -1,1 +1,1 @@
-"""Inside vLLM's workers: sites get their op, rows are filled as requests come. Knows no HTTP."""
+"""Inside vLLM's workers: sites get their op, and rows are filled as requests arrive. Does not know HTTP."""

@@ -1,10 +1,10 @@
-"""Where the layers of a vLLM model offer the sites, and the op put there. Knows norms and streams, not requests.
+"""Where the layers of a vLLM model offer the sites, and how the op gets there. Knows norms and streams, not requests.
 
-A vLLM decoder layer hands (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
-stands around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
+A vLLM decoder layer passes (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
+goes around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
 
-    resid_post.L   behind the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
-                   tensor that stock has rounded already, and nothing of stock's own fusions changes
+    resid_post.L   after the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
+                   tensor that stock vLLM has already rounded, and vLLM's own fusions do not change
     resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
     resid_pre.0    before layer 0's input norm: the embedding
 """
@@ -24,7 +24,7 @@ from saesteer.models.families import Family, find_trunk
 
 
 class _Edited(nn.Module):
-    """Mixin of a swapped norm. Its tensors are buffers, so compiled graphs take them as inputs of fixed address."""
+    """Mixin of a swapped norm. Its tensors are buffers, so compiled graphs take them as inputs with fixed addresses."""
 
     saesteer_index: Tensor
     saesteer_counts: Tensor
@@ -36,7 +36,7 @@ class _Edited(nn.Module):
     variance_epsilon: float
 
     def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
-        """Call the op on the stream of this norm's site; behind the last site, publish what was counted."""
+        """Call the op on the stream of this norm's site; after the last site, publish the counts."""
         weight = self.weight.data if form == layout.NORMED else None
         counts, site = self.saesteer_counts, self.saesteer_index
         eps, offset = self.variance_epsilon, self.saesteer_weight_offset
@@ -74,7 +74,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
 
 
 def warm_up(model: nn.Module, engine: Engine) -> None:
-    """Have every kernel compiled that a step can launch, before one does; nothing to do on a CPU."""
+    """Compile every kernel that a step can launch, before a step does; there is nothing to do on a CPU."""
     if engine.device.type != "cuda":
         return
     trunk, family = find_trunk(model, "vllm")
@@ -86,7 +86,7 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
                 forms = (layout.NORMED,) if isinstance(norm, _AfterNorm) else (layout.PAIR, layout.BARE)
                 for form in forms:
                     norm.edit(stream, None if form == layout.BARE else stream.clone(), form)
-            # These calls are ours: what counts is that the model's own forward comes by.
+            # These calls are ours: only the model's own forward pass counts.
             ops.hits.pop(site.index.data_ptr(), None)
         ops.hits.pop(engine.published.data_ptr(), None)
 
@@ -99,7 +99,7 @@ def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edi
 def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
     if type(norm) not in (RMSNorm, GemmaRMSNorm):
         raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
-    # The graph reads four of them. vLLM's sleep mode, at level 2, brings back what is a buffer and nothing else.
+    # The graph reads four of them. vLLM's sleep mode, at level 2, restores only buffers.
     held = {field.name: getattr(site, field.name) for field in fields(site)}
     held |= {"counts": engine.counts, "steps": engine.steps, "published": engine.published}
     for name, tensor in held.items():

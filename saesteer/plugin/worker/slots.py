@@ -1,7 +1,7 @@
 """Which table row a request holds, where the engine's own request slots cannot serve as rows. Knows no device.
 
 Row 0 belongs to nobody. There are as many other rows as requests fit into one batch, so a batch can always be served:
-a request that is not in the batch gives its row up when another one needs it, and is filled anew when it returns.
+a request that is not in the batch gives its row up when another one needs it, and is filled again when it returns.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Rows:
         return len(self._held)
 
     def take(self, batch: Sequence[str]) -> tuple[list[int], list[str]]:
-        """Rows of the batch's requests, in its order, and those ids whose row is new and must be filled.
+        """Rows of the batch's requests, in its order, and the ids whose row is new and must be filled.
 
         Args:
             batch: distinct request ids, at most ``capacity`` of them.

@@ -3,7 +3,7 @@
 Wraps, on instances after the worker has built its runner:
     runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
     worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
-    worker.sample_tokens             where the step's counts will be leaves with its output (counts.py)
+    worker.sample_tokens             its output carries where the step's counts will be (counts.py)
     V2 runner: model_state.add_request, remove_request, prepare_inputs
     V1 runner: _update_states, _prepare_inputs, _dummy_run
 """
@@ -34,7 +34,7 @@ from saesteer.plugin.worker import layers
 from saesteer.plugin.worker.slots import Rows
 
 logger = logging.getLogger("vllm.saesteer")
-_RECENT = 64  # rows that are remembered; of a 27B model one with a vector for every layer holds 1.3 MB
+_RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
 
 
 def status(self: Any) -> dict[str, str]:
@@ -120,31 +120,29 @@ def _check_hits(runner: Any, engine: Engine) -> None:
 
 
 class Steering:
-    """The running requests that are steered, by id, and what the last batch of them was.
+    """The running requests that are steered, by id, and their last batch.
 
-    Most steps of a server decode one token more for the requests of the step before. What depends on the requests alone
-    is worked out when they change, so such a step costs the comparison of two lists.
+    Most steps of a server decode one more token for the requests of the previous step. What depends only on requests
+    is computed when they change, so such a step only has to compare two lists.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.rows: dict[str, Row] = {}  # of steered requests only
         self._recent: dict[bytes, Row] = {}  # by plan
-        self._places: dict[str, int] = {}  # of those that hold a table row
-        self._holders: dict[int, str] = {}  # the same by row
-        self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, each with a word
+        self._places: dict[str, int] = {}  # table rows, by request
+        self._holders: dict[int, str] = {}  # the same, by row
+        self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, and why
         self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
-        self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, as admitted last
+        self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, when last admitted
         self._stops: set[str] = set()  # steered requests with stop strings
-        self._listed: counts.SteeredBatch | None = (
-            None  # the last batch's steered requests, where somebody asked for them
-        )
+        self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
-        self._tokens = 0  # of that batch
+        self._tokens = 0  # in that batch
         self._kinds: NDArray[np.int32] | None = None
 
     def add(self, request: Any) -> Row | None:
-        """Remember a new request; its row's content, or None when it is not steered."""
+        """Remember a new request and return its row's content, or None if it is not steered."""
         self.forget(request.req_id)
         try:
             row = self._row_of(request)
@@ -160,7 +158,7 @@ class Steering:
         return row
 
     def _row_of(self, request: Any) -> Row | None:
-        """Made anew only where no recent request had the same plan."""
+        """Make the row only if no recent request had the same plan."""
         admitted = (request.sampling_params.extra_args or {}).get(KEY)
         if admitted is None:
             return None
@@ -173,21 +171,21 @@ class Steering:
         return row
 
     def restart(self, request: str, computed: int) -> None:
-        """A request was preempted and goes on from `computed` tokens of the cache: it holds no row, and counts anew."""
+        """A preempted request resumes after `computed` cached tokens: it holds no row, and its counts start again."""
         if request in self.rows:
             self._batch = None
             self._drop(request)
             self._cached[request] = computed
 
     def fail(self, request: str, exc: Exception) -> None:
-        """End a request for which something went wrong here; whatever is raised further ends the engine for all."""
+        """End a request for which something went wrong here; an exception that leaves here ends the engine for all."""
         gone = isinstance(exc, Gone)
         logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
         self.forget(request)
         self.failed[request] = failures.GONE if gone else f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
 
     def fill(self, request: str, row: int) -> None:
-        """Give a table row to a request that is about to run: its own content, or none where it is not steered."""
+        """Give a table row to a request that is about to run: its own content, or none if it is not steered."""
         content = self.rows.get(request)
         try:
             if content is not None:
@@ -198,11 +196,11 @@ class Steering:
             self.engine.fill(row, None)
 
     def place(self, request: str, row: int) -> None:
-        """A steered request holds a table row from now on; whoever held it before keeps what was counted."""
+        """Assign a table row to a steered request; the request that held it before keeps its counts."""
         if row in self._holders:
             self._keep(self._holders[row])
         if request in self._places:
-            self._keep(request)  # it comes back to another row than it had
+            self._keep(request)  # it returns to a different row
         self._places[request], self._holders[row] = row, request
 
     def _keep(self, request: str) -> None:
@@ -219,7 +217,7 @@ class Steering:
             self.engine.release(row)
 
     def forget(self, request: str) -> None:
-        """A request has ended, or will begin anew."""
+        """Forget a request that has ended or will start again."""
         self.failed.pop(request, None)
         if request in self.rows:
             self._batch = None
@@ -239,14 +237,14 @@ class Steering:
                 frozenset(self._stops.intersection(names)),
                 refusing=self.engine.config.max_dose_action == "refuse",
             )
-        # Copies, as it is read later.
+        # Copies, since they are read later.
         kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
         return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed))
 
     def look(self, batch: list[str], tokens: int) -> bool:
-        """Whether this step is another than that of the last look, beside its positions; `kinds` then holds its kinds.
+        """Whether this step differs from the last look's in more than its positions; `kinds` then holds its kinds.
 
-        It is the same when the same requests, steered as they were, have one token each again.
+        It is the same when the same requests, steered as before, have one token each again.
         """
         if batch == self._batch:
             same = tokens == self._tokens == len(batch)
@@ -260,7 +258,7 @@ class Steering:
 
     @property
     def kinds(self) -> NDArray[np.int32] | None:
-        """Of the last batch's rows, by site; None when none of them is steered."""
+        """The kinds of the last batch's rows, by site; None if none of them is steered."""
         return self._kinds
 
 
@@ -283,7 +281,7 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
 
     @wraps(prepare)
     def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
-        # A dummy batch has made-up ids but slots of living requests, so the ids decide.
+        # A dummy batch has made-up ids but slots of live requests, so the ids decide.
         batch = input_batch
         if not warm:
             engine.warm_map(batch.idx_mapping, batch.query_start_loc)
@@ -305,7 +303,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     """The V1 runner: batch slots move, so rows are our own, and their numbers come with what is new."""
     engine = steering.engine
     rows = Rows(engine.table.shape[0] - 1)
-    numbers: list[int] = []  # of the last batch
+    numbers: list[int] = []  # rows of the last batch
     update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
     warm: list[bool] = []
 
