@@ -17,13 +17,13 @@ from saesteer.config.config import LIMITS, SaesteerConfig
 from saesteer.dictionaries.coder import SparseCoder
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
+from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk
 from saesteer.planning.planner import Plan, plan
-from saesteer.planning.wire import encode
 
 _ROW = 1  # the one sequence has the first row
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from saesteer.engine.engine import Engine, Row
+from saesteer.engine.wire import encode
 from saesteer.language.spec import as_spec
 from saesteer.planning.planner import plan
-from saesteer.planning.wire import encode
 
 
 def row_of(engine: Engine, spec: Any, prompt_len: int) -> Row | None:

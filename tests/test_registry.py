@@ -16,11 +16,10 @@ from saesteer.engine.registry import KEPT, Gone, Held, Registry
 from saesteer.engine.table import Row
 from saesteer.errors import RegistryError
 from saesteer.language.spec import Spec, from_json
-from saesteer.planning.digests import content_of, module_digests, names_in, users_of
+from saesteer.planning.digests import DIGEST, content_of, digest_of, module_digests, names_in, users_of
 from saesteer.planning.digests import digest as json_digest
 from saesteer.planning.pins import changed, counts, settle
 from saesteer.planning.plan import Catalog, Direction
-from saesteer.planning.wire import DIGEST, digest_of
 
 SITES = frozenset({"resid_post.2", "resid_post.3"})
 

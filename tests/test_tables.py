@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine import table
 from saesteer.engine.table import Arrow, Places, Row
+from saesteer.engine.wire import decode, encode
 from saesteer.kernels import layout
 from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan
-from saesteer.planning.wire import decode, encode
 
 SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
 ALONG = Direction("v", None)

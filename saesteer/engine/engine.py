@@ -14,13 +14,13 @@ from saesteer.engine.pool import Pool
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Placement, Places, Row, make_row
 from saesteer.engine.weights import Site, load_site, scratch_for
+from saesteer.engine.wire import decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
-from saesteer.planning.wire import decode
 
 __all__ = ["Engine", "Row", "Site"]
 
@@ -145,7 +145,7 @@ class Engine:
         """What a request's row will hold; None when it edits nothing.
 
         Args:
-            admitted: as ``saesteer.planning.wire`` encodes its plan.
+            admitted: as ``saesteer.engine.wire`` encodes its plan.
 
         Raises:
             Gone: a vector is no longer here.

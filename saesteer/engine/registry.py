@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.pool import Pool
 from saesteer.engine.table import Arrow, Row
+from saesteer.planning.digests import DIGEST
 from saesteer.planning.pins import Pins, Place, no_room
-from saesteer.planning.wire import DIGEST
 
 KEPT = 4096  # recently pinned vectors: a request that was admitted before may still be waiting for its turn
 BROUGHT = 2048  # vectors that requests brought recently: clients send one set of directions with many requests

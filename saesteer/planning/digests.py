@@ -12,10 +12,12 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
-from saesteer.dictionaries.vectors import fingerprint_of
+from saesteer.dictionaries.vectors import fingerprint_of, row_digests
 from saesteer.language.edits import Edit, Use, VectorEdit
 from saesteer.language.spec import Spec
-from saesteer.planning.plan import Catalog
+from saesteer.planning.plan import Catalog, Direction
+
+DIGEST = 16  # bytes of a vector's digest where it stands for the vector
 
 Kind = Literal["vector", "module"]
 Name = tuple[Kind, str]
@@ -25,6 +27,13 @@ _KINDS: dict[str, Kind] = {"vector": "vector", "probe": "vector", "module": "mod
 def digest(content: object) -> str:
     """The hex digest of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(target: Direction, catalog: Catalog) -> bytes:
+    """The digest of a vector's numbers, by which the holder of the weights knows it."""
+    vector = target.vector
+    rows = catalog.vectors[vector].digests if isinstance(vector, str) else row_digests(vector)
+    return bytes.fromhex(rows[target.layer][: 2 * DIGEST])
 
 
 def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str] | None = None) -> list[Any]:

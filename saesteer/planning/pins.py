@@ -13,10 +13,9 @@ from saesteer.errors import RegistryError, SpecError
 from saesteer.language.edits import VectorEdit
 from saesteer.language.sites import parse
 from saesteer.language.spec import Spec
-from saesteer.planning.digests import module_digests
+from saesteer.planning.digests import digest_of, module_digests
 from saesteer.planning.lookup import places_of
 from saesteer.planning.plan import Catalog, Direction
-from saesteer.planning.wire import digest_of
 
 Place = tuple[str, bytes]  # a site, and the digest of a vector
 Pins = Mapping[Place, NDArray[np.float32]]  # the vector [d], as it was given

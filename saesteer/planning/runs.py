@@ -14,8 +14,8 @@ from struct import Struct
 from typing import Any
 
 from saesteer.language.sites import order
+from saesteer.planning.digests import digest_of
 from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Whole, Window
-from saesteer.planning.wire import digest_of
 
 _LAW = Struct("<5d?").pack
 Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the hex digest of these edits

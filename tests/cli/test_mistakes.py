@@ -89,7 +89,7 @@ def test_layer_that_the_model_lacks(small_model: Path) -> None:
         (["--saesteer-config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
         (["--additional-config", "[1]"], "expected a JSON object"),
         (["--additional-config", "{"], "expected a JSON object"),
-        (["--additional-config", '{"saesteer": {}}'], "has 'saesteer' already"),
+        (["--additional-config", '{"saesteer": {}}'], "already has 'saesteer'"),
         (["--additional-config.key", "1"], "one JSON object"),
     ],
     ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",

@@ -16,10 +16,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.config.config import KEY
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine.engine import Engine
+from saesteer.engine.wire import encode
 from saesteer.kernels import layout, ops
 from saesteer.language.spec import from_json
+from saesteer.planning.digests import digest_of
 from saesteer.planning.planner import Catalog, Direction, plan
-from saesteer.planning.wire import digest_of, encode
 from saesteer.plugin.results import counts
 from saesteer.plugin.worker import worker  # needs vLLM
 from tests.test_meaning import CODERS, PLACES, TOKENS, WIDTH, make_engine

@@ -18,14 +18,14 @@ import json, sys
 from vllm import SamplingParams
 import saesteer
 from saesteer.engine.engine import Engine
-from saesteer.planning.wire import decode
+from saesteer.engine.wire import decode
 from tests.apart import tell
 
 BROKEN = 4242
 make_row = Engine.make_row
 
 def make_row_or_fail(self, admitted):
-    if BROKEN in decode(admitted["plan"]).entries["feature"]:
+    if BROKEN in decode(admitted["plan"]).lines[:, layout.SLOT]:
         raise RuntimeError("made to fail")
     return make_row(self, admitted)
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.doses import sites_of
+from saesteer.engine.wire import encode
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec
 from saesteer.planning.applied import applied
@@ -20,7 +21,6 @@ from saesteer.planning.digests import digest
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.runs import Run, change_digests, runs
-from saesteer.planning.wire import encode
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.results import counts

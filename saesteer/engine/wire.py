@@ -1,0 +1,148 @@
+"""A plan encoded as the entries of a table row, with names and digests where the holder of the weights has places.
+
+Knows plans and the words of an entry (kernels/layout.py), but neither weights nor slots. The front end encodes, the
+worker decodes; ``saesteer.hf`` does both. A vector that the request brings travels with the plan, as the same bytes.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.dictionaries.vectors import row_digests
+from saesteer.kernels import layout
+from saesteer.language.fields import FLOAT32_MAX
+from saesteer.language.inline import InlineVector
+from saesteer.language.sites import order
+from saesteer.planning.digests import DIGEST, digest_of
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan
+
+# A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
+TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector ~index in Wire.digests
+POWER = TARGET + 1  # ADD, LOW and HIGH are in units of the target's max_act or length to this power: 0, 1 or -1
+GROUP = POWER + 1  # index of the line behind the entry's group, for GROUP_END
+LINE = GROUP + 1
+_LINE = Struct("<9i7f3i").pack  # makes one line; many times as fast as numpy for a few lines
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wire:
+    """A plan as the worker reads it."""
+
+    sites: Sequence[tuple[str, int, int, bool]]  # in forward order: name, lines, groups, whether anything is changed
+    dictionaries: Sequence[str]
+    digests: Sequence[bytes]  # one for each vector, DIGEST bytes long
+    edits: int  # number of changes; each counts its tokens in a column of its own
+    dose: bool  # whether to measure how much each site changes each token
+    lines: NDArray[np.int32]  # [entries, LINE], ordered as in the table
+
+
+def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any]:
+    """What travels with a request: ``plan``, empty where nothing is edited, and the ``vectors`` that it brings.
+
+    Args:
+        plan: the plan of its spec.
+        catalog: the catalog that it was planned with.
+        dose: whether to measure doses.
+    """
+    if not plan:
+        return {"plan": b"", "vectors": []}
+    targets = _Targets(catalog)
+    here: defaultdict[str, list[list[tuple[Any, ...]]]] = defaultdict(list)  # by site its groups, without GROUP
+    for one in plan.conditions:
+        if not here[one.site]:
+            here[one.site].append([])
+        here[one.site][0].append(targets.gate(one))
+    edits = 0
+    for group in plan.groups:
+        entries = [targets.change(change, group.site, edits + at) for at, change in enumerate(group.changes)]
+        here[group.site].append([*chain.from_iterable(entries)])
+        edits += len(entries)
+    changed, sites = {group.site for group in plan.groups}, []
+    lines: list[bytes] = []
+    for site in sorted(here, key=order):
+        first = len(lines)
+        for members in here[site]:
+            end = len(lines) + len(members)
+            lines += [_LINE(*words, end) for words in members]
+        sites.append([site, len(lines) - first, len(here[site]), site in changed])
+    head = json.dumps([sites, [*targets.dictionaries], len(targets.vectors), edits, dose]).encode()
+    return {
+        "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
+        "vectors": [_brought(vector) for vector in targets.brought.values()],
+    }
+
+
+def decode(plan: bytes) -> Wire:
+    """The inverse of ``encode`` for a plan that is not empty."""
+    at = 4 + int.from_bytes(plan[:4], "little")
+    sites, dictionaries, vectors, edits, dose = json.loads(plan[4:at])
+    digests = [plan[at + DIGEST * n : at + DIGEST * (n + 1)] for n in range(vectors)]
+    lines = np.frombuffer(plan, "<i4", offset=at + DIGEST * vectors).reshape(-1, LINE)
+    return Wire(sites, dictionaries, digests, edits, dose, lines)
+
+
+class _Targets:
+    """Entries, with dictionaries and vectors in the order of their first mention."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.dictionaries: dict[str, int] = {}
+        self.vectors: dict[bytes, int] = {}  # by digest
+        self.brought: dict[int, InlineVector | tuple[float, ...]] = {}  # by id: equal ones are the same object, or few
+
+    def gate(self, one: Condition) -> tuple[Any, ...]:
+        """The entry that writes a condition's bit."""
+        slot, threshold, target = self._read(one.target, one.site)
+        bias, power = 0.0, 0
+        if isinstance(one.target, Direction):
+            power = -1  # bounds on x · v; the table has bounds on x · v / |v|
+            if isinstance(one.target.vector, str):
+                bias = self.catalog.vectors[one.target.vector].bias
+        low, high = _finite(one.above - bias), _finite(one.below - bias)
+        law = -1.0, 0.0, low, high, 0.0, threshold, 1.0
+        return slot, 0, 0, END, layout.GATE, one.bit, 0, 0, 0, *law, target, power
+
+    def change(self, one: Change, site: str, column: int) -> list[tuple[Any, ...]]:
+        """The entries of a change, one for each window; ``column`` is its place among the counts."""
+        slot, threshold, target = self._read(one.target, site)
+        flags = layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
+        low, high = one.low, one.high
+        if not isinstance(one.target, Feature | Direction):
+            flags, low, high = layout.RECONSTRUCT, 0.0, 0.0
+        flags |= column << layout.COUNTER
+        # The table holds f' − f, so that a large f loses no digits: mul · f + add.
+        law = one.scale - 1.0, one.shift, low, high, 0.0, threshold, one.gain
+        behind = flags, one.gates, 0, 0, 0, *law, target, int(one.unit in ("max_act", "vector"))
+        return [(slot, 0, lo, hi, *behind) for lo, hi in one.windows]
+
+    def _read(self, target: object, site: str) -> tuple[int, float, int]:
+        """The words SLOT, THRESHOLD and TARGET."""
+        if not isinstance(target, Direction):
+            name: str = target.dictionary  # type: ignore[attr-defined]  # a feature or a whole dictionary
+            of = self.dictionaries.setdefault(name, len(self.dictionaries))
+            return (target.feature if isinstance(target, Feature) else 0), 0.0, of
+        vector, pinned = target.vector, self.catalog.pinned
+        if not (isinstance(vector, str) or id(vector) in self.brought or (pinned and (site, target) in pinned)):
+            self.brought[id(vector)] = vector
+        return 0, -math.inf, ~self.vectors.setdefault(digest_of(target, self.catalog), len(self.vectors))
+
+
+def _finite(value: float) -> float:
+    """A bound that float32 can hold, or an infinite one."""
+    return value if math.isinf(value) else min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
+
+
+def _brought(vector: InlineVector | tuple[float, ...]) -> list[Any]:
+    """The vector's dtype, the digests of its rows, and the rows as little-endian bytes."""
+    digests = b"".join(bytes.fromhex(one[: 2 * DIGEST]) for one in row_digests(vector).values())
+    if isinstance(vector, InlineVector):
+        return [vector.dtype, digests, vector.data]
+    return ["float32", digests, np.array(vector, "<f4").tobytes()]
