@@ -27,12 +27,13 @@ def check_bound(bound: Bound) -> None:
     slots, width, tokens = bound.b_enc.shape[0], bound.w_dec.shape[-1], bound.work.shape[0] - 1
     for name in ("w_dec", "w_enc"):
         weights = getattr(bound, name)
-        fits = weights.shape == (slots, width) and 1 <= width <= MAX_WIDTH
+        rows = slots if name == "w_enc" else max(1, weights.shape[0])
+        fits = weights.shape == (rows, width) and 1 <= width <= MAX_WIDTH
         _need(
             fits and weights.is_contiguous() and weights.dtype in _FLOATS,
             weights,
             name,
-            f"contiguous bf16, fp16 or fp32 [{slots} slots, {width}], width 1 to {MAX_WIDTH}",
+            f"contiguous bf16, fp16 or fp32 [{rows} slots, {width}], width 1 to {MAX_WIDTH}",
         )
     for name in ("b_enc", "threshold"):
         vector = getattr(bound, name)
@@ -63,6 +64,16 @@ def check_bound(bound: Bound) -> None:
             name,
             f"contiguous {' or '.join(map(str, dtypes))} [{tokens} tokens or more]",
         )
+    registers = bound.registers
+    _need(
+        registers.dim() == 2
+        and registers.shape[0] >= tokens
+        and registers.dtype == torch.float32
+        and registers.is_contiguous(),
+        registers,
+        "registers",
+        f"contiguous fp32 [{tokens} tokens or more, registers]",
+    )
     kinds, scratch = bound.kinds, bound.scratch
     _need(kinds.shape == (1,) and kinds.dtype == torch.int32 and not kinds.is_cuda, kinds, "kinds", "int32 [1], CPU")
     words = layout.scratch_words(width, bound.dense_size, layout.TILE) if bound.w_enc.is_cuda else 0

@@ -30,11 +30,12 @@ class Bound:
     # launches outside of CUDA graphs; nothing looks at it during capture.
     kinds: Tensor
     w_enc: Tensor  # [slots, d] contiguous, any float dtype
-    w_dec: Tensor  # [slots, d], like w_enc
+    w_dec: Tensor  # [slots, d], like w_enc; the number of slots may differ
     b_enc: Tensor  # [slots] fp32, read where whole dictionaries are encoded
     threshold: Tensor  # [slots] fp32, like b_enc
     b_dec: Tensor  # [dictionaries, d] fp32, read for reconstructions
     cells: Tensor  # [>= max_tokens] int32, see layout.py; changed in place
+    registers: Tensor  # [>= max_tokens, C] fp32, like cells
     scratch: Tensor  # [>= layout.scratch_words] fp32, zeros at first; only the kernels use it, only on a GPU
     dense_size: int  # features of the largest dictionary that an entry may rank or reconstruct here; 0 for none
     has_norms: bool  # whether an entry may ask for an input norm

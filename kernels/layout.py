@@ -12,7 +12,7 @@ table [rows, width] int32: one row for each running request. Row 0 belongs to no
     from word HEAD        SPAN words for each site: where its entries are, and what they need
     from ``head(sites)``  entries of ENTRY words each, ordered by site, by group, then as in the request
 
-A group is a run of entries that all read the same x. If a site has gates, they are its first group. The words MUL to
+A group is a run of entries that all read the same x. If a site has gates or reads, they are one group. The words MUL to
 GAIN of an entry are float32 bit patterns.
 
 news [words] int32: what a changed batch brings to the device. The map kernel puts it where it belongs:
@@ -29,6 +29,8 @@ sites [sites, SITE_STRIDE] int32, of which only the first column is used: a site
 work list has an entry there. The op then returns before it looks at a row. The map kernel writes this with the list.
 
 cells [max_tokens] int32: for each token one bit for each gate of its row, valid from the gate's site to the last site.
+registers [max_tokens, C] float32: for each token what its row's reads have found, valid from the read's site on, until
+another read of the row takes the register.
 counts [rows, counters] int32: how many tokens each edit of the row has changed so far. DOSE_WORDS for each site whose
 doses are measured stand behind the edits' columns. A token's dose at a site is |y - x| / max(|x|, SHORTEST), where x
 comes into the site and y is what all groups make of it, both made finite, y neither rounded nor limited yet. A token
@@ -64,18 +66,18 @@ GROUPS = 7  # number of its groups, gates included
 ANY = 1  # the edit kernel, which can do everything
 LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x
-GATED = 8  # set if some entry writes or reads cells
+GATED = 8  # set if some entry writes or reads cells or registers
 DOSE = 16  # from this bit on: the first column of the site's doses, 0 if they are not measured
 
 # An entry.
-SLOT = 0  # row of the site's w_enc and w_dec; for RECONSTRUCT, row of b_dec
+SLOT = 0  # row of the site's w_enc and w_dec; for READ of w_enc alone, for HELD of w_dec; for RECONSTRUCT of b_dec
 GROUP_END = 1  # word offset where this entry's group ends
 LO = 2  # first position of the window
 HI = 3  # first position behind the window
 FLAGS = 4  # bits below, and the entry's column in counts from bit COUNTER on
-GATES = 5  # bits of cells that must all be set; for GATE, the bit that it writes
-BASE = 6  # first feature of the range in which it is ranked, or which is reconstructed
-SIZE = 7  # number of features in this range
+GATES = 5  # bits of cells that must all be set; for GATE, the bit that it writes; for READ, the register
+BASE = 6  # first feature of the range in which it is ranked, or which is reconstructed; for HELD, the register of f
+SIZE = 7  # number of features in this range; for SCALED, the register of the factor
 TOP_K = 8  # most features of the range that are active
 MUL = 9
 ADD = 10
@@ -94,6 +96,9 @@ LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)
 L2_NORM = 32  # the dictionary reads x * sqrt(width) / |x|
 RECONSTRUCT = 64  # x' = the whole decoded dictionary, plus the deltas of the other entries of its group
 GATE = 128  # leaves x alone and writes LOW < f < HIGH into a bit of cells
+READ = 256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register
+HELD = 512  # f is what a register holds; it is never ranked here
+SCALED = 1024  # the delta is also multiplied by what a register holds
 COUNTER = 16
 
 # A site's doses in counts. Tokens are added in any order, so the last digits of a sum may differ from run to run.
@@ -181,9 +186,9 @@ def span_words(
         return [0] * SPAN
     every = reduce(or_, flags)
     parts = 1
-    if groups == 1 and not every & GATE:
+    if groups == 1 and not every & (GATE | READ):
         parts = MOST_PARTS if every & RECONSTRUCT else min(MOST_PARTS, -(-n // PART))
-    if gated or doses or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE):
+    if gated or doses or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | READ | HELD | SCALED):
         kind = ANY | GATED * gated | doses << DOSE
     elif n == 1:
         kind = LONE

@@ -25,7 +25,7 @@ def edit_ref_(
     weight_offset: float,
 ) -> None:
     """x[token] += the groups of its row at this site; tokens without an edit keep their bits. See ops.edit_."""
-    table, work, positions, cells = bound.table, bound.work, bound.positions, bound.cells
+    table, work, positions = bound.table, bound.work, bound.positions
     n = int(work[0, 0])
     if n == 0 or bound.index[0] < 0:
         return
@@ -45,7 +45,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions[tokens], cells, tokens, group, bound)
+            change, touched = _group(x, positions[tokens], tokens, group, bound)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -89,24 +89,30 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group(
-    x: Tensor, positions: Tensor, cells: Tensor, tokens: Tensor, group: Tensor, bound: Bound
+    x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: Bound
 ) -> tuple[Tensor, Tensor]:
     """The change of x by one group, [tokens, d] fp32, and which entries changed which token, [tokens, entries] bool."""
-    w_enc, w_dec, b_enc = bound.w_enc, bound.w_dec, bound.b_enc
+    w_enc, w_dec, b_enc, cells, registers = bound.w_enc, bound.w_dec, bound.b_enc, bound.cells, bound.registers
     flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]
     applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
-    if flags[0] & layout.GATE:
-        f, _ = _features(x, group, w_enc, b_enc)
-        low, high = group.view(torch.float32)[:, [layout.LOW, layout.HIGH]].unbind(1)
-        holds = ((low < f) & (f < high)).int()
-        for entry, bit in enumerate(gates.tolist()):
-            cells[tokens] = (cells[tokens] & ~bit) | bit * holds[:, entry]
-        return torch.zeros_like(x), torch.zeros_like(applies)
-    applies &= (cells[tokens][:, None] & gates) == gates
     mul, add, low, high = group.view(torch.float32)[:, layout.MUL : layout.HIGH + 1].unbind(1)
     gain = group.view(torch.float32)[:, layout.GAIN]
+    held, scaled = (flags & layout.HELD) != 0, (flags & layout.SCALED) != 0
     f, outward = _features(x, group, w_enc, b_enc)
-    delta = gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
+    f[:, held] = registers[tokens][:, group[held, layout.BASE].long()]
+    if flags[0] & (layout.GATE | layout.READ):
+        holds = ((low < f) & (f < high)).int()
+        found = torch.minimum(torch.maximum(mul * f + add, low), high)
+        for entry, word in enumerate(gates.tolist()):
+            if flags[entry] & layout.READ:
+                registers[tokens, word] = found[:, entry]
+            else:
+                cells[tokens] = (cells[tokens] & ~word) | word * holds[:, entry]
+        return torch.zeros_like(x), torch.zeros_like(applies)
+    applies &= (cells[tokens][:, None] & gates) == gates
+    factor = torch.ones_like(f)
+    factor[:, scaled] = registers[tokens][:, group[scaled, layout.SIZE].long()]
+    delta = factor * gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
     applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
     whole = (flags & layout.RECONSTRUCT) != 0
     delta = torch.where(applies & ~whole, delta, 0.0)
@@ -132,7 +138,8 @@ def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[T
     reals = group.view(torch.float32)
     bias, threshold = reals[:, layout.BIAS], reals[:, layout.THRESHOLD]
     flags = group[:, layout.FLAGS]
-    slots = torch.where((flags & layout.RECONSTRUCT) != 0, 0, group[:, layout.SLOT]).long()
+    elsewhere = layout.RECONSTRUCT | layout.HELD  # its slot is no row of w_enc
+    slots = torch.where((flags & elsewhere) != 0, 0, group[:, layout.SLOT]).long()
     pre = x @ w_enc[slots].float().T
     outward = torch.ones_like(pre)
     among = torch.ones_like(pre, dtype=torch.bool)
