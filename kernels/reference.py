@@ -88,9 +88,7 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
     return first.repeat_interleave(lengths) + within, rows.repeat_interleave(lengths)
 
 
-def _group(
-    x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: Bound
-) -> tuple[Tensor, Tensor]:
+def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
     """The change of x by one group, [tokens, d] fp32, and which entries changed which token, [tokens, entries] bool."""
     w_enc, w_dec, b_enc, cells, registers = bound.w_enc, bound.w_dec, bound.b_enc, bound.cells, bound.registers
     flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]

@@ -258,7 +258,8 @@ class Model:
                 return []
             self._forward(ids, 0)
             counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
-        return doses.report(counters, row.edits, doses.sites_of(planned), limited=self._config.max_dose is not None)
+        sites = doses.sites_of(planned, self.engine.catalog)
+        return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, before the edits there.

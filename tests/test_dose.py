@@ -103,4 +103,4 @@ def test_measured_sites_stand_in_the_order_of_a_pass() -> None:
         return {"op": "add", "vector": [1.0, 2.0], "site": site}
 
     spec = from_json({"edits": [add("resid_post.10"), add("resid_mid.9"), add("resid_post.2"), add("resid_pre.11")]})
-    assert doses.sites_of(plan(spec, catalog, 8)) == ("resid_post.2", "resid_mid.9", "resid_post.10")
+    assert doses.sites_of(plan(spec, catalog, 8), catalog) == ("resid_post.2", "resid_mid.9", "resid_post.10")

@@ -248,7 +248,9 @@ def check(engine: Engine, spec: Any, prompt_len: int, seed: int = 0) -> float:
     # float32; what edits multiply by up to four, again and again, counts in lengths of the token
     size = 1 + np.abs(truth).max(1, keepdims=True)
     assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
-    names = sites_of(plan(from_json(spec), engine.catalog, prompt_len)) if "return" in spec or limit else ()
+    names = (
+        sites_of(plan(from_json(spec), engine.catalog, prompt_len), engine.catalog) if "return" in spec or limit else ()
+    )
     assert row.doses == len(names)
     for name, words in zip(names, counts[row.edits :].view(-1, layout.DOSE_WORDS), strict=True):
         known = doses[sure, SITES.index(name)]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
@@ -10,7 +10,7 @@ from saesteer.config.modules import check_modules, read_modules
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical, expand_sites, order, parse
+from saesteer.language.sites import canonical, expand_sites, op_site, order, parse
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
@@ -46,11 +46,18 @@ class Assets:
     def sites(self, layers: int) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
 
-        They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites.
+        They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites. A
+        dictionary that writes to a part of the stream needs no op there, if it reads somewhere else.
         """
         wanted = [str(info.site_in) for info in self.infos.values()] + [*expand_sites(self.config.sites, layers)]
         wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
-        return tuple(sorted({canonical(site) for site in wanted}, key=order))
+        found = {canonical(site) for site in wanted}
+        return tuple(sorted(found | {self.ends(name, found)[1] for name in self.infos}, key=order))
+
+    def ends(self, name: str, sites: Collection[str]) -> tuple[str, str]:
+        """The sites whose ops read and write for a dictionary."""
+        info = self.infos[name]
+        return canonical(str(info.site_in)), op_site(canonical(str(info.site_out)), sites)
 
     def catalog(self, *, width: int, layers: int) -> Catalog:
         """What requests may name on a server with this model.
@@ -79,6 +86,7 @@ class Assets:
             modules=self.modules,
             width=width,
             inline_rows=self.config.inline_rows,
+            registers=self.config.registers,
         )
         check_modules(catalog)
         return catalog
@@ -100,25 +108,32 @@ class Assets:
 
 def unserved(info: CoderInfo) -> str | None:
     """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
-    site, not_served = info.site_in, "which is not served by this version"
+    reads, writes, not_served = info.site_in, info.site_out, "which is not served by this version"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
-    if site is None or info.site_out is None or (site == info.site_out and site.partition(".")[0] in SERVED_KINDS):
+    if reads is None or writes is None:
         return None
-    served = f"served: one of {', '.join(SERVED_KINDS)} read and written"
-    return f"reads {site} and writes {info.site_out}, {not_served}; {served}"
+    if not {site.partition(".")[0] for site in (reads, writes)} <= set(SERVED_KINDS):
+        return f"reads {reads} and writes {writes}, {not_served}; served: {', '.join(SERVED_KINDS)}"
+    if order(reads) > order(writes):
+        return f"reads {reads} and writes {writes}, which comes before it; expected the same site or a later one"
+    if canonical(reads) != canonical(writes) and info.in_norm != "none":
+        return f"reads {reads} under the input norm {info.in_norm} and writes {writes}, {not_served}"
+    return None
 
 
 def _placed(name: str, source: DictionarySource) -> CoderInfo:
     info = describe(source.path)
     if source.site:
-        parse(source.site)
-        if info.site_in is not None and info.site_in != info.site_out:
+        reads, both, writes = source.site.partition(":")
+        for site in (reads, writes) if both else (reads,):
+            parse(site)
+        if not both and info.site_in is not None and info.site_in != info.site_out:
             raise ConfigError(
                 f"dictionary {name!r} reads {info.site_in} and writes {info.site_out or 'another place'}; "
-                f"it cannot be moved to one site, got @{source.site}"
+                f"it cannot be moved to one site, got @{source.site}; expected two, such as @mlp_in.20:mlp_out.20"
             )
-        info = replace(info, site_in=source.site, site_out=source.site)
+        info = replace(info, site_in=reads, site_out=writes or reads)
     if info.site_in is None or info.site_out is None:
         raise ConfigError(
             f"dictionary {name!r}: the files in {source.path} do not say where they belong; "

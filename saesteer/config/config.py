@@ -21,7 +21,12 @@ from saesteer.language.sites import expand_sites
 
 KEY = "saesteer"
 # Name of a limit → the least, the usual and the largest value.
-LIMITS = {"max_edits": (1, 64, 4096), "pool_rows": (0, 64, 65536), "inline_rows": (0, 1, 64)}
+LIMITS = {
+    "max_edits": (1, 64, 4096),
+    "pool_rows": (0, 64, 65536),
+    "inline_rows": (0, 1, 64),
+    "registers": (1, 64, 4096),
+}
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
@@ -150,6 +155,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
     "inline_rows": _limit("inline_rows", "--inline-rows", "Inline vectors for one request at every site", ("LLM",)),
+    "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
     "max_dose": Option(
         "--max-dose",
         None,
@@ -177,6 +183,7 @@ class SaesteerConfig:
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors of one request at every site
+    registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
 

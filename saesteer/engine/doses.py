@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from saesteer.kernels import layout
 from saesteer.language.sites import order
-from saesteer.planning.plan import Plan
+from saesteer.planning.plan import Catalog, Plan
 
 
-def sites_of(plan: Plan) -> tuple[str, ...]:
-    """The canonical names of the sites that the plan changes, in the order of a forward pass and of the counts' words.
+def sites_of(plan: Plan, catalog: Catalog) -> tuple[str, ...]:
+    """The sites whose ops make the plan's changes, in the order of a forward pass and of the counts' words.
 
-    A site with conditions alone changes nothing and is left out.
+    A site where the plan only reads is left out.
     """
-    return tuple(sorted({group.site for group in plan.groups}, key=order))
+    return tuple(sorted({catalog.op_site(group.site) for group in plan.groups}, key=order))
 
 
 def merge(kept: NDArray[np.int32], fresh: NDArray[np.int32], edits: int) -> NDArray[np.int32]:

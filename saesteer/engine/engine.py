@@ -13,13 +13,12 @@ from saesteer.config.assets import Assets
 from saesteer.engine.pool import Pool
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Placement, Places, Row, make_row
-from saesteer.engine.weights import Site, load_site, scratch_for
+from saesteer.engine.weights import Site, fill, rooms, scratch_for, site_of
 from saesteer.engine.wire import decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
-from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
 
 __all__ = ["Engine", "Row", "Site"]
@@ -91,7 +90,6 @@ class Engine:
         self.catalog, pins = settle(assets.catalog(width=width, layers=layers))
         pinned, brought = counts(pins), max_rows * config.inline_rows
         pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
-        paths = {key: source.path for key, source in config.dictionaries.items()}
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -112,18 +110,21 @@ class Engine:
             "work": self.work,
             "positions": self.positions,
             "cells": zeros(max_tokens),
+            "registers": torch.zeros(max_tokens, config.registers, device=device),
             "scratch": scratch_for(infos.values(), width, device),
         }
+        slots = {name: max(config.pool_rows, pinned[name]) for name in names}
+        ends = {key: assets.ends(key, names) for key in infos}
+        found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
         for number, name in enumerate(names):
-            here = {key: info for key, info in infos.items() if canonical(str(info.site_in)) == name}
-            named = max(config.pool_rows, pinned[name])
             own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
-            pool = named + brought
-            site, found = load_site(name, here, paths, common | own, width=width, dtype=dtype, device=device, pool=pool)
+            site = site_of(name, found[name], common | own, width=width, dtype=dtype, device=device)
             self.sites[name] = site
             bind(site)
-            placements |= found
-            pools[0][name], pools[1][name] = Pool(site.pool, named), Pool(site.pool + named, brought)
+            pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
+        for key, info in infos.items():
+            reads, writes = (self.sites[site] for site in ends[key])
+            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)

@@ -20,8 +20,10 @@ _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "g
 class Placement:
     """Where one dictionary lies in its site's weights, and the values that its entries copy."""
 
-    base: int  # first row of the site's w_enc and w_dec
-    number: int  # row of the site's b_dec
+    base: int  # first row of w_enc at the site where it reads
+    out: int  # first row of w_dec at the site where it writes; the same number where that is the same site
+    number: int  # row of b_dec there
+    apart: bool  # whether those are two sites
     info: CoderInfo
     bias: NDArray[np.float32]  # [F]
     threshold: NDArray[np.float32]  # [F]; 0 for relu and topk, -inf for abstopk
@@ -154,6 +156,13 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
     for one, name in enumerate(wire.dictionaries):
         place = places.dictionaries[name]
         info, lines = place.info, (targets == one).nonzero()[0]
+        if place.apart:
+            held = (table[lines, layout.FLAGS] & layout.HELD).astype(bool)
+            rows = _rows(info, table[lines[held], layout.SLOT])
+            table[lines[held], layout.SLOT] = place.out + rows
+            if place.max_act is not None:
+                size[lines[held]] = place.max_act[rows]
+            lines = lines[~held]
         if place.flags:
             table[lines, layout.FLAGS] |= place.flags
         whole = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
@@ -162,9 +171,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
             table[ranged, layout.BASE : layout.TOP_K + 1] = place.base, info.features, info.k or 0
             table[lines[whole], layout.SLOT] = place.number
             lines = lines[~whole]
-        rows = table[lines, layout.SLOT]
-        if info.feature_ids is not None:
-            rows = np.array([*map(info.row_of, rows.tolist())], dtype=np.int32)
+        rows = _rows(info, table[lines, layout.SLOT])
         table[lines, layout.SLOT] = place.base + rows
         floats[lines, layout.BIAS], floats[lines, layout.THRESHOLD] = place.bias[rows], place.threshold[rows]
         if info.activation == "groupmax":
@@ -176,8 +183,17 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
     if arrows:
         lines = (targets < 0).nonzero()[0]
         size[lines] = np.array([arrow.length for arrow in arrows])[~targets[lines]]
+        read = lines[(table[lines, layout.FLAGS] & layout.READ).astype(bool)]
+        floats[read, layout.MUL] *= size[read]
     if power.any():
         law = floats[:, layout.ADD : layout.HIGH + 1]
         finite = np.isfinite(law)
         scaled = np.where(finite, law, 0.0) * (size**power)[:, None]
         law[:] = np.where(finite, np.clip(scaled, -FLOAT32_MAX, FLOAT32_MAX), law)
+
+
+def _rows(info: CoderInfo, features: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The rows of features, where a file holds only some of them."""
+    if info.feature_ids is None:
+        return features
+    return np.array([*map(info.row_of, features.tolist())], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The weights that the op reads at one site: dictionaries, then vectors, row by row. Knows nothing of requests."""
+"""The weights that the ops read, site by site and row by row. Knows nothing of requests."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -34,76 +34,127 @@ class Site(Bound):
         return parse(self.name)[1]
 
 
-def load_site(
-    name: str,
-    infos: Mapping[str, CoderInfo],
-    paths: Mapping[str, str],
-    common: Mapping[str, Tensor],
-    *,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    pool: int,
-) -> tuple[Site, dict[str, Placement]]:
-    """A site with its weights, filled with its dictionaries, and where each of them lies.
+@dataclass(slots=True)
+class Room:
+    """The rows of one site: dictionaries that read and write here, vectors, and then all other dictionaries."""
+
+    pool: int = 0  # first slot of the vectors
+    enc: int = 0  # rows of w_enc
+    dec: int = 0  # rows of w_dec
+    biases: int = 0  # rows of b_dec
+    dense: int = 0  # features of the largest dictionary that an edit here may need whole
+    norms: bool = False
+
+    def reading(self, info: CoderInfo) -> int:
+        """Room for the encoder of a dictionary; its first row."""
+        self.enc += info.features
+        self.dense = max(self.dense, dense_size(info))
+        self.norms |= info.in_norm != "none"
+        return self.enc - info.features
+
+    def writing(self, info: CoderInfo) -> tuple[int, int]:
+        """Room for the decoder of a dictionary; its first row, and the row of its bias."""
+        self.dec += info.features
+        self.biases += 1
+        return self.dec - info.features, self.biases - 1
+
+
+def rooms(
+    infos: Mapping[str, CoderInfo], ends: Mapping[str, tuple[str, str]], pools: Mapping[str, int]
+) -> tuple[dict[str, Room], dict[str, tuple[int, int, int]]]:
+    """The rows of each site, and for each dictionary its first row of w_enc, of w_dec, and its row of b_dec.
+
+    Args:
+        infos: the infos of the dictionaries, by name.
+        ends: the sites with the ops that read and write for each.
+        pools: by site, in forward order, how many vectors it has slots for.
+    """
+    found = {site: Room() for site in pools}
+    places = {}
+    for alike in (True, False):
+        for key, info in infos.items():
+            first, last = ends[key]
+            if (first == last) == alike:
+                places[key] = found[first].reading(info), *found[last].writing(info)
+        for site, pool in pools.items() if alike else ():
+            room = found[site]
+            room.pool = room.enc
+            room.enc, room.dec = room.enc + pool, room.dec + pool
+    return found, places
+
+
+def site_of(
+    name: str, room: Room, common: Mapping[str, Tensor], *, width: int, dtype: torch.dtype, device: torch.device
+) -> Site:
+    """A site with room for its weights, zeros.
 
     Args:
         name: the name of the site.
-        infos: the infos of the dictionaries that read and write here, by name.
-        paths: the paths to their weights.
+        room: its rows.
         common: the fields of Bound that are not weights.
         width: the width of the stream.
         dtype: the dtype in which the weights are held.
         device: the device that holds the weights.
-        pool: the number of slots for vectors, after the dictionaries' slots.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    return Site(
+        **common,
+        w_enc=zeros(room.enc, width, dtype=dtype),
+        w_dec=zeros(room.dec, width, dtype=dtype),
+        b_enc=zeros(room.enc),
+        threshold=zeros(room.enc),
+        b_dec=zeros(max(1, room.biases), width),
+        dense_size=room.dense,
+        has_norms=room.norms,
+        name=name,
+        pool=room.pool,
+    )
+
+
+def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int, int, int]) -> Placement:
+    """Load a dictionary into its rows.
+
+    Args:
+        info: its info.
+        path: the path to its weights.
+        reads: the site that reads for it.
+        writes: the site that writes for it.
+        rows: its first row of w_enc and of w_dec, and its row of b_dec.
 
     Raises:
         LoadError: a weight file does not hold what it should.
     """
-    slots = sum(info.features for info in infos.values()) + pool
-    w_enc = torch.zeros(slots, width, dtype=dtype, device=device)
-    w_dec = torch.zeros(slots, width, dtype=dtype, device=device)
-    b_enc = torch.zeros(slots, dtype=torch.float32, device=device)
-    threshold = torch.zeros(slots, dtype=torch.float32, device=device)
-    b_dec = torch.zeros(max(1, len(infos)), width, dtype=torch.float32, device=device)
-    placements: dict[str, Placement] = {}
-    base = 0
-    for at, (key, info) in enumerate(infos.items()):
-        centred = info.in_norm == "layer_norm"
-        coder = load(paths[key], dtype=torch.float32 if centred else dtype)
-        end = base + coder.info.features
-        _copy(w_enc[base:end], coder.w_enc, centred=centred)
-        _copy(w_dec[base:end], coder.w_dec)
-        b_enc[base:end].copy_(coder.b_enc)
-        threshold[base:end].copy_(_threshold(coder))
-        b_dec[at].copy_(coder.b_dec)
-        placements[key] = _placement(base, at, info, coder)
-        base = end
-    site = Site(
-        **common,
-        w_enc=w_enc,
-        w_dec=w_dec,
-        b_enc=b_enc,
-        threshold=threshold,
-        b_dec=b_dec,
-        dense_size=_dense_size(infos.values()),
-        has_norms=any(info.in_norm != "none" for info in infos.values()),
-        name=name,
-        pool=base,
-    )
-    return site, placements
+    base, out, number = rows
+    centred = info.in_norm == "layer_norm"
+    coder = load(path, dtype=torch.float32 if centred else reads.w_enc.dtype)
+    end = base + coder.info.features
+    _copy(reads.w_enc[base:end], coder.w_enc, centred=centred)
+    _copy(writes.w_dec[out : out + coder.info.features], coder.w_dec)
+    reads.b_enc[base:end].copy_(coder.b_enc)
+    reads.threshold[base:end].copy_(_threshold(coder))
+    writes.b_dec[number].copy_(coder.b_dec)
+
+    def array(tensor: Tensor) -> NDArray[np.float32]:
+        return np.ascontiguousarray(tensor.float().cpu().numpy())
+
+    max_act = None if coder.max_act is None else array(coder.max_act)
+    apart = reads is not writes
+    return Placement(base, out, number, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
 
 
-def _dense_size(infos: Iterable[CoderInfo]) -> int:
-    """The number of features in the largest dictionary that an edit may need whole; 0 if there is none."""
-    return max((info.features for info in infos if info.can_reconstruct or info.activation in RANKED), default=0)
+def dense_size(info: CoderInfo) -> int:
+    """The number of features where an edit may need the dictionary whole; else 0."""
+    return info.features if info.can_reconstruct or info.activation in RANKED else 0
 
 
 def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) -> Tensor:
     """The kernels' scratch memory, zeros; empty on a CPU, where the reference needs none."""
     if device.type == "cpu":
         return torch.zeros(0, dtype=torch.float32)
-    dense = _dense_size(infos)
+    dense = max(map(dense_size, infos), default=0)
     fitting = _DENSE_BYTES // (4 * max(1, dense)) // layout.TILE * layout.TILE
     tokens = max(layout.TILE, min(_DENSE_TOKENS, fitting))
     return torch.zeros(layout.scratch_words(width, dense, tokens), dtype=torch.float32, device=device)
@@ -124,11 +175,3 @@ def _threshold(coder: SparseCoder) -> Tensor:
     if coder.threshold is not None:
         return coder.threshold
     return torch.full((coder.info.features,), -math.inf if coder.info.activation == "abstopk" else 0.0)
-
-
-def _placement(base: int, number: int, info: CoderInfo, coder: SparseCoder) -> Placement:
-    def array(tensor: Tensor) -> NDArray[np.float32]:
-        return np.ascontiguousarray(tensor.float().cpu().numpy())
-
-    max_act = None if coder.max_act is None else array(coder.max_act)
-    return Placement(base, number, info, array(coder.b_enc), array(_threshold(coder)), max_act)

@@ -22,7 +22,7 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read
 
 # A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector ~index in Wire.digests
@@ -56,24 +56,28 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         return {"plan": b"", "vectors": []}
     targets = _Targets(catalog)
     here: defaultdict[str, list[list[tuple[Any, ...]]]] = defaultdict(list)  # by site its groups, without GROUP
-    for one in plan.conditions:
+    reads: tuple[Condition | Read, ...] = (*plan.conditions, *plan.reads)
+    for one in reads:
         if not here[one.site]:
             here[one.site].append([])
-        here[one.site][0].append(targets.gate(one))
+        here[one.site][0].append(targets.gate(one) if isinstance(one, Condition) else targets.read(one))
     edits = 0
     for group in plan.groups:
         entries = [targets.change(change, group.site, edits + at) for at, change in enumerate(group.changes)]
         here[group.site].append([*chain.from_iterable(entries)])
         edits += len(entries)
-    changed, sites = {group.site for group in plan.groups}, []
+    sites: dict[str, list[Any]] = {}
     lines: list[bytes] = []
-    for site in sorted(here, key=order):
-        first = len(lines)
+    for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
+        numbers = sites.setdefault(catalog.op_site(site), [0, 0, False])
+        numbers[0] += sum(map(len, here[site]))
+        numbers[1] += len(here[site])
+        numbers[2] |= any(group.site == site for group in plan.groups)
         for members in here[site]:
             end = len(lines) + len(members)
             lines += [_LINE(*words, end) for words in members]
-        sites.append([site, len(lines) - first, len(here[site]), site in changed])
-    head = json.dumps([sites, [*targets.dictionaries], len(targets.vectors), edits, dose]).encode()
+    about = [[site, *numbers] for site, numbers in sites.items()]
+    head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose]).encode()
     return {
         "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
         "vectors": [_brought(vector) for vector in targets.brought.values()],
@@ -100,30 +104,43 @@ class _Targets:
 
     def gate(self, one: Condition) -> tuple[Any, ...]:
         """The entry that writes a condition's bit."""
-        slot, threshold, target = self._read(one.target, one.site)
-        bias, power = 0.0, 0
-        if isinstance(one.target, Direction):
-            power = -1  # bounds on x · v; the table has bounds on x · v / |v|
-            if isinstance(one.target.vector, str):
-                bias = self.catalog.vectors[one.target.vector].bias
+        slot, threshold, target = self._source(one.target, one.site)
+        power = -isinstance(one.target, Direction)  # bounds on x · v; the table has bounds on x · v / |v|
+        bias = self._bias(one.target)
         low, high = _finite(one.above - bias), _finite(one.below - bias)
         law = -1.0, 0.0, low, high, 0.0, threshold, 1.0
         return slot, 0, 0, END, layout.GATE, one.bit, 0, 0, 0, *law, target, power
 
+    def read(self, one: Read) -> tuple[Any, ...]:
+        """The entry that fills a register."""
+        slot, threshold, target = self._source(one.target, one.site)
+        # Of a vector, the entry's f is x · v / |v|: the worker multiplies MUL by |v|.
+        law = one.scale, one.scale * self._bias(one.target) + one.shift, one.low, one.high, 0.0, threshold, 1.0
+        return slot, 0, 0, END, layout.READ, one.register, 0, 0, 0, *law, target, 0
+
     def change(self, one: Change, site: str, column: int) -> list[tuple[Any, ...]]:
         """The entries of a change, one for each window; ``column`` is its place among the counts."""
-        slot, threshold, target = self._read(one.target, site)
+        slot, threshold, target = self._source(one.target, site)
         flags = layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
         low, high = one.low, one.high
         if not isinstance(one.target, Feature | Direction):
             flags, low, high = layout.RECONSTRUCT, 0.0, 0.0
         flags |= column << layout.COUNTER
+        held, factor = 0, 0
+        if one.held:
+            flags, held = flags | layout.HELD, one.held.register
+        if one.strength:
+            flags, factor = flags | layout.SCALED, one.strength.register
         # The table holds f' − f, so that a large f loses no digits: mul · f + add.
         law = one.scale - 1.0, one.shift, low, high, 0.0, threshold, one.gain
-        behind = flags, one.gates, 0, 0, 0, *law, target, int(one.unit in ("max_act", "vector"))
+        behind = flags, one.gates, held, factor, 0, *law, target, int(one.unit in ("max_act", "vector"))
         return [(slot, 0, lo, hi, *behind) for lo, hi in one.windows]
 
-    def _read(self, target: object, site: str) -> tuple[int, float, int]:
+    def _bias(self, target: object) -> float:
+        named = isinstance(target, Direction) and isinstance(target.vector, str)
+        return self.catalog.vectors[target.vector].bias if named else 0.0  # type: ignore[attr-defined]
+
+    def _source(self, target: object, site: str) -> tuple[int, float, int]:
         """The words SLOT, THRESHOLD and TARGET."""
         if not isinstance(target, Direction):
             name: str = target.dictionary  # type: ignore[attr-defined]  # a feature or a whole dictionary

@@ -4,7 +4,7 @@ A site is a kind and a layer, counted from 0. A layer's resid_pre is the resid_p
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from saesteer.errors import ConfigError
@@ -21,6 +21,8 @@ KINDS = (
     "resid_post",
 )
 MAX_LAYER = 9999
+# What adds to the stream, and the place of the stream that is the first to hold the sum.
+SUMS = {"attn_out": "resid_mid", "mlp_out": "resid_post"}
 
 _SITE = re.compile(r"([a-z_]+)\.(0|[1-9][0-9]{0,3})")
 
@@ -59,6 +61,17 @@ def order(name: str) -> tuple[int, int]:
     """
     kind, layer = parse(canonical(name))
     return layer, KINDS.index(kind)
+
+
+def op_site(name: str, sites: Collection[str]) -> str:
+    """The site whose op makes an edit of a canonical site: its own, or else that of the sum that it adds to.
+
+    Args:
+        name: the site of the edit.
+        sites: the sites with an op; what is returned may be none of them.
+    """
+    kind, layer = parse(name)
+    return name if name in sites or kind not in SUMS else f"{SUMS[kind]}.{layer}"
 
 
 def expand_sites(sites: Iterable[str], layers: int) -> tuple[str, ...]:

@@ -33,13 +33,27 @@ class Taps:
     transformers: Tap
 
 
+def _both(module: str, side: Literal["in", "out"]) -> Taps:
+    """The same place in both libraries."""
+    return Taps(Tap(module, side), Tap(module, side))
+
+
 LLAMA = {
     "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
-    "resid_mid": Taps(Tap("post_attention_layernorm", "in"), Tap("post_attention_layernorm", "in")),
+    "attn_in": _both("input_layernorm", "out"),
+    "attn_out": _both("self_attn", "out"),
+    "resid_mid": _both("post_attention_layernorm", "in"),
+    "mlp_in": _both("post_attention_layernorm", "out"),
+    "mlp_out": _both("mlp", "out"),
     "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
 # Gemma's post_attention_layernorm is another norm: it comes after attention, before the stream is added.
-GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
+GEMMA = LLAMA | {
+    "attn_out": _both("post_attention_layernorm", "out"),
+    "resid_mid": _both("pre_feedforward_layernorm", "in"),
+    "mlp_in": _both("pre_feedforward_layernorm", "out"),
+    "mlp_out": _both("post_feedforward_layernorm", "out"),
+}
 SERVED_KINDS = tuple(LLAMA)
 
 

@@ -1,29 +1,79 @@
-"""The conditions of a request: what `when` reads, where, and which bit of a token holds the answer. Knows no values."""
+"""What edits of a request read: conditions, whose bits `when` waits for, and numbers in registers. Knows no values.
+
+Both are shared by all edits that ask for the same, and both are few: 31 bits and so many registers for each token. So
+each is free again at sites after the last edit that needs it.
+"""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 from saesteer.language.edits import Gate
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
-from saesteer.planning.lookup import feature_of, probe_of, site_of
-from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature
+from saesteer.planning.lookup import feature_of, probe_of, reading_site
+from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read
 
-Key = tuple[str, Feature | Direction, float, float]  # site, what is read, above, below
+# Site, what is read, and numbers: above and below of a condition; scale, shift, low and high of a read.
+Key = tuple[str, Feature | Direction, tuple[float, ...]]
 
 
-class Conditions:
-    """The different conditions of one request."""
+class _Shared:
+    """The different things of one kind that are read.
 
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+    Args:
+        most: how many may be kept at a time.
+        refusal: the words of the refusal of one more.
+    """
+
+    def __init__(self, most: int, refusal: str) -> None:
+        self._most, self._refusal = most, refusal
         self._fields: dict[Key, str] = {}  # path of the first mention of each
-        self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit waits for it
+        self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit needs it
 
     def __len__(self) -> int:
         return len(self._fields)
 
-    def keys(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
+    def note(self, key: Key, site: str, at: str) -> Key:
+        """An edit at a site needs it."""
+        self._fields.setdefault(key, at)
+        self._last[key] = max(order(site), self._last.get(key, order(site)))
+        return key
+
+    def settle(self) -> dict[Key, int]:
+        """The place of each, from 0, in the order of their sites.
+
+        Raises:
+            SpecError: too many are needed at a time.
+        """
+        free = [*range(self._most)][::-1]
+        held: list[tuple[tuple[int, int], int]] = []  # places in use; the first to become free comes first
+        places: dict[Key, int] = {}
+        for key in sorted(self._last, key=lambda one: order(one[0])):
+            while held and held[0][0] < order(key[0]):
+                free.append(heappop(held)[1])
+            if not free:
+                fail(self._fields[key], "too_many", self._refusal.format(self._most + 1, key[0], self._most))
+            places[key] = free.pop()
+            heappush(held, (self._last[key], places[key]))
+        return places
+
+
+class Reads:
+    """The conditions and the reads of one request."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        waiting = "is condition {} that edits wait for at {}, expected at most {} different ones"
+        reading = (
+            "is number {} that is read at {} and kept, expected at most {}; the server keeps more with --registers"
+        )
+        self._conditions, self._reads = _Shared(MOST_CONDITIONS, waiting), _Shared(catalog.registers, reading)
+
+    def __len__(self) -> int:
+        return len(self._conditions) + len(self._reads)
+
+    def gates(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
         """The conditions that an edit at a site waits for.
 
         Raises:
@@ -32,48 +82,46 @@ class Conditions:
         if not gates:
             return ()
         paths = [f"{at}.when"] if len(gates) == 1 else [f"{at}.when[{i}]" for i in range(len(gates))]
-        return tuple(self._key(gate, site, path) for gate, path in zip(gates, paths, strict=True))
+        return tuple(self._gate(gate, site, path) for gate, path in zip(gates, paths, strict=True))
 
-    def _key(self, gate: Gate, site: str, at: str) -> Key:
+    def _gate(self, gate: Gate, site: str, at: str) -> Key:
+        above = float("-inf") if gate.above is None else gate.above
+        below = float("inf") if gate.below is None else gate.below
+        return self._conditions.note((*self._source(gate, site, at), (above, below)), site, at)
+
+    def feature(self, target: Feature, reads: str, site: str, at: str) -> Key:
+        """The activation of a feature whose dictionary reads at another site than the edit's."""
+        return self._reads.note((reads, target, (1.0, 0.0, float("-inf"), float("inf"))), site, at)
+
+    def _source(self, source: Any, site: str, at: str) -> tuple[str, Feature | Direction]:
+        """Where a probe or a feature is read for an edit at a site, and what.
+
+        Raises:
+            SpecError: a name is unknown, or the place comes later in the forward pass.
+        """
         target: Feature | Direction
-        if gate.probe is not None:
-            place, target = probe_of(self.catalog, gate.probe, site, at)
+        if source.probe is not None:
+            place, target = probe_of(self.catalog, source.probe, site, at)
             what = f"{at}.probe"
         else:
-            assert gate.dictionary is not None and gate.feature is not None
-            info = feature_of(self.catalog, gate.dictionary, gate.feature, at)
-            place = site_of(self.catalog, gate.dictionary, info, at)
-            target, what = Feature(gate.dictionary, gate.feature), f"{at}.dictionary"
+            info = feature_of(self.catalog, source.dictionary, source.feature, at)
+            place = reading_site(self.catalog, source.dictionary, info, at)
+            target, what = Feature(source.dictionary, source.feature), f"{at}.dictionary"
         if order(place) > order(site):
             message = f"reads {place}, which comes after {site}, where the edit stands"
             fail(what, "conflict", f"{message}; expected the same site or an earlier one")
-        above = float("-inf") if gate.above is None else gate.above
-        below = float("inf") if gate.below is None else gate.below
-        key = (place, target, above, below)
-        self._fields.setdefault(key, at)
-        self._last[key] = max(order(site), self._last.get(key, order(site)))
-        return key
+        return place, target
 
-    def settle(self) -> tuple[tuple[Condition, ...], dict[Key, int]]:
-        """The conditions in the order of their sites, and the bit of each.
-
-        A bit is reused at sites after the last edit that waits for it, since a token has only 32 bits.
+    def settle(self) -> tuple[dict[Key, Condition], dict[Key, Read]]:
+        """The conditions with their bits, and the reads with their registers, in the order of their sites.
 
         Raises:
-            SpecError: edits wait for too many conditions at a time.
+            SpecError: edits wait for too many conditions at a time, or keep too many numbers.
         """
-        found: list[Condition] = []
-        free = [1 << bit for bit in range(MOST_CONDITIONS)][::-1]
-        held: list[tuple[tuple[int, int], int]] = []  # bits in use; the first to become free comes first
-        bits: dict[Key, int] = {}
-        for key in sorted(self._last, key=lambda one: order(one[0])):
-            site, target, above, below = key
-            while held and held[0][0] < order(site):
-                free.append(heappop(held)[1])
-            if not free:
-                message = f"is condition {MOST_CONDITIONS + 1} that edits wait for at {site}"
-                fail(self._fields[key], "too_many", f"{message}, expected at most {MOST_CONDITIONS} different ones")
-            bits[key] = free.pop()
-            heappush(held, (self._last[key], bits[key]))
-            found.append(Condition(site, target, above, below, bits[key], self._fields[key]))
-        return tuple(found), bits
+        bits, registers = self._conditions.settle(), self._reads.settle()
+        fields = self._conditions._fields
+        conditions = {}
+        for key, bit in bits.items():
+            site, target, (above, below) = key
+            conditions[key] = Condition(site, target, above, below, 1 << bit, fields[key])
+        return conditions, {key: Read(*key[:2], register, *key[2]) for key, register in registers.items()}

@@ -42,17 +42,29 @@ def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary
     return info
 
 
-def site_of(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
-    """The canonical site where a dictionary reads and writes.
+def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
+    """The canonical site where a dictionary reads.
 
     Raises:
         SpecError: it has no such site, or the site is not instrumented.
     """
+    site = None if info.site_in is None else canonical(info.site_in)
+    if site is None or not _instrumented(catalog, site):
+        place = f"dictionary {name!r} reads {site}, where this server has no op"
+        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
+    return site
+
+
+def writing_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
+    """The canonical site where a dictionary writes.
+
+    Raises:
+        SpecError: it has no such site, or no op that writes there.
+    """
     site = None if info.site_out is None else canonical(info.site_out)
-    reads = site if info.site_in is None else canonical(info.site_in)
-    if site is None or site != reads or not _instrumented(catalog, site):
-        place = f"dictionary {name!r} reads {reads} and writes {site}, which is not served by this version"
-        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}, read and written")
+    if site is None or not _instrumented(catalog, catalog.op_site(site)):
+        place = f"dictionary {name!r} writes {site}, where this server has no op"
+        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
     return site
 
 
@@ -76,7 +88,7 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
         if layers is not None and layer not in layers:
             message = f"got {name}, but the vector has no row for layer {layer}"
             fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
-        if not _instrumented(catalog, site):
+        if not _instrumented(catalog, catalog.op_site(site)):
             message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
             fail(path, "not_served", f"{message}; start it with --sites {site} to have one there")
         yield site, Direction(vector, None if layers is None else layer)

@@ -50,7 +50,7 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
         except SpecError:
             continue
         rows = rows_of(vector)
-        pins |= {(site, digest_of(one, catalog)): rows[one.layer] for site, one in places}
+        pins |= {(catalog.op_site(site), digest_of(one, catalog)): rows[one.layer] for site, one in places}
         inline.update(places)
     return replace(catalog, pinned=frozenset(inline), digests=module_digests(catalog)), pins
 

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from saesteer.language.fields import INT32_MAX
 from saesteer.language.inline import Vector
+from saesteer.language.sites import op_site
 from saesteer.language.spec import Spec
 
 END = INT32_MAX  # the open end of a window
@@ -85,8 +86,13 @@ class Catalog:
     modules: Mapping[str, Spec] = option(default_factory=dict)
     width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
+    registers: int = 64  # what one request may read and keep at a time, for each token
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
+
+    def op_site(self, site: str) -> str:
+        """The site whose op makes an edit of this canonical site."""
+        return site if self.sites is None else op_site(site, self.sites)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +124,26 @@ Unit = Literal["raw", "max_act", "vector", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """f' = min(max(scale · f + shift, low), high); x' = x + gain · (f' − f) · d, in windows of positions.
+class Read:
+    """min(max(scale · f + shift, low), high), where f is a feature or a probe's x · v + bias, before edits of the site.
 
-    For a reconstruction, only gain, gates and windows have a meaning.
+    A register keeps it for each token, for changes here or at later sites.
+    """
+
+    site: str  # canonical
+    target: Feature | Direction  # a direction as it was given, not at unit length
+    register: int
+    scale: float = 1.0
+    shift: float = 0.0
+    low: float = float("-inf")
+    high: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """f' = min(max(scale · f + shift, low), high); x' = x + gain · strength · (f' − f) · d, in windows of positions.
+
+    For a reconstruction, only gain, gates, strength and windows have a meaning.
     """
 
     target: Feature | Direction | Whole
@@ -135,6 +157,8 @@ class Change:
     only_if_active: bool = False
     gain: float = 1.0
     gates: int = 0  # bits of the conditions that must all hold
+    held: Read | None = None  # what read f, where that is another site
+    strength: Read | None = None  # what else multiplies the gain; None: 1
     op: str = option(default="clamp", compare=False)  # op of the edit
 
 
@@ -164,6 +188,7 @@ class Plan:
 
     groups: tuple[Group, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    reads: tuple[Read, ...] = ()
     relative: bool = option(default=False, compare=False)  # it may differ for a prompt of another length
 
     def __bool__(self) -> bool:

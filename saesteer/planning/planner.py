@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NoReturn
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope
 from saesteer.language.fields import FLOAT32_MAX, fail
+from saesteer.language.sites import order
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
-from saesteer.planning.gates import Conditions, Key
-from saesteer.planning.lookup import dictionary_of, feature_of, places_of, site_of
+from saesteer.planning.gates import Key, Reads
+from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
 from saesteer.planning.plan import (
     END,
     Catalog,
@@ -24,6 +26,7 @@ from saesteer.planning.plan import (
     Feature,
     Group,
     Plan,
+    Read,
     Whole,
     Window,
 )
@@ -34,10 +37,11 @@ __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Gro
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A change before the bits of its conditions are known."""
+    """A change before it is known where what it reads is kept."""
 
     change: Change
-    keys: tuple[Key, ...]
+    keys: tuple[Key, ...]  # of its conditions
+    held: Key | None = None
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class _Planner:
     def __init__(self, catalog: Catalog, prompt_len: int) -> None:
         self.catalog = catalog
         self.prompt_len = prompt_len
-        self.conditions = Conditions(catalog)
+        self.reads = Reads(catalog)
         self.groups: list[_Growing] = []
         self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
         self.entries = 0  # changes times windows, without conditions
@@ -90,7 +94,8 @@ class _Planner:
         if edit.unit == "max_act" and not info.has_max_act:
             expected = f"raw: the max activations of {edit.dictionary!r} are not known, `saesteer calibrate` finds them"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
-        site = site_of(self.catalog, edit.dictionary, info, at)
+        reads = reading_site(self.catalog, edit.dictionary, info, at)
+        site = writing_site(self.catalog, edit.dictionary, info, at)
         value = edit.value
         change = Change(
             Feature(edit.dictionary, edit.feature),
@@ -105,7 +110,8 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
-        self._join(site, edit.dictionary, step, change)
+        held = None if reads == site else self.reads.feature(change.target, reads, site, at)  # type: ignore[arg-type]
+        self._join(site, edit.dictionary, step, change, held)
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -144,9 +150,9 @@ class _Planner:
         edit, at = step.edit, step.at
         assert isinstance(edit, Reconstruct)
         info = dictionary_of(self.catalog, edit.dictionary, at)
-        site = site_of(self.catalog, edit.dictionary, info, at)
+        site = writing_site(self.catalog, edit.dictionary, info, at)
         spans = self._windows(edit.scope, at, info.skip_first)
-        keys = self.conditions.keys(edit.when, site, at)
+        keys = self.reads.gates(edit.when, site, at)
         clamps = self.last.get(site)
         if clamps is None or clamps.of != edit.dictionary or clamps.run != step.run:
             clamps = None
@@ -170,11 +176,13 @@ class _Planner:
         """The plan, once all edits have been added."""
         for group in self.groups:
             _refuse_twice([member.change for member in group.members])
-        conditions, bits = self.conditions.settle()
+        conditions, reads = self.reads.settle()
         groups = tuple(
-            Group(group.site, tuple(_gated(member, bits) for member in group.members)) for group in self.groups
+            Group(group.site, tuple(_settled(member, conditions, reads) for member in group.members))
+            for group in self.groups
         )
-        found = Plan(groups, conditions, self.relative)
+        found = Plan(groups, (*conditions.values(),), (*reads.values(),), self.relative)
+        _refuse_apart(found, self.catalog)
         _refuse_dense(found, self.catalog)
         _refuse_brought(found, self.catalog)
         return found
@@ -199,21 +207,21 @@ class _Planner:
             fail(f"{at}.scope", "empty_scope", message)
         return found
 
-    def _join(self, site: str, of: object, step: Step, change: Change) -> None:
+    def _join(self, site: str, of: object, step: Step, change: Change, held: Key | None = None) -> None:
         """Put a change into the last group of its site, or begin another."""
-        keys = self.conditions.keys(getattr(step.edit, "when", ()), site, step.at)
+        keys = self.reads.gates(step.edit.when, site, step.at)
         group = self.last.get(site)
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run)
             self.groups.append(group)
         if not _made_band(group, step.edit, change, keys):
-            group.members.append(_Member(change, keys))
+            group.members.append(_Member(change, keys, held))
             self.entries += len(change.windows)
         most = self.catalog.max_entries
-        if self.entries + len(self.conditions) > most:
+        if self.entries + len(self.reads) > most:
             at = step.at.removeprefix("saesteer.")  # a module's field begins with another word
             message = f"makes more than {most} entries with {at}, expected at most {most}"
-            what = "an entry is a condition, or one feature or vector in one window of positions"
+            what = "an entry is a condition or a read, or one feature or vector in one window of positions"
             hint = "the server takes more when started with a higher --max-edits"
             fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
 
@@ -227,8 +235,11 @@ _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
 }
 
 
-def _gated(member: _Member, bits: Mapping[Key, int]) -> Change:
-    return replace(member.change, gates=sum({bits[key] for key in member.keys})) if member.keys else member.change
+def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mapping[Key, Read]) -> Change:
+    change = member.change
+    if member.keys:
+        change = replace(change, gates=sum({conditions[key].bit for key in member.keys}))
+    return change if member.held is None else replace(change, held=reads[member.held])
 
 
 def _gain(step: Step, strength: float) -> float:
@@ -290,6 +301,20 @@ def _refuse_twice(changes: Sequence[Change]) -> None:
                 fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
 
 
+def _refuse_apart(found: Plan, catalog: Catalog) -> None:
+    """Refuse what needs the tensor of a site without an op: the op of the sum can only add to it."""
+    begun: set[str] = set()
+    for group in found.groups:
+        apart = catalog.op_site(group.site) != group.site
+        for change in group.changes if apart else ():
+            added = change.target.__class__ is Direction and change.op == "add" and change.unit == "vector"
+            if group.site in begun or not (added or change.held):
+                message = f"needs the tensor at {group.site}, where this server has no op; there it adds one group of"
+                expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
+                fail(change.field, "not_served", f"{message} {expected}")
+        begun.add(group.site)
+
+
 def _refuse_dense(found: Plan, catalog: Catalog) -> None:
     """Refuse a second whole encoding at a site: there is only one, of the stream as it arrives there."""
     dense: dict[str, str] = {}
@@ -300,20 +325,30 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
         if first != name:
             fail(f"{at}.dictionary", "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
 
-    for one in found.conditions:
+    def follow(name: str, at: str) -> NoReturn:
+        fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
+
+    fields = {change.held: change.field for group in found.groups for change in group.changes}
+    begun = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
+    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
+    for one in reads:
         if isinstance(one.target, Feature) and catalog.dictionaries[one.target.dictionary].k is not None:
-            settle(one.site, one.target.dictionary, one.field)
-    begun: set[str] = set()
-    for group in found.groups:
+            at = one.field if isinstance(one, Condition) else fields[one]
+            settle(one.site, one.target.dictionary, at)
+            if one.site in begun:
+                follow(one.target.dictionary, at)
+    begun = set()
+    for group in sorted(found.groups, key=lambda one: order(one.site)):
+        site = catalog.op_site(group.site)
         for change in group.changes:
-            if isinstance(change.target, Direction):
+            if isinstance(change.target, Direction) or change.held:
                 continue
             name = change.target.dictionary
             if isinstance(change.target, Whole) or catalog.dictionaries[name].k is not None:
-                settle(group.site, name, change.field)
-                if group.site in begun:
-                    fail(f"{change.field}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
-        begun.add(group.site)
+                settle(site, name, change.field)
+                if site in begun:
+                    follow(name, change.field)
+        begun.add(site)
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:
@@ -325,8 +360,9 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
         if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
             if catalog.pinned and (site, change.target) in catalog.pinned:
                 continue
-            brought[site].add(change.target)
-            if len(brought[site]) > catalog.inline_rows:
-                message = f"is vector {len(brought[site])} that the request brings for {site}"
+            here = brought[catalog.op_site(site)]
+            here.add(change.target)
+            if len(here) > catalog.inline_rows:
+                message = f"is vector {len(here)} that the request brings for {site}"
                 hint = "the server takes more when started with a higher --inline-rows, or with the vectors themselves"
                 fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from saesteer.language.sites import order
 from saesteer.planning.digests import digest_of
-from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Whole, Window
+from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole, Window
 
 _LAW = Struct("<5d?").pack
 Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the hex digest of these edits
@@ -122,10 +122,7 @@ class _Waiting:
     def __init__(self, conditions: Iterable[Condition], catalog: Catalog) -> None:
         self._conditions: defaultdict[int, list[tuple[Any, Any]]] = defaultdict(list)
         for one in conditions:
-            target: tuple[Any, ...] = _target(one.target, catalog)
-            if isinstance(one.target, Direction) and isinstance(one.target.vector, str):
-                target = (*target, catalog.vectors[one.target.vector].bias)
-            self._conditions[one.bit].append((order(one.site), (one.site, target, one.above, one.below)))
+            self._conditions[one.bit].append((order(one.site), (*_source(one, catalog), one.above, one.below)))
 
     def of(self, bits: int, site: str) -> list[Any]:
         """The conditions that these bits stand for at a site, in an order that does not depend on the bits."""
@@ -141,9 +138,22 @@ class _Waiting:
 def _digest(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
     law = _LAW(change.scale, change.shift, change.low, change.high, change.gain, change.only_if_active)
     gates = repr(waiting.of(change.gates, site)) if change.gates else ""
+    held, strength = (_number(read, catalog) if read else "" for read in (change.held, change.strength))
     # Only the last part, which may be a name, can contain the separator.
-    text = "\0".join((site, change.unit, gates, *_target(change.target, catalog)))
+    text = "\0".join((site, change.unit, gates, held, strength, *_target(change.target, catalog)))
     return hashlib.sha256(law + text.encode()).digest()
+
+
+def _number(read: Read, catalog: Catalog) -> str:
+    return repr((*_source(read, catalog), read.scale, read.shift, read.low, read.high))
+
+
+def _source(read: Condition | Read, catalog: Catalog) -> tuple[Any, ...]:
+    """What is read, and where."""
+    found: tuple[Any, ...] = read.site, _target(read.target, catalog)
+    if isinstance(read.target, Direction) and isinstance(read.target.vector, str):
+        found = (*found, catalog.vectors[read.target.vector].bias)
+    return found
 
 
 def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[str, str]:

@@ -56,6 +56,7 @@ def edit_args(
         threshold=zeros(SLOTS),
         b_dec=zeros(2, WIDTH),
         cells=zeros(room, of=torch.int32),
+        registers=zeros(room, 4),
         scratch=zeros(layout.scratch_words(WIDTH, dense, layout.TILE)),
         dense_size=dense,
         has_norms=True,

@@ -80,6 +80,7 @@ class Call:
             kinds=self.kinds,
             **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
             cells=cells,
+            registers=torch.zeros(len(self.work), 1, device=place),
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,

@@ -54,6 +54,7 @@ def op_args(args: list[Tensor]) -> tuple[list[Tensor], Bound]:
         threshold=none,
         b_dec=none[None],
         cells=work[:, 0].contiguous(),
+        registers=none.expand(len(work), 1).contiguous(),
         scratch=torch.zeros(layout.scratch_words(1, 0, layout.TILE), device=table.device),
         dense_size=0,
         has_norms=False,

@@ -87,7 +87,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
     # The ops are only for logs (logs.py).
     admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
     edited = runs(found, change_digests(found, catalog))
-    return Meaning(bool(found), applied(found, catalog), sites_of(found), edited, admitted)
+    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
