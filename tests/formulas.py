@@ -30,6 +30,10 @@ class Dict:
     in_norm: str = "none"
     max_act: Array | None = None
     skip_first: int = 1
+    reads: str = ""  # where it reads, if that is another site
+
+    def __post_init__(self) -> None:
+        self.reads = self.reads or self.site
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Token:
     def clamps(self, group: list[tuple[Any, float]], x: Array, whole: tuple[Any, float] | None = None) -> Array:
         name = whole[0]["dictionary"] if whole else group[0][0]["dictionary"]
         one = self.world.dictionaries[name]
-        f = self.encode(one, x, None if whole and whole[0].get("error", "drop") == "drop" else
+        f = self.encode(one, x if one.reads == one.site else self.before[one.reads], None if whole and whole[0].get("error", "drop") == "drop" else
                         [edit["feature"] for edit, _ in group])  # fmt: skip
         grow = {"none": 1.0, "layer_norm": x.std(ddof=1), "l2_sqrt_d": np.linalg.norm(x) / np.sqrt(x.size)}[one.in_norm]
         delta = np.zeros_like(x)
@@ -154,7 +158,7 @@ class Token:
                 value = self.before[place] @ self.row(gate["probe"], layer) + self.world.biases[gate["probe"]]
             else:
                 one = self.world.dictionaries[gate["dictionary"]]
-                value = self.encode(one, self.before[one.site], [gate["feature"]])[gate["feature"]]
+                value = self.encode(one, self.before[one.reads], [gate["feature"]])[gate["feature"]]
             low, high = gate.get("above"), gate.get("below")
             self.sure &= all(abs(value - one) > NEAR or value == 0 != one for one in (low, high) if one is not None)
             if not ((low is None or value > low) and (high is None or value < high)):

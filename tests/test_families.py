@@ -231,6 +231,8 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
     class Norm(nn.Module):
         """Stands for vLLM's RMSNorm, which is made in an engine alone."""
 
+        variance_epsilon = 1e-6
+
     monkeypatch.setattr(layers, "RMSNorm", Norm)
     engine = hf.Model(tiny("Llama"), sites=["resid_mid.0", "resid_post.0", "resid_post.1"]).engine
     model = vllm_model("LlamaDecoderLayer", "LlamaDecoderLayer")

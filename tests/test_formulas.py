@@ -27,8 +27,8 @@ from tests.kernels.truth import dosed
 from tests.rows import row_of
 
 WIDTH, FEATURES, TOKENS = 24, 12, 14
-SITES = ["resid_mid.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
-# name → activation, k, input norm, site
+SITES = ["resid_mid.1", "mlp_in.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
+# name → activation, k, input norm, site; where it reads at another site, both
 KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "rect": ("relu", None, "none", "resid_post.1"),
     "jump": ("jumprelu", None, "none", "resid_post.1"),
@@ -37,6 +37,10 @@ KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "group": ("groupmax", 4, "none", "resid_mid.2"),
     "layer": ("jumprelu", None, "layer_norm", "resid_post.2"),
     "length": ("topk", 4, "l2_sqrt_d", "resid_post.2"),
+    "inside": ("jumprelu", None, "none", "mlp_in.1"),
+    "across": ("jumprelu", None, "none", "mlp_in.1:mlp_out.1"),
+    "best": ("topk", 3, "none", "mlp_in.1:mlp_out.1"),
+    "ahead": ("relu", None, "none", "resid_post.1:resid_post.2"),
 }
 CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
                   {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
@@ -85,7 +89,8 @@ def world() -> World:
         }
         arrays_of: Any = {key: None if value is None else value.double().numpy() for key, value in arrays.items()}
         return Dict(
-            site=KINDS[name][3],
+            site=KINDS[name][3].split(":")[-1],
+            reads=KINDS[name][3].split(":")[0],
             activation=one.info.activation,
             k=one.info.k or 0,
             in_norm=one.info.in_norm,
@@ -141,8 +146,15 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
     positions = torch.arange(TOKENS).repeat(len(specs))
     engine.positions[: len(positions)] = positions
     engine.schedule(torch.arange(len(specs)), 1, starts, len(specs), len(positions), kinds)
+    part = None
     for site in SITES:
-        x = x + torch.tanh(x @ STEP)
+        if site.startswith("mlp_in"):
+            part = x / 2 + 0.1
+            engine.edit(engine.sites[site], part)
+            part = torch.tanh(part @ STEP)
+            continue
+        x = x + (torch.tanh(x @ STEP) if part is None else part)
+        part = None
         engine.edit(engine.sites[site], x)
     return x
 
@@ -153,11 +165,22 @@ def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) ->
     out, sure, doses = [], [], np.full((len(x), len(SITES)), np.nan)
     for t, row in enumerate(x.double().numpy()):
         token = Token(here, t, prompt_len)
+        part = None
         for at, site in enumerate(SITES):
-            row = row + np.tanh(row @ step)
-            y = token.visit(site, spec["edits"], row)
-            if (y != row).any():
-                (row,), (doses[t, at],) = dosed(row[None], y[None], limit)
+            was = row + np.tanh(row @ step) if part is None else row + part
+            here_in = was
+            if site.startswith("mlp_in"):
+                was = here_in = row / 2 + 0.1
+            elif part is not None:  # the op of resid_post adds what mlp_out gets
+                here_in = row + token.visit(f"mlp_out.{site[-1]}", spec["edits"], part)
+                part = None
+            y = token.visit(site, spec["edits"], here_in)
+            if (y != was).any():
+                (y,), (doses[t, at],) = dosed(was[None], y[None], limit)
+            if site.startswith("mlp_in"):
+                part = np.tanh(y @ step)
+            else:
+                row = y
         out.append(row)
         sure.append(token.sure)
     return np.array(out), np.array(sure), doses
@@ -195,7 +218,7 @@ def edits(draw: Any) -> Any:
         found["dictionary"] = draw(names)
     else:
         found["vector"] = draw(st.sampled_from([*VECTORS, *INLINE]))
-        site = st.sampled_from([*SITES, "resid_post", ["resid_mid.1", "resid_post.2"]])
+        site = st.sampled_from([*SITES, "mlp_out.1", "resid_post", ["resid_mid.1", "resid_post.2"]])
         found["site"] = draw(site)
     if op == "clamp":
         mode = draw(st.sampled_from(["set", "add", "scale", "min", "max"]))
@@ -268,7 +291,7 @@ SPECS: dict[str, list[Any]] = {
         {"op": "ablate", "vector": "any", "site": "resid_mid.2"},
         {"op": "add", "vector": "any", "site": "resid_mid.2", "scale": 3.0},
     ],
-    **{f"reconstruct {name}": [{"op": "reconstruct", "dictionary": name}] for name in KINDS if name != "group"},
+    **{f"reconstruct {name}": [{"op": "reconstruct", "dictionary": name}] for name, kind in KINDS.items() if name != "group" and ":" not in kind[3]},
     **{
         f"clamps and reconstruct {name}": [
             {"op": "clamp", "dictionary": name, "feature": 1, "value": 2.0},

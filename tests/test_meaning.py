@@ -222,7 +222,7 @@ def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> No
     [
         ({}, {"width": 25}, "24 wide, but this model is 25 wide"),
         ({"jump": "resid_post.4"}, {}, "layers 0 to 3"),
-        ({"jump": "mlp_out.1"}, {}, "not served"),
+        ({"jump": "z.1"}, {}, "not served"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_at_start(

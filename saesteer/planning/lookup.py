@@ -43,12 +43,13 @@ def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary
 
 
 def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
-    """The canonical site where a dictionary reads.
+    """The canonical site where a dictionary reads: where it writes, unless its files name another.
 
     Raises:
         SpecError: it has no such site, or the site is not instrumented.
     """
-    site = None if info.site_in is None else canonical(info.site_in)
+    named = info.site_in or info.site_out
+    site = None if named is None else canonical(named)
     if site is None or not _instrumented(catalog, site):
         place = f"dictionary {name!r} reads {site}, where this server has no op"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")

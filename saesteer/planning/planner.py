@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.sites import order
+from saesteer.language.sites import canonical, order
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
 from saesteer.planning.gates import Key, Reads
@@ -253,6 +253,13 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
     if not info.can_reconstruct:
         message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")
+    if canonical(info.site_in or info.site_out or "") != canonical(info.site_out or ""):
+        message = f"{name!r} reads {info.site_in} and writes {info.site_out}, which is not served for reconstructions"
+        fail(
+            f"{at}.dictionary",
+            "not_served",
+            f"{message} by this version; expected a dictionary of one site, or error keep",
+        )
     if info.activation == "groupmax":
         message = f"{name!r} uses groupmax, whose reconstructions are not served by this version"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")

@@ -68,6 +68,9 @@ class Dictionaries:
             "last": f"{self.folder}/last.safetensors@resid_post.29",
             "norm": f"{self.folder}/norm.safetensors@resid_post.20",
             "group": f"{self.folder}/group.safetensors@resid_mid.7",
+            "mlp": f"{self.folder}/mlp.safetensors@mlp_out.12",
+            "attn": f"{self.folder}/attn.safetensors@attn_out.9",
+            "cross": f"{self.folder}/cross.safetensors@mlp_in.18:mlp_out.18",
         }
 
     @property
@@ -96,6 +99,8 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
         own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
     own.write(folder / "norm.safetensors", random_coder("abstopk", 5, in_norm="layer_norm"))
     own.write(folder / "group.safetensors", random_coder("groupmax", 6))
+    for seed, (name, activation) in enumerate([("mlp", "jumprelu"), ("attn", "relu"), ("cross", "topk")], 7):
+        own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
     for name, rows in VECTORS.items():
         named = {"any" if layer is None else f"layer.{layer}": row for layer, row in rows.items()}
         save_file(named, folder / f"{name}.safetensors")

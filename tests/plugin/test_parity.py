@@ -9,7 +9,7 @@ import pytest
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from saesteer.language.sites import canonical
+from saesteer.language.sites import canonical, order
 from saesteer.language.spec import OPS
 from tests.formulas import Dict, Token, World
 from tests.plugin.conftest import (
@@ -20,6 +20,7 @@ from tests.plugin.conftest import (
     OCEAN,
     PROMPTS,
     VECTORS,
+    WIDTH,
     Answer,
     generate,
 )
@@ -60,6 +61,16 @@ SPECS: dict[str, Any] = {
         ]
     },
     "resid_mid": {"edits": [{"op": "clamp", "dictionary": "mid", "feature": 17, "value": 30.0}]},
+    "transcoder": {
+        "edits": [{"op": "clamp", "dictionary": "cross", "feature": n, "value": 20.0, "mode": "add"} for n in (3, 4)]
+    },
+    "part of the stream": {
+        "edits": [
+            {"op": "clamp", "dictionary": "mlp", "feature": 17, "value": 20.0},
+            {"op": "clamp", "dictionary": "attn", "feature": 18, "value": 10.0},
+            {"op": "add", "vector": "any", "site": ["mlp_out.18", "attn_out.9", "mlp_in.18", "mlp_out.15"]},
+        ]
+    },
     "embedding": {"edits": [{"op": "clamp", "dictionary": "embed", "feature": 3, "value": 4.0}]},
     "last layer": {"edits": [{"op": "clamp", "dictionary": "last", "feature": 17, "value": 40.0}]},
     "several sites": {
@@ -99,7 +110,8 @@ def near_a_bound(oracle: hf.Model, ids: list[int], prompt_len: int, spec: Any) -
     for t in range(len(ids)):
         token = Token(here, t, prompt_len)
         for site in here.sites:
-            token.visit(site, spec["edits"], wide[site][t])
+            # A transcoder's clamp reads elsewhere, and needs no tensor at a site without an op.
+            token.visit(site, spec["edits"], wide[site][t] if site in wide else np.zeros(WIDTH))
         near.append(not token.sure)
     return near
 
@@ -116,7 +128,8 @@ def world(oracle: hf.Model, spec: Any) -> World:
             for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
         }
         dictionaries[name] = Dict(
-            site=canonical(str(infos[name].site_in)),
+            site=canonical(str(infos[name].site_out)),
+            reads=canonical(str(infos[name].site_in)),
             activation=coder.info.activation,
             k=coder.info.k or 0,
             in_norm=coder.info.in_norm,
@@ -124,7 +137,8 @@ def world(oracle: hf.Model, spec: Any) -> World:
             **arrays,
         )
     vectors = {name: {layer: row.astype(np.float64) for layer, row in rows.items()} for name, rows in VECTORS.items()}
-    return World(list(oracle.engine.sites), dictionaries, vectors, {"any": 0.0, "each": 0.0, "probe": 1.5}, MODULES)
+    sites = sorted({*oracle.engine.sites, *(one.site for one in dictionaries.values())}, key=order)
+    return World(sites, dictionaries, vectors, {"any": 0.0, "each": 0.0, "probe": 1.5}, MODULES)
 
 
 def drawn(oracle: hf.Model, count: int) -> list[Any]:
@@ -151,10 +165,11 @@ def random_edit(draw: random.Random) -> Any:
         # A random dictionary's reconstruction in the first layers leaves so little of the model that its float32
         # noise, 1e-6 of the stream, moves logprobs by 3e-4.
         early = ["mid", "embed", "group"] if op == "clamp" else ["demo"]
-        edit["dictionary"] = draw.choice(["second", "topk", "last", "norm", *early])
+        parts = ["mlp", "attn", "cross"] if op == "clamp" else []
+        edit["dictionary"] = draw.choice(["second", "topk", "last", "norm", *early, *parts])
     else:
         edit["vector"] = draw.choice(["any", "each", "probe", [round(draw.gauss(0, 1), 3) for _ in range(576)]])
-        edit["site"] = draw.choice(["resid_post.15", "resid_mid.7", "resid_post", ["resid_post.20", "resid_post.15"]])
+        edit["site"] = draw.choice(["resid_post.15", "resid_mid.7", "resid_post", ["resid_post.20", "mlp_out.15"]])
     if op == "clamp":
         mode = draw.choice(["set", "add", "scale", "min", "max"])
         edit |= {"feature": draw.randrange(96), "mode": mode, "only_if_active": draw.random() < 0.3}

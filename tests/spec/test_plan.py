@@ -288,7 +288,7 @@ def test_dictionaries_at_sites_without_an_op_are_refused() -> None:
     for info in (Info("resid_post.3"), Info(None), Info("resid_post.15", site_in="resid_mid.15")):
         field, code, message = refusal(clamp("x", 1, 1), catalog=Catalog({"x": info}, CATALOG.sites, 64))
         assert (field, code) == ("saesteer.edits[0].dictionary", "not_served")
-        assert "not served by this version" in message
+        assert "where this server has no op" in message
     assert planned(clamp("x", 1, 1), catalog=Catalog({"x": Info("resid_post.3", "resid_pre.4")}, None, 64))
 
 
