@@ -84,8 +84,9 @@ class Token:
     def clamps(self, group: list[tuple[Any, float]], x: Array, whole: tuple[Any, float] | None = None) -> Array:
         name = whole[0]["dictionary"] if whole else group[0][0]["dictionary"]
         one = self.world.dictionaries[name]
-        f = self.encode(one, x if one.reads == one.site else self.before[one.reads], None if whole and whole[0].get("error", "drop") == "drop" else
-                        [edit["feature"] for edit, _ in group])  # fmt: skip
+        dropped = whole is not None and whole[0].get("error", "drop") == "drop"
+        arriving = x if one.reads == one.site else self.before[one.reads]
+        f = self.encode(one, arriving, None if dropped else [edit["feature"] for edit, _ in group])
         grow = {"none": 1.0, "layer_norm": x.std(ddof=1), "l2_sqrt_d": np.linalg.norm(x) / np.sqrt(x.size)}[one.in_norm]
         delta = np.zeros_like(x)
         bands: dict[int, float] = {}
@@ -99,7 +100,7 @@ class Token:
             changed = {"set": v, "add": f[i] + v, "scale": f[i] * v, "min": max(now, v), "max": min(now, v)}[mode]
             delta += scale * (changed - now) * one.w_dec[i] * grow
             bands[i] = changed
-        if whole and whole[0].get("error", "drop") == "drop" and self.applies(whole[0], one.site, one.skip_first):
+        if whole and dropped and self.applies(whole[0], one.site, one.skip_first):
             mean = x.mean() if one.in_norm == "layer_norm" else 0.0
             delta += whole[1] * (grow * (f @ one.w_dec + one.b_dec) + mean - x)
         return x + delta

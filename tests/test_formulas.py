@@ -186,6 +186,7 @@ def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) ->
     return np.array(out), np.array(sure), doses
 
 
+WHOLE = [name for name, kind in KINDS.items() if name != "group" and ":" not in kind[3]]  # may be reconstructed
 values = st.integers(-40, 40).filter(bool).map(lambda n: n / 10)
 scopes = st.one_of(
     st.none(),
@@ -291,17 +292,27 @@ SPECS: dict[str, list[Any]] = {
         {"op": "ablate", "vector": "any", "site": "resid_mid.2"},
         {"op": "add", "vector": "any", "site": "resid_mid.2", "scale": 3.0},
     ],
-    **{f"reconstruct {name}": [{"op": "reconstruct", "dictionary": name}] for name, kind in KINDS.items() if name != "group" and ":" not in kind[3]},
+    **{f"reconstruct {name}": [{"op": "reconstruct", "dictionary": name}] for name in WHOLE},
     **{
         f"clamps and reconstruct {name}": [
             {"op": "clamp", "dictionary": name, "feature": 1, "value": 2.0},
             {"op": "clamp", "dictionary": name, "feature": 2, "value": 3.0, "mode": "scale"},
             {"op": "reconstruct", "dictionary": name},
-            {"op": "ablate", "vector": "any", "site": kind[3]},
+            {"op": "ablate", "vector": "any", "site": KINDS[name][3]},
         ]
-        for name, kind in KINDS.items()
-        if name != "group"
+        for name in WHOLE
     },
+    "a transcoder, in front of what stands at the sum": [
+        {"op": "add", "vector": "any", "site": "resid_post.1", "when": {"probe": "any", "above": 0.2}},
+        {"op": "clamp", "dictionary": "rect", "feature": 1, "value": 2.0},
+        {"op": "clamp", "dictionary": "across", "feature": 1, "value": 2.0, "unit": "max_act"},
+        {"op": "clamp", "dictionary": "across", "feature": 2, "value": -1.0, "mode": "add", "only_if_active": True},
+    ],
+    "edits where a transcoder reads": [
+        {"op": "clamp", "dictionary": "inside", "feature": 1, "value": 2.0},
+        {"op": "clamp", "dictionary": "best", "feature": 1, "value": 2.0, "mode": "scale"},
+        {"op": "clamp", "dictionary": "ahead", "feature": 1, "value": 2.0},
+    ],
     "error keep is the delta form": [
         {"op": "clamp", "dictionary": "group", "feature": 1, "value": 2.0},
         {"op": "reconstruct", "dictionary": "group", "error": "keep"},
@@ -342,7 +353,7 @@ def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:
         for site in SITES
         for n in range(8)
     ]
-    assert len(gated) == 32
+    assert len(gated) == 8 * len(SITES) > 31
     check(engine, {"edits": gated}, 5)
 
 
