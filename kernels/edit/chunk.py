@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import law, reads, rows, unpack, word
+from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.words import (
     BASE,
     COUNTER,
     ENTRY,
@@ -22,13 +24,7 @@ from saesteer.kernels.edit.entries import (
     RECONSTRUCT,
     SIZE,
     TOP_K,
-    law,
-    reads,
-    rows,
-    unpack,
-    word,
 )
-from saesteer.kernels.edit.row import columns
 
 
 @triton.jit

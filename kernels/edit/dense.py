@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import real, rows, word
+from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.words import (
     BASE,
     COUNTER,
     ENTRY,
@@ -25,11 +27,7 @@ from saesteer.kernels.edit.entries import (
     SIZE,
     SLOT,
     TOP_K,
-    real,
-    rows,
-    word,
 )
-from saesteer.kernels.edit.row import columns
 
 BLOCK = tl.constexpr(1024)  # activations compared at once
 SCAN = tl.constexpr(16)  # entries searched at once

@@ -14,7 +14,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
+from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.store import dosed, store
+from saesteer.kernels.edit.words import (
     BEGIN,
     DENSE_BASE,
     DENSE_SIZE,
@@ -31,13 +34,7 @@ from saesteer.kernels.edit.entries import (
     PARTIALS,
     PARTS,
     SPAN,
-    items_of,
-    kept,
-    tile,
-    word,
 )
-from saesteer.kernels.edit.row import columns
-from saesteer.kernels.edit.store import dosed, store
 
 
 @triton.jit
@@ -53,30 +50,7 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-# Nothing that may differ between two calls is specialised on, since another variant would compile while serving. Slices
-# of larger tensors (site, norm_weight) may have any alignment.
-@triton.jit(
-    do_not_specialize=[
-        "norm_weight",
-        "site",
-        "work",
-        "positions",
-        "threshold",
-        "b_dec",
-        "cells",
-        "counts",
-        "eps",
-        "weight_offset",
-        "stride_table",
-        "stride_counts",
-        "stride_counters",
-        "stride_dense",
-        "kinds",
-        "first_token",
-        "most_tokens",
-        "most_parts",
-    ],
-)
+@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch", "activations")
 def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form

@@ -8,30 +8,14 @@ It does the rows that layout.py calls LONE. It sums in another order than edit.p
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
-    BEGIN,
-    COUNTER,
-    HEAD_WORDS,
-    KIND,
-    LONE,
-    MATCH,
-    NORMED,
-    PAIR,
-    SPAN,
-    TILE_ARGUMENTS,
-    law,
-    reads,
-    rounded,
-    tile,
-    unpack,
-)
+from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
 from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
 
 
-@triton.jit(do_not_specialize=list(TILE_ARGUMENTS))
+@kernel("stream", "second", "table", "w_enc", "w_dec")
 def lone_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
+from saesteer.kernels.edit.words import (
     BEGIN,
     COUNTER,
     END,
@@ -24,12 +25,6 @@ from saesteer.kernels.edit.entries import (
     PARTIALS,
     SLOT,
     SPAN,
-    TILE_ARGUMENTS,
-    law,
-    rounded,
-    tile,
-    unpack,
-    word,
 )
 
 
@@ -86,7 +81,7 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
     return tl.dot(low, d, tl.dot(high, d, y))
 
 
-@triton.jit(do_not_specialize=[*TILE_ARGUMENTS, "most_entries"])
+@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form

@@ -8,20 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
-    DOSE_LIMITED,
-    DOSE_MAX,
-    DOSE_SUM,
-    DOSE_TOKENS,
-    LIMIT,
-    NORMED,
-    PAIR,
-    SHORTEST,
-    finite,
-    rounded,
-    tile,
-)
+from saesteer.kernels.edit.entries import finite, rounded, tile
 from saesteer.kernels.edit.row import columns, put
+from saesteer.kernels.edit.words import DOSE_LIMITED, DOSE_MAX, DOSE_SUM, DOSE_TOKENS, LIMIT, NORMED, PAIR, SHORTEST
 
 
 @triton.jit
