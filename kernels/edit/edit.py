@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
-from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
-from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, word
+from saesteer.kernels.edit.row import columns, plus, put, zeros
 from saesteer.kernels.edit.store import dosed, store
 from saesteer.kernels.edit.words import (
     BEGIN,
@@ -122,9 +122,7 @@ def edit_kernel(
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
-    cols0, cols1 = columns(HEAD, TAIL)
-    mask0 = cols0 < WIDTH
-    mask1 = cols1 < WIDTH
+    cols = columns(HEAD, TAIL)
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS
 
@@ -156,13 +154,8 @@ def edit_kernel(
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
-            x0 = tile(stream, second, at + cols0, mask0, FORM).to(tl.float32)
-            x1 = x0
-            sum0 = tl.zeros([HEAD], tl.float32)
-            sum1 = sum0
-            if TAIL > 0:
-                x1 = tile(stream, second, at + cols1, mask1, FORM).to(tl.float32)
-                sum1 = tl.zeros([TAIL], tl.float32)
+            x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+            change = zeros(x)
             bits = 0
             if (kind & GATED) != 0:
                 bits = tl.load(cell)
@@ -184,14 +177,14 @@ def edit_kernel(
                     group_end = kept(entries + c + GROUP_END)
                 # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
-                    one0, one1, changed, bits = add_chunk(
+                    one, changed, bits = add_chunk(
                         entries + c,
                         group_end - c,
                         here,
                         bits,
                         fresh,
-                        x0,
-                        x1,
+                        x,
+                        cols,
                         w_enc,
                         w_dec,
                         dense,
@@ -200,21 +193,19 @@ def edit_kernel(
                         count,
                         stride_counters,
                         WIDTH,
-                        HEAD,
-                        TAIL,
                         1,
                         False,
                         HAS_NORMS,
                     )
                 else:
-                    one0, one1, changed, bits = add_chunk(
+                    one, changed, bits = add_chunk(
                         entries + c,
                         group_end - c,
                         here,
                         bits,
                         fresh,
-                        x0,
-                        x1,
+                        x,
+                        cols,
                         w_enc,
                         w_dec,
                         dense,
@@ -223,15 +214,11 @@ def edit_kernel(
                         count,
                         stride_counters,
                         WIDTH,
-                        HEAD,
-                        TAIL,
                         CHUNK,
                         HAS_DENSE,
                         HAS_NORMS,
                     )
-                sum0 += one0
-                if TAIL > 0:
-                    sum1 += one1
+                change = plus(change, one)
                 changes += changed
 
                 # At least one entry further: a corrupt table must not hang the device.
@@ -240,14 +227,14 @@ def edit_kernel(
                 if c >= group_end:
                     if HAS_DENSE:
                         if fresh & (dense_size > 0):
-                            one0, one1, changed = reconstruct(
+                            one, changed = reconstruct(
                                 entries,
                                 group,
                                 tl.where(parts > 1, site_end, group_end),
                                 here,
                                 bits,
-                                x0,
-                                x1,
+                                x,
+                                cols,
                                 w_dec,
                                 threshold,
                                 b_dec,
@@ -259,23 +246,16 @@ def edit_kernel(
                                 share,
                                 parts,
                                 WIDTH,
-                                HEAD,
-                                TAIL,
                                 LISTED,
                                 DECODED,
                             )
-                            sum0 += one0
-                            if TAIL > 0:
-                                sum1 += one1
+                            change = plus(change, one)
                             changes += changed
                         fresh = fresh & ((kept(entries + group + FLAGS) & GATE) != 0)
                         group = c
                     if parts == 1:
-                        x0 += sum0
-                        sum0 = tl.zeros([HEAD], tl.float32)
-                        if TAIL > 0:
-                            x1 += sum1
-                            sum1 = tl.zeros([TAIL], tl.float32)
+                        x = plus(x, change)
+                        change = zeros(x)
 
             if bits != before:
                 tl.store(cell, bits)
@@ -283,9 +263,7 @@ def edit_kernel(
                 # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
                 gathered = first_part + tl.arange(0, GATHER)
                 mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
-                tl.store(mine_at + cols0, sum0, mask=mask0, cache_modifier=".cg")
-                if TAIL > 0:
-                    tl.store(mine_at + cols1, sum1, mask=mask1, cache_modifier=".cg")
+                put(mine_at, cols, change, WIDTH, True)
                 tl.debug_barrier()
                 coming = tl.where(changes > 0, 65537, 1)
                 arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
@@ -296,40 +274,24 @@ def edit_kernel(
                     for p in range(0, parts, GATHER):
                         there = p + tl.arange(0, GATHER) < parts
                         starts = (gathered + p).to(tl.int64) * WIDTH
-                        inside0 = there[:, None] & mask0[None, :]
-                        some0 = tl.load(
-                            partials + starts[:, None] + cols0[None, :], mask=inside0, other=0.0, cache_modifier=".cg"
-                        )
-                        x0 += tl.sum(some0, axis=0)
-                        if TAIL > 0:
-                            inside1 = there[:, None] & mask1[None, :]
-                            some1 = tl.load(
-                                partials + starts[:, None] + cols1[None, :],
-                                mask=inside1,
-                                other=0.0,
-                                cache_modifier=".cg",
-                            )
-                            x1 += tl.sum(some1, axis=0)
+                        sums = [tl.sum(rows(partials, starts, there, col, WIDTH, True), axis=0) for col in cols]
+                        x = plus(x, sums)
 
             # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
             if (kind >> DOSE) != 0:
                 doses = count + (kind >> DOSE) * stride_counters
-                x0, x1 = dosed(
-                    stream, second, at, x0, x1, changes, entries, doses, stride_counters, WIDTH, HEAD, TAIL, FORM
-                )
+                x = dosed(stream, second, at, x, cols, changes, entries, doses, stride_counters, WIDTH, FORM)
             store(
                 stream,
                 second,
                 at,
-                x0,
-                x1,
+                x,
+                cols,
                 changes > 0,
                 norm_weight,
                 eps,
                 weight_offset,
                 WIDTH,
-                HEAD,
-                TAIL,
                 FORM,
                 HAS_WEIGHT,
             )

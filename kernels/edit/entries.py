@@ -49,10 +49,14 @@ def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
 
 
 @triton.jit
-def rows(weights, starts, want, cols, WIDTH: tl.constexpr):
-    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64."""
+def rows(weights, starts, want, cols, WIDTH: tl.constexpr, SHARED: tl.constexpr = False):
+    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64.
+
+    SHARED: other programs of this launch wrote them.
+    """
+    level: tl.constexpr = ".cg" if SHARED else ""
     mask = want[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0)
+    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0, cache_modifier=level)
 
 
 @triton.jit

@@ -47,9 +47,12 @@ def lone_kernel(
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
-    cols0, cols1 = columns(HEAD, TAIL)
+    cols = columns(HEAD, TAIL)
+    cols0 = cols[0]
     inside0 = cols0 < WIDTH
-    inside1 = cols1 < WIDTH
+    if TAIL > 0:
+        cols1 = cols[1]
+        inside1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
     if FORM == NORMED and HAS_WEIGHT:
         gain0 = tl.load(norm_weight + cols0, mask=inside0, other=0.0)
