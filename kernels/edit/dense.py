@@ -177,8 +177,7 @@ def reconstruct(
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
     stride_dense,  # room for this number of features, and behind it for a list of as many
-    counts,  # of this row
-    stride_counters,
+    counter,  # counts of this row, and their stride
     share,  # number of this part of the token
     parts,  # of the token
     WIDTH: tl.constexpr,
@@ -228,6 +227,6 @@ def reconstruct(
         change = [block * out for block in change]
         if share == 0:
             change = plus(change, minus([tl.where(col < WIDTH, shift, 0.0) for col in cols], x))
-            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, sem="relaxed")
+            tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, sem="relaxed")
         change = [block * gain for block in change]
     return change, found

@@ -123,6 +123,7 @@ def edit_kernel(
         part, token, row, exists = _item(work, first, first_item, units, span)
 
     cols = columns(HEAD, TAIL)
+    weights = (w_enc, w_dec)
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS
 
@@ -145,7 +146,7 @@ def edit_kernel(
         at = token.to(tl.int64) * WIDTH
         spot = positions + token
         cell = cells + token
-        count = counts + row * stride_counts
+        counter = (counts + row * stride_counts, stride_counters)
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
         arrival = arrivals + place
         first_part = place * most_parts
@@ -175,48 +176,16 @@ def edit_kernel(
                 group_end = end
                 if groups > 1:
                     group_end = kept(entries + c + GROUP_END)
+                entry, words = entries + c, group_end - c
+                held = (dense, dense_base, dense_size, fresh)
                 # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
                     one, changed, bits = add_chunk(
-                        entries + c,
-                        group_end - c,
-                        here,
-                        bits,
-                        fresh,
-                        x,
-                        cols,
-                        w_enc,
-                        w_dec,
-                        dense,
-                        dense_base,
-                        dense_size,
-                        count,
-                        stride_counters,
-                        WIDTH,
-                        1,
-                        False,
-                        HAS_NORMS,
+                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, 1, False, HAS_NORMS
                     )
                 else:
                     one, changed, bits = add_chunk(
-                        entries + c,
-                        group_end - c,
-                        here,
-                        bits,
-                        fresh,
-                        x,
-                        cols,
-                        w_enc,
-                        w_dec,
-                        dense,
-                        dense_base,
-                        dense_size,
-                        count,
-                        stride_counters,
-                        WIDTH,
-                        CHUNK,
-                        HAS_DENSE,
-                        HAS_NORMS,
+                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, CHUNK, HAS_DENSE, HAS_NORMS
                     )
                 change = plus(change, one)
                 changes += changed
@@ -241,8 +210,7 @@ def edit_kernel(
                                 dense,
                                 dense_base,
                                 stride_dense,
-                                count,
-                                stride_counters,
+                                counter,
                                 share,
                                 parts,
                                 WIDTH,
@@ -279,19 +247,5 @@ def edit_kernel(
 
             # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
             if (kind >> DOSE) != 0:
-                doses = count + (kind >> DOSE) * stride_counters
-                x = dosed(stream, second, at, x, cols, changes, entries, doses, stride_counters, WIDTH, FORM)
-            store(
-                stream,
-                second,
-                at,
-                x,
-                cols,
-                changes > 0,
-                norm_weight,
-                eps,
-                weight_offset,
-                WIDTH,
-                FORM,
-                HAS_WEIGHT,
-            )
+                x = dosed(stream, second, at, x, cols, changes, entries, kind >> DOSE, counter, WIDTH, FORM)
+            store(stream, second, at, x, cols, changes > 0, norm_weight, eps, weight_offset, WIDTH, FORM, HAS_WEIGHT)

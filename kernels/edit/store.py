@@ -22,8 +22,8 @@ def dosed(
     cols,  # its columns
     changes,  # of the token so far; 0: it has no dose and stays as it is
     entries,  # the row's table
-    doses,  # where the site's doses begin in the row's counts
-    stride_counters,
+    doses,  # the column where the site's doses begin
+    counter,  # counts of this row, and their stride
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
 ):
@@ -31,6 +31,8 @@ def dosed(
 
     It reads the stream again, to which nobody has stored yet: the old values would take registers if they were kept.
     """
+    counts, stride_counters = counter
+    counts += doses * stride_counters
     dtype: tl.constexpr = stream.dtype.element_ty
     was0 = finite(tile(stream, second, at + cols[0], cols[0] < WIDTH, FORM).to(tl.float32), dtype)
     off0 = finite(x[0], dtype) - was0
@@ -45,12 +47,12 @@ def dosed(
     limit = tl.load(entries + LIMIT).to(tl.float32, bitcast=True)
     edited = changes > 0
     over = edited & (limit > 0.0) & (dose > limit)
-    tl.atomic_max(doses + DOSE_MAX * stride_counters, dose.to(tl.int32, bitcast=True), mask=edited, sem="relaxed")
+    tl.atomic_max(counts + DOSE_MAX * stride_counters, dose.to(tl.int32, bitcast=True), mask=edited, sem="relaxed")
     tl.atomic_add(
-        (doses + DOSE_SUM * stride_counters).to(tl.pointer_type(tl.float32)), dose, mask=edited, sem="relaxed"
+        (counts + DOSE_SUM * stride_counters).to(tl.pointer_type(tl.float32)), dose, mask=edited, sem="relaxed"
     )
-    tl.atomic_add(doses + DOSE_TOKENS * stride_counters, 1, mask=edited, sem="relaxed")
-    tl.atomic_add(doses + DOSE_LIMITED * stride_counters, 1, mask=over, sem="relaxed")
+    tl.atomic_add(counts + DOSE_TOKENS * stride_counters, 1, mask=edited, sem="relaxed")
+    tl.atomic_add(counts + DOSE_LIMITED * stride_counters, 1, mask=over, sem="relaxed")
     y0 = tl.where(over, was0 + off0 * (limit / dose), x[0])
     if len(x) > 1:
         return y0, tl.where(over, was1 + off1 * (limit / dose), x[1])
