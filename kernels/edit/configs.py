@@ -61,20 +61,6 @@ class EncodeConfig:
     programs: int  # most programs per multiprocessor
 
 
-@dataclass(frozen=True, slots=True)
-class Configs:
-    """How the kernels are launched for one width."""
-
-    edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
-    lone: LoneConfig
-    many: ManyConfig
-    encode: tuple[tuple[int, EncodeConfig], ...]  # the same
-
-
-MAX_WIDTH = 8192
-TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
-MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
-
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
 _ENCODE = (
@@ -82,6 +68,21 @@ _ENCODE = (
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
     (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """How the kernels are launched for one width."""
+
+    edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
+    lone: LoneConfig
+    many: ManyConfig = _MANY
+    encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
+
+
+MAX_WIDTH = 8192
+TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
+MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 # In fp32 the tiles above need more shared memory than there is.
 EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, stages=3, programs=4)
@@ -93,8 +94,6 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         Configs(
             edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),),
             lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16, split=False),
-            many=_MANY,
-            encode=_ENCODE,
         ),
     ),
     (
@@ -102,8 +101,6 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         Configs(
             edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),),
             lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16, split=True),
-            many=_MANY,
-            encode=_ENCODE,
         ),
     ),
     (
@@ -115,8 +112,6 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
                 (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
             ),
             lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
-            many=_MANY,
-            encode=_ENCODE,
         ),
     ),
     (
@@ -129,8 +124,6 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
                 (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
             ),
             lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
-            many=_MANY,
-            encode=_ENCODE,
         ),
     ),
     (
@@ -138,8 +131,6 @@ CONFIGS: tuple[tuple[int, Configs], ...] = (
         Configs(
             edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),),
             lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4, split=True),
-            many=_MANY,
-            encode=_ENCODE,
         ),
     ),
 )
