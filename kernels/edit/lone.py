@@ -8,30 +8,14 @@ It does the rows that layout.py calls LONE. It sums in another order than edit.p
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
-    BEGIN,
-    COUNTER,
-    HEAD_WORDS,
-    KIND,
-    LONE,
-    MATCH,
-    NORMED,
-    PAIR,
-    SPAN,
-    TILE_ARGUMENTS,
-    law,
-    reads,
-    rounded,
-    tile,
-    unpack,
-)
+from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
 from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
 
 
-@triton.jit(do_not_specialize=list(TILE_ARGUMENTS))
+@kernel("stream", "second", "table", "w_enc", "w_dec")
 def lone_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -63,9 +47,12 @@ def lone_kernel(
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
-    cols0, cols1 = columns(HEAD, TAIL)
+    cols = columns(HEAD, TAIL)
+    cols0 = cols[0]
     inside0 = cols0 < WIDTH
-    inside1 = cols1 < WIDTH
+    if TAIL > 0:
+        cols1 = cols[1]
+        inside1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
     if FORM == NORMED and HAS_WEIGHT:
         gain0 = tl.load(norm_weight + cols0, mask=inside0, other=0.0)

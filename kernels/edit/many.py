@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
+from saesteer.kernels.edit.words import (
     BEGIN,
     COUNTER,
     END,
@@ -24,12 +25,6 @@ from saesteer.kernels.edit.entries import (
     PARTIALS,
     SLOT,
     SPAN,
-    TILE_ARGUMENTS,
-    law,
-    rounded,
-    tile,
-    unpack,
-    word,
 )
 
 
@@ -40,22 +35,18 @@ def _deltas(
     w_enc,
     entry,  # [ENTRIES] of them
     inside,  # [ENTRIES] whether the entry exists
-    x_at,  # [TOKENS] int64
-    exists,  # [TOKENS]
-    position,  # [TOKENS]
-    counts,  # of this row
-    stride_counters,
+    tokens,  # [TOKENS] int64 offsets in the stream, whether there is a token, and positions
+    counter,  # counts of this row, and their stride
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """f' - f of each token and entry: [TOKENS, ENTRIES]."""
+    x_at, exists, position = tokens
     starts = word(entry + SLOT, inside).to(tl.int64) * WIDTH
-    acc = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    acc = tl.zeros([x_at.shape[0], entry.shape[0]], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
         real_cols = (cols < WIDTH)[None, :]
@@ -71,7 +62,7 @@ def _deltas(
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
     delta = law(f, applies, flags[None, :], mul[None, :], add[None, :], low[None, :], high[None, :], gain[None, :])
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
-    tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
+    tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], many, mask=inside & (many > 0), sem="relaxed")
     return delta
 
 
@@ -86,7 +77,7 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
     return tl.dot(low, d, tl.dot(high, d, y))
 
 
-@triton.jit(do_not_specialize=[*TILE_ARGUMENTS, "most_entries"])
+@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -137,29 +128,15 @@ def many_kernel(
             exists = within < tl.load(item + 2)
             position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
             x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
-            counted = counts + row * stride_counts
+            tokens = (x_at, exists, position)
+            counter = (counts + row * stride_counts, stride_counters)
             number_of = (end - begin) // ENTRY
             changed = tl.zeros([TOKENS], tl.int32)
             for first in range(0, number_of, ENTRIES):
                 entry = entries + begin + (first + lanes) * ENTRY
+                inside = first + lanes < number_of
                 delta = _deltas(
-                    stream,
-                    second,
-                    w_enc,
-                    entry,
-                    first + lanes < number_of,
-                    x_at,
-                    exists,
-                    position,
-                    counted,
-                    stride_counters,
-                    WIDTH,
-                    TOKENS,
-                    ENTRIES,
-                    BLOCK_K,
-                    STAGES,
-                    FORM,
-                    EXACT,
+                    stream, second, w_enc, entry, inside, tokens, counter, WIDTH, BLOCK_K, STAGES, FORM, EXACT
                 )
                 changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
                 tl.store(own + first, delta)
