@@ -15,12 +15,15 @@ from saesteer.kernels.edit.words import (
     COUNTER,
     ENTRY,
     GATE,
+    HELD,
     L2_NORM,
     LAYER_NORM,
     MAGNITUDE,
     MATCH,
     RANKED,
+    READ,
     RECONSTRUCT,
+    SCALED,
     SIZE,
     TOP_K,
 )
@@ -38,6 +41,7 @@ def add_chunk(
     held,  # dense activations of this token before the activation function; their first feature and number; whether
     # no group has changed x yet, so that they are those of x
     counter,  # counts of this row, and their stride
+    register,  # the token's registers
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_DENSE: tl.constexpr,
@@ -53,12 +57,12 @@ def add_chunk(
     slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
 
     # Entries that do not apply to this token load no weights and add nothing.
-    gate = (flags & GATE) != 0
+    asks = (flags & (GATE | READ)) != 0
     applies = inside & (lo <= here) & (here < hi) & ((bits & gates) == gates)
     if HAS_DENSE:
         applies = applies & ((flags & RECONSTRUCT) == 0)
-    read = (applies & reads(mul, low, high, flags)) | gate
-    write = applies & (gate == 0)
+    read = (applies & reads(mul, low, high, flags)) | asks
+    write = applies & (asks == 0)
     starts = slot.to(tl.int64) * WIDTH
     pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
     pre = tl.sum(pairs[0][0].to(tl.float32) * x[0][None, :], axis=1)
@@ -88,10 +92,19 @@ def add_chunk(
                 active = active & ((before < word(entry + TOP_K, ranked)) | (ranked == 0))
 
     f = tl.where(active, pre, 0.0)
-    if tl.max(gate.to(tl.int32), axis=0) > 0:
+    if tl.max(flags & (GATE | READ | HELD | SCALED), axis=0) > 0:
+        gate = (flags & GATE) != 0
         holds = gate & (low < f) & (f < high)
         bits = bits & ~tl.sum(tl.where(gate, gates, 0), axis=0)
         bits = bits | tl.sum(tl.where(holds, gates, 0), axis=0)
+        parks = (flags & READ) != 0
+        tl.store(register + tl.where(parks, gates, 0), tl.minimum(tl.maximum(mul * f + add, low), high), mask=parks)
+        tl.debug_barrier()  # other threads may load it for a later group
+        takes = write & ((flags & HELD) != 0)
+        f = tl.where(takes, tl.load(register + word(entry + BASE, takes), mask=takes, other=0.0), f)
+        scaled = write & ((flags & SCALED) != 0)
+        factor = tl.load(register + word(entry + SIZE, scaled), mask=scaled, other=1.0)
+        gain = tl.where(scaled, factor * gain, gain)
     delta = law(f, write, flags, mul, add, low, high, gain)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward

@@ -33,6 +33,7 @@ from saesteer.kernels.edit.words import (
     KIND,
     PARTIALS,
     PARTS,
+    READ,
     SPAN,
 )
 
@@ -64,6 +65,7 @@ def edit_kernel(
     threshold,  # [slots] fp32
     b_dec,  # [dictionaries, WIDTH] fp32
     cells,  # [tokens] int32
+    registers,  # [tokens, stride_registers] fp32
     counts,  # [rows, counters] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
     activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
@@ -73,6 +75,7 @@ def edit_kernel(
     stride_counts,
     stride_counters,
     stride_dense,
+    stride_registers,
     kinds,  # bits of the kinds whose rows are done here
     first_token,
     most_tokens,  # this launch does the tokens from first_token on, at most this number
@@ -146,6 +149,7 @@ def edit_kernel(
         at = token.to(tl.int64) * WIDTH
         spot = positions + token
         cell = cells + token
+        register = registers + token.to(tl.int64) * stride_registers
         counter = (counts + row * stride_counts, stride_counters)
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
         arrival = arrivals + place
@@ -181,11 +185,24 @@ def edit_kernel(
                 # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
                     one, changed, bits = add_chunk(
-                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, 1, False, HAS_NORMS
+                        entry, words, here, bits, x, cols, weights, held, counter, register, WIDTH, 1, False, HAS_NORMS
                     )
                 else:
                     one, changed, bits = add_chunk(
-                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, CHUNK, HAS_DENSE, HAS_NORMS
+                        entry,
+                        words,
+                        here,
+                        bits,
+                        x,
+                        cols,
+                        weights,
+                        held,
+                        counter,
+                        register,
+                        WIDTH,
+                        CHUNK,
+                        HAS_DENSE,
+                        HAS_NORMS,
                     )
                 change = plus(change, one)
                 changes += changed
@@ -219,7 +236,7 @@ def edit_kernel(
                             )
                             change = plus(change, one)
                             changes += changed
-                        fresh = fresh & ((kept(entries + group + FLAGS) & GATE) != 0)
+                        fresh = fresh & ((kept(entries + group + FLAGS) & (GATE | READ)) != 0)
                         group = c
                     if parts == 1:
                         x = plus(x, change)

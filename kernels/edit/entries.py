@@ -18,6 +18,7 @@ from saesteer.kernels.edit.words import (
     FLAGS,
     GAIN,
     GATES,
+    HELD,
     HI,
     HIGH,
     LARGEST,
@@ -99,8 +100,9 @@ def unpack(entry, inside):
 
 @triton.jit
 def reads(mul, low, high, flags):
-    """Whether a delta depends on f; a plain addition needs no encoder row."""
-    return (mul != 0.0) | (low > float("-inf")) | (high < float("inf")) | ((flags & ONLY_IF_ACTIVE) != 0)
+    """Whether a delta depends on f that is read here; a plain addition needs no encoder row."""
+    depends = (mul != 0.0) | (low > float("-inf")) | (high < float("inf")) | ((flags & ONLY_IF_ACTIVE) != 0)
+    return depends & ((flags & HELD) == 0)
 
 
 @triton.jit

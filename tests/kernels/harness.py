@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,10 +49,12 @@ class State:
     second: Tensor | None
     cells: Tensor
     counts: Tensor
+    registers: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # rows are made for the call
 
     def clone(self) -> State:
         second = None if self.second is None else self.second.clone()
-        return State(self.stream.clone(), second, self.cells.clone(), self.counts.clone())
+        tensors = self.cells.clone(), self.counts.clone(), self.registers.clone()
+        return State(self.stream.clone(), second, *tensors)
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Call:
     dense_size: int
     has_norms: bool
 
-    def bound(self, place: str, cells: Tensor, scratch: Tensor) -> Bound:
+    def bound(self, place: str, state: State, scratch: Tensor) -> Bound:
         """What the call reads, bound to its site, over copies on another device."""
         return Bound(
             index=self.site.to(place),
@@ -79,15 +81,20 @@ class Call:
             positions=self.positions.to(place),
             kinds=self.kinds,
             **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
-            cells=cells,
-            registers=torch.zeros(len(self.work), 1, device=place),
+            cells=state.cells.to(place),
+            registers=state.registers.to(place),
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,
         )
 
+    def _room(self, state: State) -> None:
+        if len(state.registers) < len(state.cells):
+            state.registers = torch.zeros(len(state.cells), state.registers.shape[1])
+
     def reference(self, state: State) -> None:
-        bound = self.bound("cpu", state.cells, torch.zeros(0))
+        self._room(state)
+        bound = self.bound("cpu", state, torch.zeros(0))
         edit_ref_(state.stream, state.second, self.norm_weight, state.counts, bound, self.form, EPS, OFFSET)
 
     def kernel(self, state: State, path: Path) -> None:
@@ -101,7 +108,8 @@ class Call:
         )
         assert stream is not None
         counts = state.counts.to(place)
-        bound = self.bound(place, state.cells.to(place), scratch.to(place))
+        self._room(state)
+        bound = self.bound(place, state, scratch.to(place))
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
             given = stream, second, norm_weight, counts, bound, self.form, EPS, OFFSET
             edit_triton(*given, tuned=path.tuned, tiled=path.tiled)
@@ -109,6 +117,7 @@ class Call:
         if state.second is not None and second is not None:
             state.second.copy_(second)
         state.cells.copy_(bound.cells)
+        state.registers.copy_(bound.registers)
         state.counts.copy_(counts)
         assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
 

@@ -35,6 +35,7 @@ def edit(
     b_dec: list[float] | None = None,
     dense: tuple[int, int] = (0, 0),
     cells: list[int] | None = None,
+    registers: Rows | None = None,
     norms: bool = False,
     limit: float | None = None,
 ) -> State:
@@ -65,6 +66,8 @@ def edit(
     before = torch.tensor(cells or [0] * tokens, dtype=torch.int64).int()
     counts = torch.zeros(2, 4 if limit is None else 8, dtype=torch.int32)
     state = State(stream, None if second is None else second.clone(), before, counts)
+    if registers is not None:
+        state.registers = torch.tensor(registers)
     if path is None:
         call.reference(state)
     else:
@@ -261,6 +264,35 @@ def test_cells_of_an_earlier_site_open_a_single_group(run: Run, entries: int) ->
     assert out.stream[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert out.stream[:, 1].tolist() == [1.0, entries, entries, 1.0]
     assert out.cells.tolist() == [-(2**31), 5, -(2**31) | 5, 4]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_what_is_read_is_kept_for_later_groups(run: Run, many: bool) -> None:
+    """A read sees x before every edit; its law bounds what is kept."""
+    reads = [
+        Entry(1, scale=1.0 + 2.0, shift=0.5, high=4.0, gates=3, flags=layout.READ, threshold=-torch.inf),
+        Entry(2, scale=1.0 + 1.0, gates=0, flags=layout.READ, threshold=1.0),
+    ]
+    held = Entry(7, scale=0.0, shift=10.0, only_if_active=True, base=0, flags=layout.HELD, counter=1)
+    scaled = Entry(6, shift=1.0, size=3, gain=2.0, flags=layout.SCALED, counter=2)
+    filler = [Entry(5, shift=1.0, hi=0)] * (8 * many)
+    x = [[0.0, a, b, *[0.0] * 5] for a, b in ((1.0, 1.0), (3.0, 2.0), (-1.0, 3.0))]
+    out = run(x, [reads, [Entry(1, shift=1.5), Entry(2, shift=9.0)], [held, scaled, *filler]])
+    assert out.registers[:3, 3].tolist() == [2.5, 4.0, -1.5]
+    assert out.registers[:3, 0].tolist() == [0.0, 2.0, 3.0]
+    assert out.stream[:, 7].tolist() == [0.0, 8.0, 7.0], "10 less what is held, where that is active"
+    assert out.stream[:, 6].tolist() == [5.0, 8.0, -3.0]
+    assert out.counts[1].tolist() == [6, 2, 3, 0]
+
+
+@pytest.mark.parametrize("entries", [1, 20], ids=["alone", "parts"])
+def test_registers_of_an_earlier_site_serve_a_single_group(run: Run, entries: int) -> None:
+    group = [Entry(0, scale=3.0, base=1, flags=layout.HELD)]
+    group += [Entry(1, shift=1.0, size=2, base=1, flags=layout.SCALED | layout.HELD)] * (entries - 1)
+    out = run(ramp(9.0, 9.0), [group], registers=[[9.0, 1.0, 2.0], [9.0, 0.0, 3.0]])
+    assert out.stream[:, 0].tolist() == [11.0, 9.0]
+    assert out.stream[:, 1].tolist() == [1.0 + 2.0 * (entries - 1), 1.0 + 3.0 * (entries - 1)]
+    assert out.registers.tolist() == [[9.0, 1.0, 2.0], [9.0, 0.0, 3.0]]
 
 
 ZERO_DELTAS: dict[str, Sequence[Sequence[Entry]]] = {
