@@ -3,7 +3,7 @@
 A record is checked when it is made (fields.py). ``saesteer.planning`` checks what depends on the server's dictionaries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, Literal
@@ -112,16 +112,12 @@ class Scope(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate(Record):
-    """One condition of a `when`: a feature or probe strictly above a bound, below one, or both, at the same token."""
-
-    label: ClassVar[str] = "when"
+class Source(Record):
+    """A feature or a probe, whose value at the same token is read before any edit of its site."""
 
     dictionary: str | None = field(default=None, metadata=by(optional(text)))
     feature: int | None = field(default=None, metadata=by(optional(_feature)))
     probe: str | None = field(default=None, metadata=by(optional(text)))
-    above: float | None = field(default=None, metadata=by(optional(number)))
-    below: float | None = field(default=None, metadata=by(optional(number)))
 
     def _whole(self, at: str) -> None:
         if self.probe is not None and (self.dictionary is not None or self.feature is not None):
@@ -130,10 +126,45 @@ class Gate(Record):
             fail(f"{at}.dictionary", "missing_field", "is missing, expected dictionary and feature, or probe")
         if self.probe is None and self.feature is None:
             fail(f"{at}.feature", "missing_field", "is missing, expected next to dictionary")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(Source):
+    """One condition of a `when`: a feature or probe strictly above a bound, below one, or both."""
+
+    label: ClassVar[str] = "when"
+
+    above: float | None = field(default=None, metadata=by(optional(number)))
+    below: float | None = field(default=None, metadata=by(optional(number)))
+
+    def _whole(self, at: str) -> None:
+        Source._whole(self, at)
         if self.above is None and self.below is None:
             fail(f"{at}.above", "missing_field", "is missing, expected above, below or both")
         if self.above is not None and self.below is not None and self.above >= self.below:
             fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
+
+
+@dataclass(frozen=True, slots=True)
+class Strength(Source):
+    """A strength that depends on the token: min(max(slope · p + bias, min), max), where p is the feature or the probe."""
+
+    label: ClassVar[str] = "scale"
+
+    slope: float = field(default=1.0, metadata=by(number))
+    bias: float = field(default=0.0, metadata=by(number))
+    min: float | None = field(default=None, metadata=by(optional(number)))
+    max: float | None = field(default=None, metadata=by(optional(number)))
+
+    def _whole(self, at: str) -> None:
+        Source._whole(self, at)
+        if self.min is not None and self.max is not None and self.min > self.max:
+            fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
+
+
+def strength(value: Any, at: str) -> float | Strength:
+    """A number, or what is read to make one."""
+    return read(Strength, value, at) if isinstance(value, Strength | Mapping) else number(value, at)
 
 
 _gates = list_of(record(Gate), MAX_CONDITIONS)
@@ -166,9 +197,16 @@ class Edit(Record):
         """The tokens that it touches; ``use`` leaves them to the edits of its module."""
         return Scope()
 
+    def sources(self) -> Iterator[tuple[str, Source]]:
+        """What the edit reads to decide whether and how strongly to act, and its path below the edit."""
+        yield from ((f"when[{n}]", gate) for n, gate in enumerate(self.when))
+        for key in ("scale", "value"):
+            if isinstance(one := getattr(self, key, None), Strength):
+                yield key, one
+
     def mentions(self) -> Iterator[tuple[str, str, str]]:
         """Every name in the edit and its gates: its kind, one of ``NAMES``, its path below the edit, and the name."""
-        for path, one in [("", self), *((f"when[{n}].", gate) for n, gate in enumerate(self.when))]:
+        for path, one in [("", self), *((f"{path}.", source) for path, source in self.sources())]:
             for kind in NAMES:
                 if isinstance(name := getattr(one, kind, None), str):
                     yield kind, f"{path}{kind}", name
@@ -203,7 +241,7 @@ class Clamp(TokenEdit):
 
     dictionary: str = field(metadata=by(text))
     feature: int = field(metadata=by(_feature))
-    value: float = field(metadata=by(number))  # in units of `unit`; in mode scale a factor
+    value: float | Strength = field(metadata=by(strength))  # in units of `unit`; in mode scale a factor
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
     unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
     only_if_active: bool = field(default=False, metadata=by(flag))
@@ -211,6 +249,8 @@ class Clamp(TokenEdit):
     def _whole(self, at: str) -> None:
         if self.mode == "scale" and self.unit == "max_act":
             fail(f"{at}.unit", "conflict", "got max_act with mode scale, expected raw: a factor has no unit")
+        if isinstance(self.value, Strength) and self.mode != "add":
+            fail(f"{at}.value", "conflict", f"is read, with mode {self.mode}; expected a number, or mode add")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +259,7 @@ class Add(VectorEdit):
 
     op: ClassVar[str] = "add"
 
-    scale: float = field(default=1.0, metadata=by(number))
+    scale: float | Strength = field(default=1.0, metadata=by(strength))
     norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
 
 
@@ -266,7 +306,7 @@ class Use(Edit):
     op: ClassVar[str] = "use"
 
     module: str = field(metadata=by(text))
-    scale: float = field(default=1.0, metadata=by(number))
+    scale: float | Strength = field(default=1.0, metadata=by(strength))
 
 
 OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, Reconstruct, Use)}

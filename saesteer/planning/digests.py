@@ -100,15 +100,17 @@ def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
 
 def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(edit, Use):
-        return {**edit.to_json(), "module": modules[edit.module]}
+        return _with_probes({**edit.to_json(), "module": modules[edit.module]}, edit, catalog)
     if isinstance(edit, VectorEdit):
         found = replace(edit, vector="not encoded").to_json() | {"vector": _fingerprint(edit.vector, catalog)}
     else:
         found = edit.to_json()
-    probes = [gate.probe for gate in edit.when if gate.probe is not None]
-    if probes:
-        found["probes"] = [_fingerprint(name, catalog) for name in probes]
-    return found
+    return _with_probes(found, edit, catalog)
+
+
+def _with_probes(found: dict[str, Any], edit: Edit, catalog: Catalog) -> dict[str, Any]:
+    probes = [source.probe for _, source in edit.sources() if source.probe is not None]
+    return found | {"probes": [_fingerprint(name, catalog) for name in probes]} if probes else found
 
 
 def _fingerprint(vector: Any, catalog: Catalog) -> str:

@@ -5,7 +5,7 @@ names of dictionaries or vectors.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from saesteer.language.edits import Edit, Use
+from saesteer.language.edits import Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.language.spec import MAX_EDITS, Return, Spec
 
@@ -19,6 +19,7 @@ class Step:
     edit: Edit
     at: str  # its path in the request; inside a module, it follows the path of the module's name
     scale: float  # product of the scales of the modules that it stands in
+    strength: Strength | None  # one of these scales that is read
     run: int  # edits of different runs have a `use` between them
 
 
@@ -34,7 +35,7 @@ def steps(edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str,
         SpecError: a module is unknown or uses itself, modules are nested too deep, there are too many edits, or the
             product of the scales is too large.
     """
-    for count, step in enumerate(_Walk(modules).walk(edits, "saesteer", 1.0, inside)):
+    for count, step in enumerate(_Walk(modules).walk(edits, "saesteer", 1.0, None, inside)):
         if count == MAX_EDITS:
             fail(step.at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
         yield step
@@ -46,17 +47,21 @@ class _Walk:
         self.run = 0
         self.used = 0  # modules used so far, including empty ones
 
-    def walk(self, edits: Sequence[Edit], at: str, scale: float, inside: tuple[str, ...]) -> Iterator[Step]:
+    def walk(
+        self, edits: Sequence[Edit], at: str, scale: float, strength: Strength | None, inside: tuple[str, ...]
+    ) -> Iterator[Step]:
         for i, edit in enumerate(edits):
             here = f"{at}.edits[{i}]"
             if isinstance(edit, Use):
                 self.run += 1
-                yield from self._use(edit, f"{here}.module", here, scale, inside)
+                yield from self._use(edit, f"{here}.module", here, scale, strength, inside)
                 self.run += 1
             else:
-                yield Step(edit, here, scale, self.run)
+                yield Step(edit, here, scale, strength, self.run)
 
-    def _use(self, edit: Use, at: str, here: str, scale: float, inside: tuple[str, ...]) -> Iterator[Step]:
+    def _use(
+        self, edit: Use, at: str, here: str, scale: float, strength: Strength | None, inside: tuple[str, ...]
+    ) -> Iterator[Step]:
         name = edit.module
         module = self.modules.get(name)
         if module is None:
@@ -73,7 +78,22 @@ class _Walk:
         self.used += 1
         if self.used > MAX_EDITS:
             fail(at, "too_many", f"is module {self.used} in a row, expected at most {MAX_EDITS}")
-        product = scale * edit.scale
+        product = scale
+        if isinstance(edit.scale, Strength):
+            strength = one_strength(edit.scale, strength, f"{here}.scale")
+        else:
+            product *= edit.scale
         if abs(product) > FLOAT32_MAX:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
-        yield from self.walk(module.edits, at, product, (*inside, name))
+        yield from self.walk(module.edits, at, product, strength, (*inside, name))
+
+
+def one_strength(own: Strength | None, outer: Strength | None, at: str) -> Strength | None:
+    """The only strength that is read for an edit: its own, or that of a `use` around it.
+
+    Raises:
+        SpecError: both are there.
+    """
+    if own is not None and outer is not None:
+        fail(at, "conflict", "is read, inside a module whose scale is read, too; expected a number in one of the two")
+    return own or outer

@@ -6,9 +6,8 @@ each is free again at sites after the last edit that needs it.
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Any
 
-from saesteer.language.edits import Gate
+from saesteer.language.edits import Gate, Source, Strength
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.planning.lookup import feature_of, probe_of, reading_site
@@ -93,7 +92,17 @@ class Reads:
         """The activation of a feature whose dictionary reads at another site than the edit's."""
         return self._reads.note((reads, target, (1.0, 0.0, float("-inf"), float("inf"))), site, at)
 
-    def _source(self, source: Any, site: str, at: str) -> tuple[str, Feature | Direction]:
+    def strength(self, one: Strength, site: str, at: str) -> Key:
+        """A strength that is read for an edit at a site; ``at`` is its path.
+
+        Raises:
+            SpecError: a name is unknown, or what is read is only known later in the forward pass.
+        """
+        low = float("-inf") if one.min is None else one.min
+        high = float("inf") if one.max is None else one.max
+        return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), site, at)
+
+    def _source(self, source: Source, site: str, at: str) -> tuple[str, Feature | Direction]:
         """Where a probe or a feature is read for an edit at a site, and what.
 
         Raises:
@@ -104,6 +113,7 @@ class Reads:
             place, target = probe_of(self.catalog, source.probe, site, at)
             what = f"{at}.probe"
         else:
+            assert source.dictionary is not None and source.feature is not None
             info = feature_of(self.catalog, source.dictionary, source.feature, at)
             place = reading_site(self.catalog, source.dictionary, info, at)
             target, what = Feature(source.dictionary, source.feature), f"{at}.dictionary"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NoReturn
 
-from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope
+from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.sites import canonical, order
 from saesteer.language.spec import Spec
-from saesteer.planning.expand import Step, steps
+from saesteer.planning.expand import Step, one_strength, steps
 from saesteer.planning.gates import Key, Reads
 from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
 from saesteer.planning.plan import (
@@ -42,6 +42,7 @@ class _Member:
     change: Change
     keys: tuple[Key, ...]  # of its conditions
     held: Key | None = None
+    strength: Key | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class _Planner:
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
         reads = reading_site(self.catalog, edit.dictionary, info, at)
         site = writing_site(self.catalog, edit.dictionary, info, at)
-        value = edit.value
+        value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
             Feature(edit.dictionary, edit.feature),
             self._windows(edit.scope, at, info.skip_first),
@@ -123,7 +124,7 @@ class _Planner:
                 target,
                 spans,
                 step.at,
-                shift=edit.scale,
+                shift=1.0 if isinstance(edit.scale, Strength) else edit.scale,
                 unit="vector" if plain else "stream",
                 gain=step.scale,
                 op=edit.op,
@@ -207,6 +208,15 @@ class _Planner:
             fail(f"{at}.scope", "empty_scope", message)
         return found
 
+    def _strength(self, step: Step, site: str) -> Key | None:
+        """What is read as the strength of an edit at a site."""
+        at = step.at
+        own = [(name, one) for name, one in step.edit.sources() if isinstance(one, Strength)]
+        if own:
+            at = f"{at}.{own[0][0]}"
+        one = one_strength(own[0][1] if own else None, step.strength, at)
+        return None if one is None else self.reads.strength(one, site, at)
+
     def _join(self, site: str, of: object, step: Step, change: Change, held: Key | None = None) -> None:
         """Put a change into the last group of its site, or begin another."""
         keys = self.reads.gates(step.edit.when, site, step.at)
@@ -214,8 +224,9 @@ class _Planner:
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run)
             self.groups.append(group)
-        if not _made_band(group, step.edit, change, keys):
-            group.members.append(_Member(change, keys, held))
+        strength = self._strength(step, site)
+        if not _made_band(group, step.edit, change, (*keys, *([strength] if strength else []))):
+            group.members.append(_Member(change, keys, held, strength))
             self.entries += len(change.windows)
         most = self.catalog.max_entries
         if self.entries + len(self.reads) > most:
@@ -239,7 +250,10 @@ def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mappin
     change = member.change
     if member.keys:
         change = replace(change, gates=sum({conditions[key].bit for key in member.keys}))
-    return change if member.held is None else replace(change, held=reads[member.held])
+    if member.held is None and member.strength is None:
+        return change
+    held, strength = (None if key is None else reads[key] for key in (member.held, member.strength))
+    return replace(change, held=held, strength=strength)
 
 
 def _gain(step: Step, strength: float) -> float:
