@@ -69,7 +69,7 @@ class Batches:
     def entry(self, kind: str, slot: int, counter: int, gain: float) -> Entry:
         """An edit of this kind with one feature."""
         if kind == "reconstruct":
-            return Entry(0, flags=layout.RECONSTRUCT, base=0, size=self.features, counter=counter, gain=gain)
+            return Entry(0, flags=layout.RECONSTRUCT, size=self.features, counter=counter, gain=gain)
         more: dict[str, Any] = {
             "clamp": {"scale": 0.0, "shift": 3.0, "threshold": THRESHOLD},
             "add": {"shift": 2.0, "threshold": -math.inf},
@@ -80,7 +80,6 @@ class Batches:
                 "scale": 0.0,
                 "shift": 3.0,
                 "flags": layout.RANKED,
-                "base": 0,
                 "size": self.features,
                 "k": min(TOP_K, self.features // 2),
             },

@@ -76,8 +76,8 @@ LO = 2  # first position of the window
 HI = 3  # first position behind the window
 FLAGS = 4  # bits below, and the entry's column in counts from bit COUNTER on
 GATES = 5  # bits of cells that must all be set; for GATE, the bit that it writes; for READ, the register
-BASE = 6  # first feature of the range in which it is ranked, or which is reconstructed; for HELD, the register of f
-SIZE = 7  # number of features in this range; for SCALED, the register of the factor
+FACTOR = 6  # for SCALED, the register of the factor
+SIZE = 7  # features of the range in which it is ranked, or which is reconstructed; for HELD, the register of f
 TOP_K = 8  # most features of the range that are active
 MUL = 9
 ADD = 10
@@ -89,7 +89,8 @@ GAIN = 15
 
 # Bits of FLAGS.
 ONLY_IF_ACTIVE = 1
-RANKED = 2  # active only if fewer than TOP_K features of its range come before it
+RANKED = 2  # active only if fewer than TOP_K features of its range come before it; ranges follow each other from
+# DENSE_BASE on
 MAGNITUDE = 4  # ranked by absolute value; the activation may be negative
 MATCH = 8  # the delta is in lengths of x
 LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)

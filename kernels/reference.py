@@ -32,7 +32,9 @@ def edit_ref_(
     span = layout.HEAD + layout.SPAN * int(bound.index[0])
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
-        begin, end, kind = table[row, [span + layout.BEGIN, span + layout.END, span + layout.KIND]].tolist()
+        begin, end, kind, base = table[
+            row, [span + word for word in (layout.BEGIN, layout.END, layout.KIND, layout.DENSE_BASE)]
+        ].tolist()
         if begin == end:
             continue
         tokens = tokens_of[rows == row]
@@ -45,7 +47,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions[tokens], tokens, group, bound)
+            change, touched = _group(x, positions[tokens], tokens, group, base, bound)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -88,7 +90,9 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
     return first.repeat_interleave(lengths) + within, rows.repeat_interleave(lengths)
 
 
-def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
+def _group(
+    x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, base: int, bound: Bound
+) -> tuple[Tensor, Tensor]:
     """The change of x by one group, [tokens, d] fp32, and which entries changed which token, [tokens, entries] bool."""
     w_enc, w_dec, b_enc, cells, registers = bound.w_enc, bound.w_dec, bound.b_enc, bound.cells, bound.registers
     flags, gates = group[:, layout.FLAGS], group[:, layout.GATES]
@@ -96,8 +100,8 @@ def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: B
     mul, add, low, high = group.view(torch.float32)[:, layout.MUL : layout.HIGH + 1].unbind(1)
     gain = group.view(torch.float32)[:, layout.GAIN]
     held, scaled = (flags & layout.HELD) != 0, (flags & layout.SCALED) != 0
-    f, outward = _features(x, group, w_enc, b_enc)
-    f[:, held] = registers[tokens][:, group[held, layout.BASE].long()]
+    f, outward = _features(x, group, base, w_enc, b_enc)
+    f[:, held] = registers[tokens][:, group[held, layout.SIZE].long()]
     if flags[0] & (layout.GATE | layout.READ):
         holds = ((low < f) & (f < high)).int()
         found = torch.minimum(torch.maximum(mul * f + add, low), high)
@@ -109,7 +113,7 @@ def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: B
         return torch.zeros_like(x), torch.zeros_like(applies)
     applies &= (cells[tokens][:, None] & gates) == gates
     factor = torch.ones_like(f)
-    factor[:, scaled] = registers[tokens][:, group[scaled, layout.SIZE].long()]
+    factor[:, scaled] = registers[tokens][:, group[scaled, layout.FACTOR].long()]
     delta = factor * gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
     applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
     whole = (flags & layout.RECONSTRUCT) != 0
@@ -118,7 +122,7 @@ def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: B
     change = (delta * outward)[:, ~whole] @ w_dec[slots[~whole]].float()
     touched = delta != 0
     for entry in whole.nonzero().flatten().tolist():
-        slot, base, size = group[entry, [layout.SLOT, layout.BASE, layout.SIZE]].tolist()
+        slot, size = group[entry, [layout.SLOT, layout.SIZE]].tolist()
         rows = slice(base, base + size)
         scale_in, scale_out, shift = _input_norm(x, int(flags[entry]))
         y = bound.b_dec[slot].expand(x.shape)
@@ -126,12 +130,12 @@ def _group(x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, bound: B
             every = _encode(part, w_enc[rows], b_enc[rows], bound.threshold[rows], int(flags[entry]), group[entry])
             y = y.index_add(0, tokens_here, every @ w_dec[rows].float())
         y = y * scale_out[:, None] + shift[:, None]
-        change = change + torch.where(applies[:, entry, None], gain[entry] * (y - x), 0.0)
+        change = change + torch.where(applies[:, entry, None], factor[:, entry, None] * gain[entry] * (y - x), 0.0)
         touched[:, entry] = applies[:, entry]
     return change, touched
 
 
-def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
+def _features(x: Tensor, group: Tensor, base: int, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
     """f of each token and entry, and the factor of a delta on its way out, both [tokens, entries] fp32."""
     reals = group.view(torch.float32)
     bias, threshold = reals[:, layout.BIAS], reals[:, layout.THRESHOLD]
@@ -144,7 +148,7 @@ def _features(x: Tensor, group: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[T
     for entry, flag in enumerate(flags.tolist()):
         scale_in, scale_out, _ = _input_norm(x, flag)
         if flag & layout.RANKED and not flag & layout.RECONSTRUCT:
-            among[:, entry], pre[:, entry] = _ranked(x * scale_in[:, None], group[entry], w_enc, b_enc)
+            among[:, entry], pre[:, entry] = _ranked(x * scale_in[:, None], group[entry], base, w_enc, b_enc)
         else:
             pre[:, entry] *= scale_in
         outward[:, entry] = torch.linalg.vector_norm(x, dim=1) if flag & layout.MATCH else scale_out
@@ -175,13 +179,14 @@ def _dots(x: Tensor, w_enc: Tensor) -> Tensor:
     return torch.cat([x @ rows.float().T for rows in torch.split(w_enc, 1 << 15)], 1)
 
 
-def _ranked(x: Tensor, entry: Tensor, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked(x: Tensor, entry: Tensor, base: int, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
     """Whether fewer than k features of the range come before the entry's own, and x . w_enc[slot]; both [tokens].
 
     The stronger feature comes first; of equal ones, that of lower index. Both results come from the same products, so
     equal encoder rows tie.
     """
-    slot, base, size, k, flags = entry[[layout.SLOT, layout.BASE, layout.SIZE, layout.TOP_K, layout.FLAGS]].tolist()
+    slot, size, k, flags = entry[[layout.SLOT, layout.SIZE, layout.TOP_K, layout.FLAGS]].tolist()
+    base += (slot - base) // size * size
     own = slot - base
     before, others = torch.arange(size) < own, torch.arange(size) != own
     ranks, dots = [], []

@@ -11,9 +11,9 @@ import triton.language as tl
 from saesteer.kernels.edit.dense import norms, rank, statistics
 from saesteer.kernels.edit.entries import law, reads, rows, unpack, word
 from saesteer.kernels.edit.words import (
-    BASE,
     COUNTER,
     ENTRY,
+    FACTOR,
     GATE,
     HELD,
     L2_NORM,
@@ -86,8 +86,8 @@ def add_chunk(
             active = pre > threshold
             ranked = known & ((flags & RANKED) != 0)
             if tl.max(ranked.to(tl.int32), axis=0) > 0:
-                base = word(entry + BASE, ranked) - dense_base
                 size = word(entry + SIZE, ranked)
+                base = own // tl.maximum(size, 1) * size
                 before = rank(dense, pre, own, base, size, ranked & ((flags & MAGNITUDE) != 0), CHUNK)
                 active = active & ((before < word(entry + TOP_K, ranked)) | (ranked == 0))
 
@@ -101,9 +101,9 @@ def add_chunk(
         tl.store(register + tl.where(parks, gates, 0), tl.minimum(tl.maximum(mul * f + add, low), high), mask=parks)
         tl.debug_barrier()  # other threads may load it for a later group
         takes = write & ((flags & HELD) != 0)
-        f = tl.where(takes, tl.load(register + word(entry + BASE, takes), mask=takes, other=0.0), f)
+        f = tl.where(takes, tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0), f)
         scaled = write & ((flags & SCALED) != 0)
-        factor = tl.load(register + word(entry + SIZE, scaled), mask=scaled, other=1.0)
+        factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
         gain = tl.where(scaled, factor * gain, gain)
     delta = law(f, write, flags, mul, add, low, high, gain)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")

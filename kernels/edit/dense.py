@@ -11,9 +11,9 @@ import triton.language as tl
 from saesteer.kernels.edit.entries import real, rows, word
 from saesteer.kernels.edit.row import minus, plus, zeros
 from saesteer.kernels.edit.words import (
-    BASE,
     COUNTER,
     ENTRY,
+    FACTOR,
     FLAGS,
     GAIN,
     GATES,
@@ -24,6 +24,7 @@ from saesteer.kernels.edit.words import (
     MAGNITUDE,
     RANKED,
     RECONSTRUCT,
+    SCALED,
     SIZE,
     SLOT,
     TOP_K,
@@ -134,12 +135,11 @@ def _kth(dense, size, k, magnitude):
 
 
 @triton.jit
-def _whole(entries, begin, end, here, bits):
+def _whole(entries, begin, end, here, bits, register):
     """The reconstruction among a group's entries that applies to this token: their number, 0 or 1, and its words."""
     found = 0
     slot = 0
     flags = 0
-    base = 0
     size = 0
     k = 0
     gain = 0.0
@@ -155,11 +155,12 @@ def _whole(entries, begin, end, here, bits):
         found += tl.sum(applies.to(tl.int32), axis=0)
         slot += tl.sum(word(entry + SLOT, applies), axis=0)
         flags += tl.sum(word(entry + FLAGS, applies), axis=0)
-        base += tl.sum(word(entry + BASE, applies), axis=0)
         size += tl.sum(word(entry + SIZE, applies), axis=0)
         k += tl.sum(word(entry + TOP_K, applies), axis=0)
-        gain += tl.sum(real(entry + GAIN, applies), axis=0)
-    return found, slot, flags, base, size, k, gain
+        scaled = applies & ((its_flags & SCALED) != 0)
+        factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
+        gain += tl.sum(factor * real(entry + GAIN, applies), axis=0)
+    return found, slot, flags, size, k, gain
 
 
 @triton.jit
@@ -169,6 +170,7 @@ def reconstruct(
     end,
     here,  # position of the token
     bits,  # its cells
+    register,  # its registers
     x,  # fp32
     cols,  # its columns
     w_dec,
@@ -186,14 +188,13 @@ def reconstruct(
 ):
     """This part of decode(f) - x, and 1 if there is a reconstruction. Adds the features in order."""
     change = zeros(x)
-    found, slot, flags, base, size, k, gain = _whole(entries, begin, end, here, bits)
+    found, slot, flags, size, k, gain = _whole(entries, begin, end, here, bits, register)
     if found > 0:
-        row = dense + (base - dense_base)
         magnitude = (flags & MAGNITUDE) != 0
         key = _least()
         below = size
         if (flags & RANKED) != 0:
-            key, below = _kth(row, size, k, magnitude)
+            key, below = _kth(dense, size, k, magnitude)
         blocks = (size + LISTED - 1) // LISTED
         each = (blocks + parts - 1) // parts * LISTED
         # First list the active features, then add their rows, both in order.
@@ -202,8 +203,8 @@ def reconstruct(
         for start in range(share * each, tl.minimum(share * each + each, size), LISTED):
             at = start + tl.arange(0, LISTED)
             inside = at < size
-            pre = tl.load(row + at, mask=inside, other=0.0)
-            active = inside & (pre > tl.load(threshold + base + at, mask=inside, other=0.0))
+            pre = tl.load(dense + at, mask=inside, other=0.0)
+            active = inside & (pre > tl.load(threshold + dense_base + at, mask=inside, other=0.0))
             if (flags & RANKED) != 0:
                 keys = _key(pre, magnitude)
                 active = active & ((keys > key) | ((keys == key) & (at < below)))
@@ -214,8 +215,8 @@ def reconstruct(
         for one in range(0, many, DECODED):
             lanes = one + tl.arange(0, DECODED)
             feature = tl.load(listed + lanes, mask=lanes < many, other=0)
-            f = tl.load(row + feature, mask=lanes < many, other=0.0)
-            starts = (base + feature).to(tl.int64) * WIDTH
+            f = tl.load(dense + feature, mask=lanes < many, other=0.0)
+            starts = (dense_base + feature).to(tl.int64) * WIDTH
             decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
         length, mean, std = statistics(x, cols, WIDTH)

@@ -219,6 +219,7 @@ def edit_kernel(
                                 tl.where(parts > 1, site_end, group_end),
                                 here,
                                 bits,
+                                register,
                                 x,
                                 cols,
                                 w_dec,

@@ -168,16 +168,14 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         whole = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
         ranged = lines if info.activation in RANKED else lines[whole]
         if len(ranged):
-            table[ranged, layout.BASE : layout.TOP_K + 1] = place.base, info.features, info.k or 0
+            table[ranged, layout.SIZE : layout.TOP_K + 1] = info.features, info.k or 0
             table[lines[whole], layout.SLOT] = place.number
             lines = lines[~whole]
         rows = _rows(info, table[lines, layout.SLOT])
         table[lines, layout.SLOT] = place.base + rows
         floats[lines, layout.BIAS], floats[lines, layout.THRESHOLD] = place.bias[rows], place.threshold[rows]
         if info.activation == "groupmax":
-            group = info.features // (info.k or 1)
-            table[lines, layout.BASE] = place.base + rows // group * group
-            table[lines, layout.SIZE : layout.TOP_K + 1] = group, 1
+            table[lines, layout.SIZE : layout.TOP_K + 1] = info.features // (info.k or 1), 1
         if place.max_act is not None:
             size[lines] = place.max_act[rows]
     if arrows:

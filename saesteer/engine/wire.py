@@ -133,7 +133,7 @@ class _Targets:
             flags, factor = flags | layout.SCALED, one.strength.register
         # The table holds f' − f, so that a large f loses no digits: mul · f + add.
         law = one.scale - 1.0, one.shift, low, high, 0.0, threshold, one.gain
-        behind = flags, one.gates, held, factor, 0, *law, target, int(one.unit in ("max_act", "vector"))
+        behind = flags, one.gates, factor, held, 0, *law, target, int(one.unit in ("max_act", "vector"))
         return [(slot, 0, lo, hi, *behind) for lo, hi in one.windows]
 
     def _bias(self, target: object) -> float:

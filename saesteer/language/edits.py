@@ -147,7 +147,7 @@ class Gate(Source):
 
 @dataclass(frozen=True, slots=True)
 class Strength(Source):
-    """A strength that depends on the token: min(max(slope · p + bias, min), max), where p is the feature or the probe."""
+    """A strength of each token: min(max(slope · p + bias, min), max), where p is the feature or the probe."""
 
     label: ClassVar[str] = "scale"
 

@@ -23,7 +23,7 @@ MUTATED = (STREAM, SECOND, COUNTS)  # of the arguments; cells and scratch are bo
 KEY = Entry(1, low=-1e9, gates=2, flags=layout.GATE)
 GROUPS = [[KEY], [Entry(3, shift=2.0, gates=2, counter=1), Entry(0, scale=0.0, shift=4.0)]]
 FORMS = pytest.mark.parametrize("form", [BARE, NORMED, PAIR], ids=["bare", "normed", "pair"])
-WHOLE = [[Entry(0, flags=layout.RECONSTRUCT, base=0, size=SLOTS), Entry(2, shift=1.0)]]
+WHOLE = [[Entry(0, flags=layout.RECONSTRUCT, size=SLOTS), Entry(2, shift=1.0)]]
 
 
 def edit_args(

@@ -104,10 +104,11 @@ class World:
         whole, outputs = reads.clone(), torch.zeros(len(self.dictionaries), dtype=torch.bool)
         for entry in entries:
             if entry.flags & (layout.RANKED | layout.RECONSTRUCT):
-                one = self.at(entry.base)
-                whole[self.base[id(one)] : self.base[id(one)] + len(one.b)] = True
+                one = self.dictionaries[entry.slot] if entry.flags & layout.RECONSTRUCT else self.at(entry.slot)
+                rows = slice(self.base[id(one)], self.base[id(one)] + len(one.b))
+                whole[rows] = True
             if entry.flags & layout.RECONSTRUCT:
-                writes[entry.base : entry.base + entry.size] = True
+                writes[rows] = True
                 outputs[entry.slot] = True
             else:
                 reads[entry.slot] = True
@@ -203,9 +204,9 @@ def reading(world: World, one: Dictionary, feature: int) -> dict[str, object]:
     }
     if one.activation == "groupmax":
         part = size // k
-        base, size, k = base + feature // part * part, part, 1
+        size, k = part, 1
     if one.activation in DENSE:
-        fields |= {"base": base, "size": size, "k": k}
+        fields |= {"size": size, "k": k}
     return fields | {"flags": ranking(one) | NORMS[one.norm]}
 
 
@@ -230,9 +231,9 @@ def laws(world: World, edit: Edit) -> list[dict[str, object]]:
         reads = reading(world, edit.dictionary, edit.feature)
         return [{**reads, **law, "only_if_active": edit.only_if_active, "gain": edit.use}]
     if isinstance(edit, Reconstruct):
-        one, base = edit.dictionary, world.base[id(edit.dictionary)]
+        one = edit.dictionary
         flags = layout.RECONSTRUCT | ranking(one) | NORMS[one.norm]
-        whole = {"base": base, "size": len(one.b), "k": one.k, "flags": flags, "gain": edit.use}
+        whole = {"size": len(one.b), "k": one.k, "flags": flags, "gain": edit.use}
         return [{"slot": world.dictionaries.index(one), **whole}] * (edit.error == "drop")
     assert isinstance(edit, Add | Cap | Ablate)
     along: dict[str, object] = {"slot": world.base[id(edit.v)], "threshold": -np.inf}

@@ -38,8 +38,8 @@ class Entry:
     gates: int = 0  # bits
     flags: int = 0  # of layout.py, beside ONLY_IF_ACTIVE
     counter: int = 0  # column of counts
-    base: int = 0  # of the range that it is ranked in, or that is reconstructed
-    size: int = 0
+    factor: int = 0  # for SCALED, a register
+    size: int = 0  # of the range that it is ranked in, or that is reconstructed; for HELD, a register
     k: int = 0
 
     def words(self, group_end: int) -> list[int]:
@@ -48,7 +48,7 @@ class Entry:
         reals = (self.scale - 1.0, self.shift, self.low, self.high, self.bias, self.threshold, self.gain)
         bits = struct.unpack("<7i", struct.pack("<7f", *reals))
         gates = self.gates - (1 << 32 if self.gates >= 1 << 31 else 0)
-        return [self.slot, group_end, self.lo, self.hi, flags, gates, self.base, self.size, self.k, *bits]
+        return [self.slot, group_end, self.lo, self.hi, flags, gates, self.factor, self.size, self.k, *bits]
 
 
 Groups = Sequence[Sequence[Entry]]  # of one row at one site

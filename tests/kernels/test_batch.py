@@ -119,7 +119,7 @@ def test_a_feature_is_as_active_for_its_clamp_as_in_the_reconstruction(path: Pat
     groups = []
     for base in range(0, features * tokens, features):
         group = [Entry(base + i, scale=0.0, threshold=float(threshold[base + i])) for i in range(features)]
-        groups.append([[[*group, Entry(0, flags=layout.RECONSTRUCT, base=base, size=features)]]])
+        groups.append([[[*group, Entry(0, flags=layout.RECONSTRUCT, size=features)]]])
     table = make_table(groups, 1)
     for row in range(tokens):  # each token has a dictionary of its own
         write_row(table, row + 1, groups[row], (row * features, features))

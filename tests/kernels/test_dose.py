@@ -165,7 +165,7 @@ def test_a_stream_of_zeros(run: Run) -> None:
 def test_reconstructions_and_matched_adds(run: Run) -> None:
     matched = Entry(2, shift=2.0, flags=layout.MATCH)
     assert doses(run([FIVE], [[matched]], limit=0.0)) == (2.0, 2.0, 1, 0)
-    whole = Entry(0, flags=layout.RECONSTRUCT, base=0, size=1)
+    whole = Entry(0, flags=layout.RECONSTRUCT, size=1)
     out = run([FIVE], [[whole]], encoder=along(0.0), dense=(0, 1), b_dec=[0.0, 4.0, 6.0, *[0.0] * 5], limit=0.25)
     # From (3, 4, 0) to (0, 4, 6): 3 times the root of 5, of which a quarter of 5 is allowed.
     dose = 3 * 5**0.5 / 5

@@ -175,7 +175,7 @@ TIED, ORDER = (9.0, 3.0, 5.0, 3.0, 3.0, 1.0, 9.0), [2, 1, 3, 4, 5]
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_ties_in_topk_go_to_the_lower_index(run: Run, k: int) -> None:
-    group = [Entry(i, scale=2.0, flags=layout.RANKED, base=1, size=5, k=k, counter=1) for i in (1, 2, 3, 4, 5)]
+    group = [Entry(i, scale=2.0, flags=layout.RANKED, size=5, k=k, counter=1) for i in (1, 2, 3, 4, 5)]
     out = run(ONE, [group], encoder=along(*TIED), dense=(1, 5))
     assert {i for i in range(1, 6) if out.stream[0, i] == TIED[i]} == set(ORDER[:k])
     assert out.counts[1, 1] == k
@@ -185,7 +185,7 @@ def test_ties_in_topk_go_to_the_lower_index(run: Run, k: int) -> None:
 def test_ranks_by_magnitude_keep_the_sign(run: Run, k: int) -> None:
     values = (1.0, -3.0, 2.0, 3.0, -4.0)
     flags = layout.RANKED | layout.MAGNITUDE
-    common: dict[str, Any] = {"flags": flags, "base": 1, "size": 4, "k": k, "threshold": -torch.inf}
+    common: dict[str, Any] = {"flags": flags, "size": 4, "k": k, "threshold": -torch.inf}
     out = run(ONE, [[Entry(i, scale=2.0, **common) for i in (1, 2, 3, 4)]], encoder=along(*values), dense=(1, 4))
     assert {i for i in range(1, 5) if out.stream[0, i] == values[i]} == {4, 1, 3, 2} - set([4, 1, 3, 2][k:])
 
@@ -193,22 +193,20 @@ def test_ranks_by_magnitude_keep_the_sign(run: Run, k: int) -> None:
 def test_a_range_within_the_dictionary_has_its_own_ranks(run: Run) -> None:
     """As of groupmax: the strongest of features 0 to 2 and of 3 to 5, if above 0."""
     encoder = along(2.0, 4.0, 4.0, -1.0, -2.0, -1.0)
-    group = [
-        Entry(i, shift=8.0, only_if_active=True, flags=layout.RANKED, base=i // 3 * 3, size=3, k=1) for i in range(6)
-    ]
+    group = [Entry(i, shift=8.0, only_if_active=True, flags=layout.RANKED, size=3, k=1) for i in range(6)]
     out = run(ONE, [group], encoder=encoder, dense=(0, 6))
     assert out.stream[0].tolist() == [1.0, 8.0, *[0.0] * 6]
 
 
 def test_ranks_count_the_bias_of_the_others(run: Run) -> None:
     for bias, active in ((0.5, False), (-0.5, True)):
-        entry = Entry(1, scale=3.0, flags=layout.RANKED, base=0, size=3, k=1)
+        entry = Entry(1, scale=3.0, flags=layout.RANKED, size=3, k=1)
         out = run(ONE, [[entry]], encoder=along(1.0, 1.0, 1.0), b_enc=[bias, 0.0, -2.0], dense=(0, 3))
         assert out.stream[0, 1] == (2.0 if active else 0.0)
 
 
 def test_ranked_entries_and_their_neighbours_in_one_chunk(run: Run) -> None:
-    ranked: dict[str, Any] = {"flags": layout.RANKED, "base": 0, "size": 4, "k": 1}
+    ranked: dict[str, Any] = {"flags": layout.RANKED, "size": 4, "k": 1}
     group = [Entry(0, scale=2.0), Entry(2, scale=2.0, **ranked), Entry(3, scale=2.0, **ranked)]
     out = run(ONE, [group], encoder=along(1.0, 2.0, 3.0, 4.0), dense=(0, 4))
     assert out.stream[0].tolist() == [2.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0]
@@ -217,7 +215,7 @@ def test_ranked_entries_and_their_neighbours_in_one_chunk(run: Run) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_a_reconstruction_ties_at_its_border_to_the_lower_index(run: Run, k: int) -> None:
     flags = layout.RECONSTRUCT | layout.RANKED
-    whole = Entry(0, flags=flags, base=1, size=5, k=k, counter=2)
+    whole = Entry(0, flags=flags, size=5, k=k, counter=2)
     out = run(ONE, [[whole]], encoder=along(*TIED), dense=(1, 5), b_dec=[0.5] * WIDTH)
     want = [0.5 + (i in ORDER[:k]) * TIED[i] if i < 7 else 0.5 for i in range(WIDTH)]
     assert out.stream[0].tolist() == want
@@ -225,7 +223,7 @@ def test_a_reconstruction_ties_at_its_border_to_the_lower_index(run: Run, k: int
 
 
 def test_a_reconstruction_has_strict_thresholds_and_clamps_and_a_window(run: Run) -> None:
-    whole = Entry(0, flags=layout.RECONSTRUCT, base=0, size=4, lo=1, hi=3, gain=0.5, counter=1)
+    whole = Entry(0, flags=layout.RECONSTRUCT, size=4, lo=1, hi=3, gain=0.5, counter=1)
     # Feature 3 is clamped from 4 to 6, as the reconstruction at half the strength.
     group = [Entry(3, shift=2.0, gain=0.5, lo=1, hi=3), whole]
     encoder, threshold = along(1.0, 2.0, 3.0, 4.0), [0.0, 2.0, 2.0, 3.0]
@@ -273,8 +271,8 @@ def test_what_is_read_is_kept_for_later_groups(run: Run, many: bool) -> None:
         Entry(1, scale=1.0 + 2.0, shift=0.5, high=4.0, gates=3, flags=layout.READ, threshold=-torch.inf),
         Entry(2, scale=1.0 + 1.0, gates=0, flags=layout.READ, threshold=1.0),
     ]
-    held = Entry(7, scale=0.0, shift=10.0, only_if_active=True, base=0, flags=layout.HELD, counter=1)
-    scaled = Entry(6, shift=1.0, size=3, gain=2.0, flags=layout.SCALED, counter=2)
+    held = Entry(7, scale=0.0, shift=10.0, only_if_active=True, size=0, flags=layout.HELD, counter=1)
+    scaled = Entry(6, shift=1.0, factor=3, gain=2.0, flags=layout.SCALED, counter=2)
     filler = [Entry(5, shift=1.0, hi=0)] * (8 * many)
     x = [[0.0, a, b, *[0.0] * 5] for a, b in ((1.0, 1.0), (3.0, 2.0), (-1.0, 3.0))]
     out = run(x, [reads, [Entry(1, shift=1.5), Entry(2, shift=9.0)], [held, scaled, *filler]])
@@ -287,8 +285,8 @@ def test_what_is_read_is_kept_for_later_groups(run: Run, many: bool) -> None:
 
 @pytest.mark.parametrize("entries", [1, 20], ids=["alone", "parts"])
 def test_registers_of_an_earlier_site_serve_a_single_group(run: Run, entries: int) -> None:
-    group = [Entry(0, scale=3.0, base=1, flags=layout.HELD)]
-    group += [Entry(1, shift=1.0, size=2, base=1, flags=layout.SCALED | layout.HELD)] * (entries - 1)
+    group = [Entry(0, scale=3.0, size=1, flags=layout.HELD)]
+    group += [Entry(1, shift=1.0, factor=2, size=1, flags=layout.SCALED | layout.HELD)] * (entries - 1)
     out = run(ramp(9.0, 9.0), [group], registers=[[9.0, 1.0, 2.0], [9.0, 0.0, 3.0]])
     assert out.stream[:, 0].tolist() == [11.0, 9.0]
     assert out.stream[:, 1].tolist() == [1.0 + 2.0 * (entries - 1), 1.0 + 3.0 * (entries - 1)]
