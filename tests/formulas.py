@@ -60,9 +60,9 @@ class Token:
     def visit(self, site: str, edits: list[Any], x: Array) -> Array:
         """x' at one site; the sites must be visited in order."""
         self.before[site] = x.copy()
-        group: list[tuple[Any, float]] = []
+        group: list[tuple[Any, Any]] = []
         runs: list[tuple[str, int] | None] = []
-        for edit, scale, run in [*flat(edits, self.world.modules), (None, 1.0, -1)]:
+        for edit, scale, run in [*flat(edits, self.world.modules), (None, (), -1)]:
             if edit is not None and site not in places(edit, self.world):
                 continue
             mine = (edit["dictionary"], run) if edit is not None and edit["op"] in ("clamp", "reconstruct") else None
@@ -81,7 +81,7 @@ class Token:
                 x = self.along(edit, scale, site, x)
         return x
 
-    def clamps(self, group: list[tuple[Any, float]], x: Array, whole: tuple[Any, float] | None = None) -> Array:
+    def clamps(self, group: list[tuple[Any, Any]], x: Array, whole: tuple[Any, Any] | None = None) -> Array:
         name = whole[0]["dictionary"] if whole else group[0][0]["dictionary"]
         one = self.world.dictionaries[name]
         dropped = whole is not None and whole[0].get("error", "drop") == "drop"
@@ -95,23 +95,26 @@ class Token:
             i, mode = edit["feature"], edit.get("mode", "set")
             if not self.applies(edit, one.site, one.skip_first) or (edit.get("only_if_active") and f[i] == 0):
                 continue
-            v = edit["value"] * (one.max_act[i] if edit.get("unit") == "max_act" and one.max_act is not None else 1)
+            v = self.number(edit["value"], one.site) * (
+                one.max_act[i] if edit.get("unit") == "max_act" and one.max_act is not None else 1
+            )
             now = bands.get(i, f[i])
             changed = {"set": v, "add": f[i] + v, "scale": f[i] * v, "min": max(now, v), "max": min(now, v)}[mode]
-            delta += scale * (changed - now) * one.w_dec[i] * grow
+            delta += self.number(scale, one.site) * (changed - now) * one.w_dec[i] * grow
             bands[i] = changed
         if whole and dropped and self.applies(whole[0], one.site, one.skip_first):
             mean = x.mean() if one.in_norm == "layer_norm" else 0.0
-            delta += whole[1] * (grow * (f @ one.w_dec + one.b_dec) + mean - x)
+            delta += self.number(whole[1], one.site) * (grow * (f @ one.w_dec + one.b_dec) + mean - x)
         return x + delta
 
-    def along(self, edit: Any, scale: float, site: str, x: Array) -> Array:
+    def along(self, edit: Any, scale: Any, site: str, x: Array) -> Array:
         vector = self.row(edit["vector"], layer_of(edit, site, self.world))
         unit = vector / np.linalg.norm(vector)
         p = x @ unit
+        scale = self.number(scale, site)
         if edit["op"] == "add":
             v = unit * np.linalg.norm(x) if edit.get("norm") == "match" else vector
-            return x + scale * edit.get("scale", 1.0) * v
+            return x + scale * self.number(edit.get("scale", 1.0), site) * v
         strength = scale * edit.get("strength", 1.0)
         if edit["op"] == "ablate":
             return x - strength * p * unit
@@ -154,17 +157,30 @@ class Token:
     def applies(self, edit: Any, site: str, skip_first: int = 1) -> bool:
         when = edit.get("when") or []
         for gate in when if isinstance(when, list) else [when]:
-            if "probe" in gate:
-                place, layer = probe(gate["probe"], site, self.world)
-                value = self.before[place] @ self.row(gate["probe"], layer) + self.world.biases[gate["probe"]]
-            else:
-                one = self.world.dictionaries[gate["dictionary"]]
-                value = self.encode(one, self.before[one.reads], [gate["feature"]])[gate["feature"]]
+            value = self.read(gate, site)
             low, high = gate.get("above"), gate.get("below")
             self.sure &= all(abs(value - one) > NEAR or value == 0 != one for one in (low, high) if one is not None)
             if not ((low is None or value > low) and (high is None or value < high)):
                 return False
         return within(edit.get("scope"), self.position, self.prompt_len, skip_first)
+
+    def read(self, source: Any, site: str) -> float:
+        """What a gate or a strength reads."""
+        if "probe" in source:
+            place, layer = probe(source["probe"], site, self.world)
+            return float(self.before[place] @ self.row(source["probe"], layer) + self.world.biases[source["probe"]])
+        one = self.world.dictionaries[source["dictionary"]]
+        return float(self.encode(one, self.before[one.reads], [source["feature"]])[source["feature"]])
+
+    def number(self, scale: Any, site: str) -> float:
+        """A scale, or the product of several, of which each may be read."""
+        if isinstance(scale, tuple):
+            return float(np.prod([self.number(one, site) for one in scale]))
+        if not isinstance(scale, dict):
+            return float(scale)
+        low, high = scale.get("min"), scale.get("max")
+        value = scale.get("slope", 1.0) * self.read(scale, site) + scale.get("bias", 0.0)
+        return min(max(value, -np.inf if low is None else low), np.inf if high is None else high)
 
     def row(self, vector: Any, layer: int | None) -> Array:
         if isinstance(vector, str):
@@ -173,21 +189,21 @@ class Token:
         return np.array(vector, np.float64)
 
 
-def flat(edits: list[Any], modules: Mapping[str, Any], scale: float = 1.0) -> Iterator[tuple[Any, float, int]]:
-    """Edits without `use`, the scale of their modules, and a number that changes at every `use`."""
+def flat(edits: list[Any], modules: Mapping[str, Any]) -> Iterator[tuple[Any, Any, int]]:
+    """Edits without `use`, the scales of their modules, and a number that changes at every `use`."""
     run = 0
 
-    def walk(edits: list[Any], scale: float) -> Iterator[tuple[Any, float, int]]:
+    def walk(edits: list[Any], scales: tuple[Any, ...]) -> Iterator[tuple[Any, Any, int]]:
         nonlocal run
         for edit in edits:
             if edit["op"] == "use":
                 run += 1
-                yield from walk(modules[edit["module"]]["edits"], scale * edit.get("scale", 1.0))
+                yield from walk(modules[edit["module"]]["edits"], (*scales, edit.get("scale", 1.0)))
                 run += 1
             else:
-                yield edit, scale, run
+                yield edit, scales, run
 
-    return walk(edits, scale)
+    return walk(edits, ())
 
 
 def places(edit: Any, world: World) -> list[str]:
