@@ -12,7 +12,6 @@ nothing, and outputs of other requests do not change.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from saesteer.engine.table import Row
 from saesteer.kernels import layout
 from saesteer.planning.applied import count
 from saesteer.plugin.results import failures, metrics
-from saesteer.plugin.wrap import Original, around
+from saesteer.plugin.wrap import Original, around, around_method_of
 
 
 class Table(NamedTuple):
@@ -115,22 +114,19 @@ class Snapshot:
 
 def attach(worker: Any, steering: Any) -> None:
     """Makes the counters leave with the output of each step of this worker."""
-    sample = worker.sample_tokens
     # If the tokens are still on their way, this is the object that vLLM will put them into.
     made_of = "model_runner_output" if hasattr(worker.model_runner, "model_state") else "_model_runner_output"
 
-    @wraps(sample)
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+    @around_method_of(worker)
+    def sample_tokens(original: Original, *args: Any, **kwargs: Any) -> Any:
         if steering.kinds is None and not steering.failed:
-            return sample(*args, **kwargs)
+            return original(*args, **kwargs)
         snapshot = steering.snapshot()  # now, since the next step may be prepared before this one's tokens arrive
-        output = sample(*args, **kwargs)
+        output = original(*args, **kwargs)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer = snapshot
         return output
-
-    worker.sample_tokens = sample_tokens
 
 
 @around
