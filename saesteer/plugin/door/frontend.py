@@ -26,7 +26,7 @@ from saesteer.language import spec as language
 from saesteer.planning.messages import named
 from saesteer.plugin import contract
 from saesteer.plugin.door import logs
-from saesteer.plugin.door.admission import Known, admit, resolved, without_ours
+from saesteer.plugin.door.admission import Door, resolved, without_ours
 from saesteer.plugin.door.conversation import conversation_of
 from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
@@ -71,10 +71,8 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
     assets = assets_of(vllm_config)
     if assets is not None:
         refuse_unservable(vllm_config)
-    self.saesteer_config = None if assets is None else assets.config
     self.saesteer_names = None if assets is None else _names(assets, vllm_config)
-    self.saesteer_known = Known()
-    self.saesteer_fingerprint = "" if assets is None else fingerprint(assets)
+    self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config)
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -142,20 +140,11 @@ def _checking(
         if taken is not None:
             taken.extra_args = without_ours(taken.extra_args)
         if spec is not None:
-            conversation = conversation_of(prompt)
-            held = None if self.saesteer_names is None else self.saesteer_names.hold()
-            catalog = None if held is None else held.catalog
-            found = admit(
-                spec,
-                catalog,
-                self.saesteer_fingerprint,
-                request,
-                conversation,
-                config=self.saesteer_config,
-                known=self.saesteer_known,
-            )
+            names, door = self.saesteer_names, self.saesteer_door
+            held = None if names is None else names.hold()
+            spec = door.admit(spec, None if held is None else held.catalog, request, conversation_of(prompt))
             if held is not None:
-                self.saesteer_names.count(held, found)
+                names.count(held, spec)
     except SpecError as error:
         raise SpecRefused(error) from None
     return request

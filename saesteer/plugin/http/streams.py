@@ -76,7 +76,7 @@ def _prompts(request: Any) -> int:
 
 
 def _refuses_doses(serving: Any) -> bool:
-    config = serving.engine_client.input_processor.saesteer_config
+    config = serving.engine_client.input_processor.saesteer_door.config
     return config is not None and config.max_dose_action == "refuse"
 
 
