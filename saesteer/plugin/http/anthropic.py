@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import OutputRecorder, is_steered
+from saesteer.plugin.http.bodies import is_steered, recorded
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -94,10 +94,11 @@ async def _objects(
 ) -> AsyncGenerator[Any, None]:
     """From 0.33 on, a stream's chunks become events before they are text."""
     steered = is_steered(request)
-    outputs = OutputRecorder(result_generator, request.n or 1) if steered else result_generator
+    reports: dict[int, Any] = {}
+    outputs = recorded(result_generator, request, reports) if steered else result_generator
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:
             ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))
-            if ended and 0 in outputs.reports:
-                chunk.saesteer = outputs.reports[0]
+            if ended and 0 in reports:
+                chunk.saesteer = reports[0]
             yield chunk
