@@ -11,11 +11,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, bridge
 from saesteer.commands.serve import check, resolve
+from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Answer, Batch
@@ -64,25 +64,18 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     check(place, config)
     options = options or _options()
     dictionaries = config.to_json()["dictionaries"]
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=verbose,
-    ) as progress:
-        task = progress.add_task("1/4 The Transformers backend")
-        oracle = _oracle(place, dictionaries)
+    with steps(console, hidden=verbose) as show:
+        show("1/4 The Transformers backend")
+        oracle = load_model(place, dictionaries)
         if model == DEMO_DICTIONARY and feature is None:
             spec = bridge()
         else:
             spec = _choose(oracle, next(iter(dictionaries)), feature)
-        progress.update(task, description="2/4 Stock vLLM")
+        show("2/4 Stock vLLM")
         stock = run_engine(place, batches(None), dictionaries=None, options=options, verbose=verbose)
-        progress.update(task, description="3/4 vLLM with saesteer")
+        show("3/4 vLLM with saesteer")
         ours = run_engine(place, batches(spec), dictionaries=dictionaries, options=options, verbose=verbose)
-        progress.update(task, description="4/4 Comparing")
+        show("4/4 Comparing")
         found = compare(stock, ours, _distances(oracle, ours[0], spec))
     _show(console, spec, found)
     return all(one.passed for one in found)
@@ -158,15 +151,6 @@ def _options() -> dict[str, Any]:
     import torch
 
     return {"max_model_len": 2048, "max_num_seqs": 16} | ({} if torch.cuda.is_available() else {"enforce_eager": True})
-
-
-def _oracle(place: str, dictionaries: dict[str, Any]) -> Any:
-    from transformers.utils import logging
-
-    from saesteer import hf
-
-    logging.disable_progress_bar()
-    return hf.Model(place, dictionaries=dictionaries)
 
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
