@@ -15,7 +15,7 @@ below ``saesteer.plugin``; and the reason. A word in front of the place shows ho
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -142,23 +142,19 @@ class Hook:
     place: str  # module:function below saesteer.plugin
     why: str
 
-    def exists(self) -> bool:
-        """Whether this vLLM has it; only called for late rows."""
-        try:
-            self._look_up()
-        except AttributeError:
-            return False
-        return True
-
-    def find(self) -> Callable[..., Any]:
-        """The function, checked.
+    def find(self) -> Any:
+        """The function, checked; None if a late row's function does not exist yet.
 
         Raises:
             UnsupportedError: it is missing, or its parameters differ.
         """
         try:
-            found = self._look_up()
+            found: Any = import_module(self.module)
+            for name in self.path.split("."):
+                found = getattr(found, name)
         except (ImportError, AttributeError) as exc:
+            if self.use == "late":
+                return None
             raise UnsupportedError(f"vLLM {vllm_version()} has no {self.module}.{self.path} ({self.why})") from exc
         names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
         if tuple(names[: len(self.parameters)]) != self.parameters:
@@ -166,14 +162,12 @@ class Hook:
                 f"vLLM {vllm_version()} has {self.module}.{self.path}({', '.join(names)}), "
                 f"expected it to begin with ({', '.join(self.parameters)}) ({self.why})"
             )
-        assert callable(found)
         return found
 
-    def ours(self) -> Callable[..., Any]:
+    def ours(self) -> Any:
         """The function at ``place``."""
         module, _, name = self.place.partition(":")
-        found: Callable[..., Any] = getattr(import_module(f"saesteer.plugin.{module}"), name)
-        return found
+        return getattr(import_module(f"saesteer.plugin.{module}"), name)
 
     def replace(self) -> None:
         """Put the replacement in place; it keeps the original as ``__wrapped__``.
@@ -181,8 +175,7 @@ class Hook:
         A function that is not a method is replaced in all modules that have imported it by name.
         """
         original = self.find()
-        replacement: Any = self.ours()(original)
-        replacement.__wrapped__ = original
+        replacement = self.ours()(original)
         owner, _, name = self.path.rpartition(".")
         if owner:
             setattr(getattr(import_module(self.module), owner), name, replacement)
@@ -190,12 +183,6 @@ class Hook:
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(name) is original:
                 setattr(module, name, replacement)
-
-    def _look_up(self) -> Any:
-        found: Any = import_module(self.module)
-        for name in self.path.split("."):
-            found = getattr(found, name)
-        return found
 
 
 def _read() -> Iterator[Hook]:
@@ -226,7 +213,7 @@ def vllm_version() -> str:
 
 
 def check(process: Process) -> list[Hook]:
-    """The rows of a process, each checked.
+    """The rows of a process, each checked, without late ones that this vLLM does not have.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a function that is missing or changed.
@@ -236,10 +223,7 @@ def check(process: Process) -> list[Hook]:
         raise UnsupportedError(
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
-    hooks = [hook for hook in HOOKS if hook.process == process and (hook.use != "late" or hook.exists())]
-    for hook in hooks:
-        hook.find()
-    return hooks
+    return [hook for hook in HOOKS if hook.process == process and hook.find() is not None]
 
 
 @cache

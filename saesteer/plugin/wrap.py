@@ -8,7 +8,10 @@ Original = Callable[..., Any]
 
 
 def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Turn a function that takes an original and its arguments into one that replaces the original."""
+    """Turn a function that takes an original and its arguments into one that replaces the original.
+
+    The replacement keeps the original as ``__wrapped__``.
+    """
 
     @wraps(stand_in, updated=())
     def wrap(original: Original) -> Original:

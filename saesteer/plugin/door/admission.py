@@ -23,7 +23,7 @@ from saesteer.planning.runs import Run, change_digests, runs
 from saesteer.planning.wire import encode
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.prefix_cache import RUNS
-from saesteer.plugin.results import counts
+from saesteer.plugin.results.counts import Report
 
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
@@ -33,7 +33,7 @@ class Meaning:
     """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
 
     edits: bool  # whether it edits anything
-    applied: Sequence[Mapping[str, Any]]  # what an answer reports, without counts
+    applied: Sequence[dict[str, Any]]  # what an answer reports, without counts
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
@@ -80,7 +80,8 @@ class Door:
         meaning = self.meaning(spec, catalog, len(ids))
         params = request.sampling_params
         limit = None if self.config is None else self.config.max_dose
-        counts.expect(params, meaning.applied, meaning.sites if spec.returns.dose or limit is not None else None, limit)
+        measured = spec.returns.dose or limit is not None
+        params.saesteer_report = Report(meaning.applied, meaning.sites if measured else None, limit)
         params.extra_args = {**params.extra_args, KEY: meaning.admitted}
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"

@@ -10,7 +10,7 @@ same way. Knows both forms, and no more of an answer than the chat completion sa
 """
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import cache
 from typing import Any
@@ -58,32 +58,23 @@ def _whole(original: Original, self: Any, generator: Any) -> Any:
     return made if report is None else _with_field(made.__class__)(**dict(made), saesteer=report)
 
 
-class _ChunkRecorder:
-    """Passes on the chunks of a chat completion, and records what they report."""
-
-    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
-        self.report: Any = None
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        chunk = await anext(self._chunks)
-        if not isinstance(chunk, str):
-            self.report = getattr(chunk, KEY, self.report)
-        elif _FIELD in chunk:
-            self.report = json.loads(chunk.removeprefix("data: "))[KEY]
-        return chunk
-
-
 @around
 async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-    chunks = _ChunkRecorder(generator)
-    async with aclosing(generator), aclosing(original(self, chunks)) as events:
+    report: Any = None
+
+    async def recorded_chunks() -> AsyncGenerator[Any, None]:
+        nonlocal report
+        async for chunk in generator:
+            if not isinstance(chunk, str):
+                report = getattr(chunk, KEY, report)
+            elif _FIELD in chunk:
+                report = json.loads(chunk.removeprefix("data: "))[KEY]
+            yield chunk
+
+    async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:
         async for event in events:
-            if chunks.report is not None and event.startswith(_ENDS):
-                own = json.dumps(chunks.report, separators=(",", ":"))
+            if report is not None and event.startswith(_ENDS):
+                own = json.dumps(report, separators=(",", ":"))
                 event = f"{event.rstrip().removesuffix('}')}{_FIELD}{own}}}\n\n"
             yield event
 
