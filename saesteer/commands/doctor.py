@@ -18,7 +18,7 @@ from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
-from saesteer.plugin.job import Answer, Batch
+from saesteer.plugin.job import Batch, Completion
 from saesteer.plugin.job import run as run_engine
 
 PROMPTS = ("Who are you?", "The capital of France is")
@@ -98,7 +98,7 @@ def batches(spec: dict[str, Any] | None) -> list[Batch]:
     ]
 
 
-def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Distances) -> list[Check]:
+def compare(stock: list[list[Completion]], ours: list[list[Completion]], distances: Distances) -> list[Check]:
     """The checks, from the answers to ``batches`` of both engines."""
     [plain, steered], after = ours[0], ours[1]
     long_steered, long_after, again, cold, long_steered_after = (answers[0] for answers in ours[2:])
@@ -143,7 +143,7 @@ def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Dist
     ]
 
 
-def _same(ours: list[Answer], others: list[Answer]) -> bool:
+def _same(ours: list[Completion], others: list[Completion]) -> bool:
     return [(one.ids, one.logprobs) for one in ours] == [(one.ids, one.logprobs) for one in others]
 
 
@@ -163,12 +163,12 @@ def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]
     return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": chosen, "value": value, "unit": unit}]}
 
 
-def _distances(oracle: Any, answers: list[Answer], spec: dict[str, Any]) -> Distances:
+def _distances(oracle: Any, answers: list[Completion], spec: dict[str, Any]) -> Distances:
     plain, steered = answers
     return Distances(_distance(oracle, plain, None), _distance(oracle, steered, spec), _distance(oracle, steered, None))
 
 
-def _distance(oracle: Any, answer: Answer, spec: dict[str, Any] | None) -> float:
+def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> float:
     """Teacher-forced: the oracle reads the engine's tokens, so one early difference does not cause later ones."""
     import torch
 

@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options, ensure_model
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
-
-ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")

@@ -20,7 +20,7 @@ from typing import Any
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.planning.messages import named
@@ -188,7 +188,7 @@ def _adding_admin_routes(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _board(parallel: Any) -> Board | None:
     """What several API servers share if names may change; servers without a common engine would miss a change."""
-    if not os.environ.get("SAESTEER_ADMIN_KEY"):
+    if not os.environ.get(ADMIN_KEY):
         return None
     if parallel.local_engines_only:
         found = "--saesteer-admin-key cannot be served with external or hybrid load balancing of data parallel engines"

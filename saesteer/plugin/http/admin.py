@@ -18,7 +18,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from saesteer.config.config import KEY
+from saesteer.config.config import ADMIN_KEY, KEY
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
@@ -28,7 +28,6 @@ from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
-ENV = "SAESTEER_ADMIN_KEY"
 MAX_BODY = MAX_CHARACTERS  # bytes
 _SHORT = 16  # characters of a version hash, as in answers
 
@@ -187,7 +186,7 @@ class EndpointPlugin:
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
         if key and key in keys:
-            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a different key")
+            raise ConfigError(f"{ADMIN_KEY} equals a key of --api-key or VLLM_API_KEY, expected a different key")
         if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
@@ -206,10 +205,10 @@ def admin_key() -> str:
     Raises:
         ConfigError: it cannot be sent in a header.
     """
-    key = os.environ.get(ENV, "")
+    key = os.environ.get(ADMIN_KEY, "")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"{ENV} holds a blank or another character that no header can carry, expected printable ASCII"
+            f"{ADMIN_KEY} holds a blank or another character that no header can carry, expected printable ASCII"
         )
     return key
 
@@ -231,7 +230,7 @@ class _TooLarge(HTTPException):
 def _refused_by_key(request: Request) -> JSONResponse | None:
     admin: Admin | None = getattr(request.app.state, "saesteer_admin", None)
     if admin is None or not admin.key:
-        hint = f"start the server with --saesteer-admin-key or {ENV}"
+        hint = f"start the server with --saesteer-admin-key or {ADMIN_KEY}"
         return _refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key.encode()):
