@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from packaging.version import Version
 
@@ -29,7 +29,6 @@ KNOWN = (Version("0.26"), Version("0.34"))  # from the first, below the second
 
 # Each process of vLLM as it loads its plugins; where HTTP is answered; where Python asks (LLM); where the model runs.
 Process = Literal["every", "http", "offline", "worker"]
-PROCESSES: tuple[Process, ...] = get_args(Process)
 
 # A heading is a process and module[:class]. Rows further down are installed later, around the rows above;
 # AnthropicServingMessages inherits from OpenAIServingChat, so its rows come last.

@@ -21,7 +21,7 @@ from saesteer.plugin import contract  # needs vLLM
 from saesteer.plugin.door import admission, frontend
 
 
-@pytest.mark.parametrize("process", contract.PROCESSES)
+@pytest.mark.parametrize("process", get_args(contract.Process))
 def test_the_installed_vllm_keeps_the_contract(process: contract.Process) -> None:
     contract.check(process)
 

@@ -215,16 +215,13 @@ def admin_key() -> str:
 
 def _refuse(status: int, message: str, code: str, param: str | None = None) -> JSONResponse:
     kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
-    told = {"message": message, "type": kind.get(status, "BadRequestError"), "param": param, "code": code}
+    refusal = Refusal(message=message, type=kind.get(status, "BadRequestError"), param=param, code=code)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": told}, status, headers)
+    return JSONResponse(Refused(error=refusal).model_dump(), status, headers)
 
 
 class _TooLarge(HTTPException):
     """FastAPI lets this kind of error through while it reads the body."""
-
-    def __init__(self) -> None:
-        super().__init__(413)
 
 
 def _refused_by_key(request: Request) -> JSONResponse | None:
@@ -256,13 +253,13 @@ class _Route(APIRoute):
                 message = await receive()
                 total += len(message.get("body", b""))
                 if total > MAX_BODY:
-                    raise _TooLarge
+                    raise _TooLarge(413)
                 return message
 
             announced = request.headers.get("Content-Length", "0")
             try:
                 if announced.isdecimal() and int(announced) > MAX_BODY:
-                    raise _TooLarge
+                    raise _TooLarge(413)
                 return await handle(Request(request.scope, limited))
             except _TooLarge:
                 return _refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")

@@ -149,14 +149,12 @@ def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[st
         asked = {_asked(state) for state in processor.request_states.values()}
     else:
         asked = {_asked(state) for state, _ in failed if state.queue is not None and state.parent_req is not None}
-    found: list[str] = processor.abort_requests(asked, internal=True)
-    return found
+    return [*processor.abort_requests(asked, internal=True)]
 
 
 def _asked(state: Any) -> str:
     """The id of the whole request, of which a state may be one choice."""
-    found: str = state.request_id if state.parent_req is None else state.parent_req.request_id
-    return found
+    return str(state.request_id if state.parent_req is None else state.parent_req.request_id)
 
 
 @around
