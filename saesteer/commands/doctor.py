@@ -67,10 +67,8 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     with steps(console, hidden=verbose) as show:
         show("1/4 The Transformers backend")
         oracle = load_model(place, dictionaries)
-        if model == DEMO_DICTIONARY and feature is None:
-            spec = bridge()
-        else:
-            spec = _choose(oracle, next(iter(dictionaries)), feature)
+        own = model == DEMO_DICTIONARY and feature is None
+        spec = bridge() if own else _choose(oracle, next(iter(dictionaries)), feature)
         show("2/4 Stock vLLM")
         stock = run_engine(place, batches(None), dictionaries=None, options=options, verbose=verbose)
         show("3/4 vLLM with saesteer")

@@ -18,11 +18,10 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import is_steered, recorded
+from saesteer.plugin.http.bodies import FIELD, is_steered, recorded, with_report
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_FIELD = f',"{KEY}":'  # as bodies.py writes it; in a text the quotes would be escaped
 _ENDS = "event: message_delta\n"
 
 
@@ -67,16 +66,13 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
         async for chunk in generator:
             if not isinstance(chunk, str):
                 report = getattr(chunk, KEY, report)
-            elif _FIELD in chunk:
+            elif FIELD in chunk:
                 report = json.loads(chunk.removeprefix("data: "))[KEY]
             yield chunk
 
     async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:
         async for event in events:
-            if report is not None and event.startswith(_ENDS):
-                own = json.dumps(report, separators=(",", ":"))
-                event = f"{event.rstrip().removesuffix('}')}{_FIELD}{own}}}\n\n"
-            yield event
+            yield with_report(event, report) if report is not None and event.startswith(_ENDS) else event
 
 
 @around

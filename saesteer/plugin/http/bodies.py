@@ -17,6 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
+FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
@@ -67,8 +68,12 @@ def _with_answer(chunk: str, reports: Mapping[int, Any]) -> str:
     found = next((reports[choice] for choice in ended if choice in reports), None)
     if found is None:
         return chunk
-    own = json.dumps(found, separators=(",", ":"))
-    return f'{chunk.rstrip().removesuffix("}")},"{KEY}":{own}}}\n\n'  # vLLM's own bytes do not change
+    return with_report(chunk, found)
+
+
+def with_report(event: str, report: Any) -> str:
+    """The text of a stream's event, with the field at the end of its object; vLLM's own bytes do not change."""
+    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(report, separators=(',', ':'))}}}\n\n"
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:

@@ -123,12 +123,10 @@ def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None
         processor: vLLM's OutputProcessor, before it has the step's outputs.
         failed: states of requests, each with its error.
     """
-    seen = set()
+    first: dict[str, tuple[Any, SpecError]] = {}  # several choices of one request may have failed
     for state, error in failed:
-        asked = _asked(state)
-        if asked in seen:
-            continue
-        seen.add(asked)
+        first.setdefault(_asked(state), (state, error))
+    for state, error in first.values():
         refused = SpecRefused(error)
         call: list[SpecRefused] | None = getattr(processor, "saesteer_refused", None)
         if state.queue is not None:

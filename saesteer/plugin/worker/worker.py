@@ -197,17 +197,19 @@ class Steering:
         self._places[request], self._holders[row] = row, request
 
     def _keep(self, request: str) -> None:
-        row = self._places.pop(request)
-        del self._holders[row]
-        self.engine.release(row)
+        row = self._leave(request)
         self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
 
     def _drop(self, request: str) -> None:
         self._kept.pop(request, None)
-        row = self._places.pop(request, None)
-        if row is not None:
-            del self._holders[row]
-            self.engine.release(row)
+        if request in self._places:
+            self._leave(request)
+
+    def _leave(self, request: str) -> int:
+        row = self._places.pop(request)
+        del self._holders[row]
+        self.engine.release(row)
+        return row
 
     def forget(self, request: str) -> None:
         """Forget a request that has ended or will start again."""
@@ -239,11 +241,9 @@ class Steering:
 
         It is the same when the same requests, steered as before, have one token each again.
         """
+        before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            same = tokens == self._tokens == len(batch)
-            self._tokens = tokens
-            return not same
-        self._tokens = tokens
+            return not before == tokens == len(batch)
         self._batch, self._listed = list(batch), None
         found = [self.rows[request].kinds for request in batch if request in self.rows]
         self.kinds = reduce(or_, found) if found else None
