@@ -71,8 +71,8 @@ def edited_blocks(manager: Any, request: Any) -> set[int]:
 
 @around
 def _keying(
-    original: Original, request: Any, start_token_idx: int, end_token_idx: int, *args: Any
+    original: Original, request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...] | None, int]:
-    keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args)
+    keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args, **kwargs)
     own = key_of(request, start_token_idx, end_token_idx)
     return (keys if own is None else (*(keys or ()), (KEY, own))), next_mm_idx

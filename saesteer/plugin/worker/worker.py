@@ -267,8 +267,9 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
         steering.forget(req_id)
 
     @around_method_of(state)
-    def prepare_inputs(original: Original, batch: Any, req_states: Any) -> Any:
+    def prepare_inputs(original: Original, input_batch: Any, req_states: Any) -> Any:
         # A dummy batch has made-up ids but slots of live requests, so the ids decide.
+        batch = input_batch
         slots, starts, tokens = batch.idx_mapping, batch.query_start_loc, batch.num_tokens
         if not warm:
             engine.warm_map(slots, starts)
@@ -278,7 +279,7 @@ def _wrap_v2(state: Any, steering: Steering) -> None:
             engine.rest()
         else:
             engine.schedule(slots, 1, starts, batch.num_reqs, tokens, steering.kinds, changed=changed)
-        return original(batch, req_states)
+        return original(input_batch, req_states)
 
 
 def _wrap_v1(runner: Any, steering: Steering) -> None:
