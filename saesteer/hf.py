@@ -280,7 +280,8 @@ class Model:
         if dictionary not in self._config.dictionaries:
             raise ConfigError(f"no dictionary {dictionary!r}; known: {', '.join(self._config.dictionaries)}")
         if dictionary not in self._coders:
-            self._coders[dictionary] = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype)
+            coder = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype)
+            self._coders[dictionary] = coder
         return self._coders[dictionary]
 
     def activations(self, prompt: str | Sequence[int], dictionary: str, *, steer: Any = None) -> Tensor:
