@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from saesteer.config.config import ADMIN_KEY, KEY
 from saesteer.errors import ConfigError, RegistryError, SpecError
+from saesteer.language.fields import fail
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
 from saesteer.planning.plan import Catalog
@@ -355,9 +356,7 @@ async def delete_module(admin: _Admin, name: str) -> Deleted:
 
 def _spec(value: Any) -> Any:
     if isinstance(value, str):
-        raise SpecError(
-            "got a text, expected a spec as a JSON object; files are named at start", field="spec", code="wrong_type"
-        )
+        fail("spec", "wrong_type", "got a text, expected a spec as a JSON object; files are named at start")
     try:
         return from_json(value)
     except SpecError as error:
