@@ -37,33 +37,22 @@ __all__ = [
     "use",
 ]
 
-_HOME = {
-    "LLM": "saesteer.plugin.llm",
-    "CoderInfo": "saesteer.dictionaries.coder",
-    "SparseCoder": "saesteer.dictionaries.coder",
-    "ConfigError": "saesteer.errors",
-    "LoadError": "saesteer.errors",
-    "SaesteerError": "saesteer.errors",
-    "SpecError": "saesteer.errors",
-    "UnsupportedError": "saesteer.errors",
-    "describe": "saesteer.loaders",
-    "load": "saesteer.loaders",
-    "Spec": "saesteer.language.spec",
-    "ablate": "saesteer.language.spec",
-    "add": "saesteer.language.spec",
-    "cap": "saesteer.language.spec",
-    "clamp": "saesteer.language.spec",
-    "reconstruct": "saesteer.language.spec",
-    "use": "saesteer.language.spec",
+_HOMES = {
+    "saesteer.dictionaries.coder": ("CoderInfo", "SparseCoder"),
+    "saesteer.errors": ("ConfigError", "LoadError", "SaesteerError", "SpecError", "UnsupportedError"),
+    "saesteer.language.spec": ("Spec", "ablate", "add", "cap", "clamp", "reconstruct", "use"),
+    "saesteer.loaders": ("describe", "load"),
+    "saesteer.plugin.llm": ("LLM",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'saesteer' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value: object = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            value: object = getattr(import_module(home), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'saesteer' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import law, reads, rows, unpack, word
+from saesteer.kernels.edit.words import (
     BASE,
     COUNTER,
     ENTRY,
@@ -22,13 +23,7 @@ from saesteer.kernels.edit.entries import (
     RECONSTRUCT,
     SIZE,
     TOP_K,
-    law,
-    reads,
-    rows,
-    unpack,
-    word,
 )
-from saesteer.kernels.edit.row import columns
 
 
 @triton.jit
@@ -37,25 +32,21 @@ def add_chunk(
     words,  # words of the group from here on
     here,  # position of the token
     bits,  # its cells
-    fresh,  # whether no group has changed x yet, so that the dense activations are those of x
-    x0,  # [HEAD] fp32
-    x1,  # [TAIL] fp32
-    w_enc,
-    w_dec,
-    dense,  # dense activations of this token, before the activation function
-    dense_base,
-    dense_size,
-    counts,  # of this row
-    stride_counters,
+    x,  # fp32
+    cols,  # its columns
+    weights,  # w_enc and w_dec
+    held,  # dense activations of this token before the activation function; their first feature and number; whether
+    # no group has changed x yet, so that they are those of x
+    counter,  # counts of this row, and their stride
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """sum of delta * w_dec[slot] over up to CHUNK entries of a group: [HEAD], [TAIL], number of deltas not 0, cells."""
-    cols0, cols1 = columns(HEAD, TAIL)
+    """sum of delta * w_dec[slot] over up to CHUNK entries of a group, number of deltas not 0, cells."""
+    w_enc, w_dec = weights
+    dense, dense_base, dense_size, fresh = held
+    counts, stride_counters = counter
     lane = tl.arange(0, CHUNK) * ENTRY
     inside = lane < words
     entry += lane
@@ -69,17 +60,13 @@ def add_chunk(
     read = (applies & reads(mul, low, high, flags)) | gate
     write = applies & (gate == 0)
     starts = slot.to(tl.int64) * WIDTH
-    enc0 = rows(w_enc, starts, read, cols0, WIDTH)
-    dec0 = rows(w_dec, starts, write, cols0, WIDTH)
-    if TAIL > 0:
-        enc1 = rows(w_enc, starts, read, cols1, WIDTH)
-        dec1 = rows(w_dec, starts, write, cols1, WIDTH)
-    pre = tl.sum(enc0.to(tl.float32) * x0[None, :], axis=1)
-    if TAIL > 0:
-        pre += tl.sum(enc1.to(tl.float32) * x1[None, :], axis=1)
+    pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
+    pre = tl.sum(pairs[0][0].to(tl.float32) * x[0][None, :], axis=1)
+    if len(x) > 1:
+        pre += tl.sum(pairs[1][0].to(tl.float32) * x[1][None, :], axis=1)
     outward = tl.full([CHUNK], 1.0, tl.float32)
     if tl.max(flags & (MATCH | LAYER_NORM | L2_NORM), axis=0) > 0:
-        length, _, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
+        length, _, std = statistics(x, cols, WIDTH)
         if HAS_NORMS:
             into, outward = norms(flags, length, std, WIDTH)
             pre *= into
@@ -108,8 +95,5 @@ def add_chunk(
     delta = law(f, write, flags, mul, add, low, high, gain)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward
-    sum0 = tl.sum(change[:, None] * dec0.to(tl.float32), axis=0)
-    sum1 = sum0
-    if TAIL > 0:
-        sum1 = tl.sum(change[:, None] * dec1.to(tl.float32), axis=0)
-    return sum0, sum1, tl.sum((delta != 0.0).to(tl.int32), axis=0), bits
+    total = [tl.sum(change[:, None] * pair[1].to(tl.float32), axis=0) for pair in pairs]
+    return total, tl.sum((delta != 0.0).to(tl.int32), axis=0), bits

@@ -61,20 +61,6 @@ class EncodeConfig:
     programs: int  # most programs per multiprocessor
 
 
-@dataclass(frozen=True, slots=True)
-class Configs:
-    """How the kernels are launched for one width."""
-
-    edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
-    lone: LoneConfig
-    many: ManyConfig
-    encode: tuple[tuple[int, EncodeConfig], ...]  # the same
-
-
-MAX_WIDTH = 8192
-TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
-MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
-
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
 _ENCODE = (
@@ -83,66 +69,56 @@ _ENCODE = (
     (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """How the kernels are launched for one width."""
+
+    edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
+    lone: LoneConfig
+    many: ManyConfig = _MANY
+    encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
+
+
+MAX_WIDTH = 8192
+TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
+MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
+
 # In fp32 the tiles above need more shared memory than there is.
 EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, stages=3, programs=4)
 
 # Widest row that the configs are for, ascending. Times are in bench/LOG.md.
-CONFIGS: tuple[tuple[int, Configs], ...] = (
-    (
-        256,
-        Configs(
-            edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),),
-            lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16, split=False),
-            many=_MANY,
-            encode=_ENCODE,
-        ),
+CONFIGS: dict[int, Configs] = {
+    256: Configs(
+        edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),),
+        lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16, split=False),
     ),
-    (
-        1024,
-        Configs(
-            edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),),
-            lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16, split=True),
-            many=_MANY,
-            encode=_ENCODE,
-        ),
+    1024: Configs(
+        edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),),
+        lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16, split=True),
     ),
-    (
-        3072,
-        Configs(
-            edit=(
-                (64, EditConfig(num_warps=4, chunk=4, programs=2, split=True, gather=8)),
-                (512, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
-                (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
-            ),
-            lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
-            many=_MANY,
-            encode=_ENCODE,
+    3072: Configs(
+        edit=(
+            (64, EditConfig(num_warps=4, chunk=4, programs=2, split=True, gather=8)),
+            (512, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
+            (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
         ),
+        lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
     ),
-    (
-        6144,
-        Configs(
-            edit=(
-                # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
-                (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8, parts=8)),
-                (512, EditConfig(num_warps=4, chunk=2, programs=2, split=True, gather=2)),
-                (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
-            ),
-            lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
-            many=_MANY,
-            encode=_ENCODE,
+    6144: Configs(
+        edit=(
+            # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
+            (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8, parts=8)),
+            (512, EditConfig(num_warps=4, chunk=2, programs=2, split=True, gather=2)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
         ),
+        lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
     ),
-    (
-        MAX_WIDTH,
-        Configs(
-            edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),),
-            lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4, split=True),
-            many=_MANY,
-            encode=_ENCODE,
-        ),
+    MAX_WIDTH: Configs(
+        edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),),
+        lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4, split=True),
     ),
-)
+}
 
 
 @cache
@@ -153,7 +129,7 @@ def configs(width: int) -> Configs:
         ValueError: the width is not within 1..MAX_WIDTH.
     """
     if width >= 1:
-        for widest, found in CONFIGS:
+        for widest, found in CONFIGS.items():
             if width <= widest:
                 return found
     raise ValueError(f"width {width} is not served: expected 1 to {MAX_WIDTH}")

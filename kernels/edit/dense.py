@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import real, rows, word
+from saesteer.kernels.edit.row import minus, plus, zeros
+from saesteer.kernels.edit.words import (
     BASE,
     COUNTER,
     ENTRY,
@@ -25,29 +27,25 @@ from saesteer.kernels.edit.entries import (
     SIZE,
     SLOT,
     TOP_K,
-    real,
-    rows,
-    word,
 )
-from saesteer.kernels.edit.row import columns
 
 BLOCK = tl.constexpr(1024)  # activations compared at once
 SCAN = tl.constexpr(16)  # entries searched at once
 
 
 @triton.jit
-def statistics(x0, x1, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+def statistics(x, cols, WIDTH: tl.constexpr):
     """Length, mean and standard deviation (over n - 1) of a token."""
-    total = tl.sum(x0, axis=0)
-    squares = tl.sum(x0 * x0, axis=0)
-    if TAIL > 0:
-        total += tl.sum(x1, axis=0)
-        squares += tl.sum(x1 * x1, axis=0)
+    total = tl.sum(x[0], axis=0)
+    squares = tl.sum(x[0] * x[0], axis=0)
+    if len(x) > 1:
+        total += tl.sum(x[1], axis=0)
+        squares += tl.sum(x[1] * x[1], axis=0)
     mean = total / WIDTH
-    off0 = tl.where(tl.arange(0, HEAD) < WIDTH, x0 - mean, 0.0)
+    off0 = tl.where(cols[0] < WIDTH, x[0] - mean, 0.0)
     off = tl.sum(off0 * off0, axis=0)
-    if TAIL > 0:
-        off1 = tl.where(HEAD + tl.arange(0, TAIL) < WIDTH, x1 - mean, 0.0)
+    if len(x) > 1:
+        off1 = tl.where(cols[1] < WIDTH, x[1] - mean, 0.0)
         off += tl.sum(off1 * off1, axis=0)
     # The deviation of a single number is NaN, as in the reference.
     return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
@@ -171,30 +169,23 @@ def reconstruct(
     end,
     here,  # position of the token
     bits,  # its cells
-    x0,  # [HEAD] fp32
-    x1,  # [TAIL] fp32
+    x,  # fp32
+    cols,  # its columns
     w_dec,
     threshold,
     b_dec,
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
     stride_dense,  # room for this number of features, and behind it for a list of as many
-    counts,  # of this row
-    stride_counters,
+    counter,  # counts of this row, and their stride
     share,  # number of this part of the token
     parts,  # of the token
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
     LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
 ):
-    """This part of decode(f) - x: [HEAD], [TAIL], and 1 if there is a reconstruction. Adds the features in order."""
-    cols0, cols1 = columns(HEAD, TAIL)
-    sum0 = tl.zeros([HEAD], tl.float32)
-    sum1 = sum0
-    if TAIL > 0:
-        sum1 = tl.zeros([TAIL], tl.float32)
+    """This part of decode(f) - x, and 1 if there is a reconstruction. Adds the features in order."""
+    change = zeros(x)
     found, slot, flags, base, size, k, gain = _whole(entries, begin, end, here, bits)
     if found > 0:
         row = dense + (base - dense_base)
@@ -225,26 +216,17 @@ def reconstruct(
             feature = tl.load(listed + lanes, mask=lanes < many, other=0)
             f = tl.load(row + feature, mask=lanes < many, other=0.0)
             starts = (base + feature).to(tl.int64) * WIDTH
-            dec0 = rows(w_dec, starts, lanes < many, cols0, WIDTH)
-            if TAIL > 0:
-                dec1 = rows(w_dec, starts, lanes < many, cols1, WIDTH)
-                sum1 += tl.sum(f[:, None] * dec1.to(tl.float32), axis=0)
-            sum0 += tl.sum(f[:, None] * dec0.to(tl.float32), axis=0)
-        length, mean, std = statistics(x0, x1, WIDTH, HEAD, TAIL)
+            decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
+            change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
+        length, mean, std = statistics(x, cols, WIDTH)
         _, out = norms(flags, length, std, WIDTH)
         shift = tl.where((flags & LAYER_NORM) != 0, mean, 0.0)
         if share == 0:
             bias = b_dec + slot.to(tl.int64) * WIDTH
-            sum0 += tl.load(bias + cols0, mask=cols0 < WIDTH, other=0.0)
-            if TAIL > 0:
-                sum1 += tl.load(bias + cols1, mask=cols1 < WIDTH, other=0.0)
-        sum0 = sum0 * out
-        sum1 = sum1 * out
+            change = plus(change, [tl.load(bias + col, mask=col < WIDTH, other=0.0) for col in cols])
+        change = [block * out for block in change]
         if share == 0:
-            sum0 += tl.where(cols0 < WIDTH, shift, 0.0) - x0
-            if TAIL > 0:
-                sum1 += tl.where(cols1 < WIDTH, shift, 0.0) - x1
-            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, sem="relaxed")
-        sum0 = sum0 * gain
-        sum1 = sum1 * gain
-    return sum0, sum1, found
+            change = plus(change, minus([tl.where(col < WIDTH, shift, 0.0) for col in cols], x))
+            tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, sem="relaxed")
+        change = [block * gain for block in change]
+    return change, found

@@ -14,7 +14,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, word
+from saesteer.kernels.edit.row import columns, plus, put, zeros
+from saesteer.kernels.edit.store import dosed, store
+from saesteer.kernels.edit.words import (
     BEGIN,
     DENSE_BASE,
     DENSE_SIZE,
@@ -31,13 +34,7 @@ from saesteer.kernels.edit.entries import (
     PARTIALS,
     PARTS,
     SPAN,
-    items_of,
-    kept,
-    tile,
-    word,
 )
-from saesteer.kernels.edit.row import columns
-from saesteer.kernels.edit.store import dosed, store
 
 
 @triton.jit
@@ -53,30 +50,7 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-# Nothing that may differ between two calls is specialised on, since another variant would compile while serving. Slices
-# of larger tensors (site, norm_weight) may have any alignment.
-@triton.jit(
-    do_not_specialize=[
-        "norm_weight",
-        "site",
-        "work",
-        "positions",
-        "threshold",
-        "b_dec",
-        "cells",
-        "counts",
-        "eps",
-        "weight_offset",
-        "stride_table",
-        "stride_counts",
-        "stride_counters",
-        "stride_dense",
-        "kinds",
-        "first_token",
-        "most_tokens",
-        "most_parts",
-    ],
-)
+@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch", "activations")
 def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -148,9 +122,8 @@ def edit_kernel(
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
-    cols0, cols1 = columns(HEAD, TAIL)
-    mask0 = cols0 < WIDTH
-    mask1 = cols1 < WIDTH
+    cols = columns(HEAD, TAIL)
+    weights = (w_enc, w_dec)
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS
 
@@ -173,7 +146,7 @@ def edit_kernel(
         at = token.to(tl.int64) * WIDTH
         spot = positions + token
         cell = cells + token
-        count = counts + row * stride_counts
+        counter = (counts + row * stride_counts, stride_counters)
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
         arrival = arrivals + place
         first_part = place * most_parts
@@ -182,13 +155,8 @@ def edit_kernel(
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
-            x0 = tile(stream, second, at + cols0, mask0, FORM).to(tl.float32)
-            x1 = x0
-            sum0 = tl.zeros([HEAD], tl.float32)
-            sum1 = sum0
-            if TAIL > 0:
-                x1 = tile(stream, second, at + cols1, mask1, FORM).to(tl.float32)
-                sum1 = tl.zeros([TAIL], tl.float32)
+            x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+            change = zeros(x)
             bits = 0
             if (kind & GATED) != 0:
                 bits = tl.load(cell)
@@ -208,56 +176,18 @@ def edit_kernel(
                 group_end = end
                 if groups > 1:
                     group_end = kept(entries + c + GROUP_END)
+                entry, words = entries + c, group_end - c
+                held = (dense, dense_base, dense_size, fresh)
                 # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
-                    one0, one1, changed, bits = add_chunk(
-                        entries + c,
-                        group_end - c,
-                        here,
-                        bits,
-                        fresh,
-                        x0,
-                        x1,
-                        w_enc,
-                        w_dec,
-                        dense,
-                        dense_base,
-                        dense_size,
-                        count,
-                        stride_counters,
-                        WIDTH,
-                        HEAD,
-                        TAIL,
-                        1,
-                        False,
-                        HAS_NORMS,
+                    one, changed, bits = add_chunk(
+                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, 1, False, HAS_NORMS
                     )
                 else:
-                    one0, one1, changed, bits = add_chunk(
-                        entries + c,
-                        group_end - c,
-                        here,
-                        bits,
-                        fresh,
-                        x0,
-                        x1,
-                        w_enc,
-                        w_dec,
-                        dense,
-                        dense_base,
-                        dense_size,
-                        count,
-                        stride_counters,
-                        WIDTH,
-                        HEAD,
-                        TAIL,
-                        CHUNK,
-                        HAS_DENSE,
-                        HAS_NORMS,
+                    one, changed, bits = add_chunk(
+                        entry, words, here, bits, x, cols, weights, held, counter, WIDTH, CHUNK, HAS_DENSE, HAS_NORMS
                     )
-                sum0 += one0
-                if TAIL > 0:
-                    sum1 += one1
+                change = plus(change, one)
                 changes += changed
 
                 # At least one entry further: a corrupt table must not hang the device.
@@ -266,42 +196,34 @@ def edit_kernel(
                 if c >= group_end:
                     if HAS_DENSE:
                         if fresh & (dense_size > 0):
-                            one0, one1, changed = reconstruct(
+                            one, changed = reconstruct(
                                 entries,
                                 group,
                                 tl.where(parts > 1, site_end, group_end),
                                 here,
                                 bits,
-                                x0,
-                                x1,
+                                x,
+                                cols,
                                 w_dec,
                                 threshold,
                                 b_dec,
                                 dense,
                                 dense_base,
                                 stride_dense,
-                                count,
-                                stride_counters,
+                                counter,
                                 share,
                                 parts,
                                 WIDTH,
-                                HEAD,
-                                TAIL,
                                 LISTED,
                                 DECODED,
                             )
-                            sum0 += one0
-                            if TAIL > 0:
-                                sum1 += one1
+                            change = plus(change, one)
                             changes += changed
                         fresh = fresh & ((kept(entries + group + FLAGS) & GATE) != 0)
                         group = c
                     if parts == 1:
-                        x0 += sum0
-                        sum0 = tl.zeros([HEAD], tl.float32)
-                        if TAIL > 0:
-                            x1 += sum1
-                            sum1 = tl.zeros([TAIL], tl.float32)
+                        x = plus(x, change)
+                        change = zeros(x)
 
             if bits != before:
                 tl.store(cell, bits)
@@ -309,9 +231,7 @@ def edit_kernel(
                 # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
                 gathered = first_part + tl.arange(0, GATHER)
                 mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
-                tl.store(mine_at + cols0, sum0, mask=mask0, cache_modifier=".cg")
-                if TAIL > 0:
-                    tl.store(mine_at + cols1, sum1, mask=mask1, cache_modifier=".cg")
+                put(mine_at, cols, change, [col < WIDTH for col in cols], True)
                 tl.debug_barrier()
                 coming = tl.where(changes > 0, 65537, 1)
                 arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
@@ -322,40 +242,10 @@ def edit_kernel(
                     for p in range(0, parts, GATHER):
                         there = p + tl.arange(0, GATHER) < parts
                         starts = (gathered + p).to(tl.int64) * WIDTH
-                        inside0 = there[:, None] & mask0[None, :]
-                        some0 = tl.load(
-                            partials + starts[:, None] + cols0[None, :], mask=inside0, other=0.0, cache_modifier=".cg"
-                        )
-                        x0 += tl.sum(some0, axis=0)
-                        if TAIL > 0:
-                            inside1 = there[:, None] & mask1[None, :]
-                            some1 = tl.load(
-                                partials + starts[:, None] + cols1[None, :],
-                                mask=inside1,
-                                other=0.0,
-                                cache_modifier=".cg",
-                            )
-                            x1 += tl.sum(some1, axis=0)
+                        sums = [tl.sum(rows(partials, starts, there, col, WIDTH, True), axis=0) for col in cols]
+                        x = plus(x, sums)
 
             # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
             if (kind >> DOSE) != 0:
-                doses = count + (kind >> DOSE) * stride_counters
-                x0, x1 = dosed(
-                    stream, second, at, x0, x1, changes, entries, doses, stride_counters, WIDTH, HEAD, TAIL, FORM
-                )
-            store(
-                stream,
-                second,
-                at,
-                x0,
-                x1,
-                changes > 0,
-                norm_weight,
-                eps,
-                weight_offset,
-                WIDTH,
-                HEAD,
-                TAIL,
-                FORM,
-                HAS_WEIGHT,
-            )
+                x = dosed(stream, second, at, x, cols, changes, entries, kind >> DOSE, counter, WIDTH, FORM)
+            store(stream, second, at, x, cols, changes > 0, norm_weight, eps, weight_offset, WIDTH, FORM, HAS_WEIGHT)

@@ -5,34 +5,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
-    DENSE_BASE,
-    DENSE_NORM,
-    DENSE_SIZE,
-    HEAD_WORDS,
-    L2_NORM,
-    LAYER_NORM,
-    PAIR,
-    SPAN,
-    items_of,
-    tile,
-)
+from saesteer.kernels.edit.entries import items_of, kernel, tile
+from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD_WORDS, L2_NORM, LAYER_NORM, PAIR, SPAN
 
 
-@triton.jit(
-    do_not_specialize=[
-        "site",
-        "work",
-        "b_enc",
-        "stride_table",
-        "stride_dense",
-        "first_token",
-        "most_tokens",
-    ],
-)
+@kernel("stream", "second", "table", "w_enc", "activations")
 def encode_kernel(
     stream,  # [T, WIDTH]
     second,  # [T, WIDTH] for PAIR

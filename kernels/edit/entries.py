@@ -5,93 +5,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from saesteer.kernels import layout
+from saesteer.kernels.edit.words import (
+    ADD,
+    BIAS,
+    FLAGS,
+    GAIN,
+    GATES,
+    HI,
+    HIGH,
+    LARGEST,
+    LARGEST_HALF,
+    LO,
+    LOW,
+    MUL,
+    ONLY_IF_ACTIVE,
+    PAIR,
+    SLOT,
+    THRESHOLD,
+)
 
-LIMIT = tl.constexpr(layout.LIMIT)
-COUNTERS = tl.constexpr(layout.COUNTERS)
-PUBLISHED = tl.constexpr(layout.PUBLISHED)
-STEPS = tl.constexpr(layout.STEPS)
-HEAD_WORDS = tl.constexpr(layout.HEAD)
-SPAN = tl.constexpr(layout.SPAN)
-SITE_STRIDE = tl.constexpr(layout.SITE_STRIDE)
-VECTOR = tl.constexpr(layout.VECTOR)
-ENTRY = tl.constexpr(layout.ENTRY)
-BEGIN = tl.constexpr(layout.BEGIN)
-END = tl.constexpr(layout.END)
-PARTS = tl.constexpr(layout.PARTS)
-KIND = tl.constexpr(layout.KIND)
-DENSE_BASE = tl.constexpr(layout.DENSE_BASE)
-DENSE_SIZE = tl.constexpr(layout.DENSE_SIZE)
-DENSE_NORM = tl.constexpr(layout.DENSE_NORM)
-GROUPS = tl.constexpr(layout.GROUPS)
-LONE = tl.constexpr(layout.LONE)
-MANY = tl.constexpr(layout.MANY)
-GATED = tl.constexpr(layout.GATED)
-DOSE = tl.constexpr(layout.DOSE)
-DOSE_MAX = tl.constexpr(layout.DOSE_MAX)
-DOSE_SUM = tl.constexpr(layout.DOSE_SUM)
-DOSE_TOKENS = tl.constexpr(layout.DOSE_TOKENS)
-DOSE_LIMITED = tl.constexpr(layout.DOSE_LIMITED)
-SLOT = tl.constexpr(layout.SLOT)
-GROUP_END = tl.constexpr(layout.GROUP_END)
-LO = tl.constexpr(layout.LO)
-HI = tl.constexpr(layout.HI)
-FLAGS = tl.constexpr(layout.FLAGS)
-GATES = tl.constexpr(layout.GATES)
-BASE = tl.constexpr(layout.BASE)
-SIZE = tl.constexpr(layout.SIZE)
-TOP_K = tl.constexpr(layout.TOP_K)
-MUL = tl.constexpr(layout.MUL)
-ADD = tl.constexpr(layout.ADD)
-LOW = tl.constexpr(layout.LOW)
-HIGH = tl.constexpr(layout.HIGH)
-BIAS = tl.constexpr(layout.BIAS)
-THRESHOLD = tl.constexpr(layout.THRESHOLD)
-GAIN = tl.constexpr(layout.GAIN)
-ONLY_IF_ACTIVE = tl.constexpr(layout.ONLY_IF_ACTIVE)
-RANKED = tl.constexpr(layout.RANKED)
-MAGNITUDE = tl.constexpr(layout.MAGNITUDE)
-MATCH = tl.constexpr(layout.MATCH)
-LAYER_NORM = tl.constexpr(layout.LAYER_NORM)
-L2_NORM = tl.constexpr(layout.L2_NORM)
-RECONSTRUCT = tl.constexpr(layout.RECONSTRUCT)
-GATE = tl.constexpr(layout.GATE)
-COUNTER = tl.constexpr(layout.COUNTER)
-BARE = tl.constexpr(layout.BARE)
-NORMED = tl.constexpr(layout.NORMED)
-PAIR = tl.constexpr(layout.PAIR)
-TILE = tl.constexpr(layout.TILE)
-PARTIALS = tl.constexpr(layout.PARTIALS)
-SHORTEST = tl.constexpr(layout.SHORTEST)
-LARGEST = tl.constexpr(layout.LARGEST)
-LARGEST_HALF = tl.constexpr(layout.LARGEST_HALF)
 ITEMS = tl.constexpr(1024)  # items of the work list that are searched at once
 
 
-# What a kernel must not be specialised on, since another variant would compile while serving. Slices of larger tensors
-# (site, norm_weight) may have any alignment.
-TILE_ARGUMENTS = (
-    "norm_weight",
-    "site",
-    "work",
-    "positions",
-    "counts",
-    "eps",
-    "weight_offset",
-    "stride_table",
-    "stride_counts",
-    "stride_counters",
-)
+def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
+    """``triton.jit`` for a kernel that is specialised on the alignment of these tensors and on nothing else.
+
+    Another variant would compile while serving. Slices of larger tensors (site, norm_weight) may have any alignment,
+    and a number may be 1 or divisible by 16 in some calls only.
+    """
+
+    def jitted(function: Callable[..., None]) -> Any:
+        given = [name for name, one in signature(function).parameters.items() if one.annotation is one.empty]
+        return triton.jit(function, do_not_specialize=[name for name in given if name not in aligned])
+
+    return jitted
 
 
 @triton.jit
-def rows(weights, starts, want, cols, WIDTH: tl.constexpr):
-    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64."""
+def rows(weights, starts, want, cols, WIDTH: tl.constexpr, SHARED: tl.constexpr = False):
+    """weights[slot, cols] for each wanted slot, zeros for the others: [CHUNK, BLOCK]; starts = slot * WIDTH, int64.
+
+    SHARED: other programs of this launch wrote them.
+    """
+    level: tl.constexpr = ".cg" if SHARED else ""
     mask = want[:, None] & (cols < WIDTH)[None, :]
-    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0)
+    return tl.load(weights + starts[:, None] + cols[None, :], mask=mask, other=0.0, cache_modifier=level)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from saesteer.kernels.bound import Bound
 
 _ALL = layout.ANY | layout.LONE | layout.MANY
+_OF_HOST = ("num_warps", "programs", "split", "parts")  # fields of configs that are not constants of a kernel
 
 
 @cache
@@ -32,6 +34,13 @@ def _multiprocessors(device: int | None) -> int:
 def _overlaps(device: int | None) -> bool:
     """Whether the device has programmatic dependent launch, which sets a kernel up while another one ends."""
     return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _constants(config: Any) -> dict[str, Any]:
+    """What a kernel is compiled for: its warps, and the constants that are named as the config's fields."""
+    names = [field.name for field in fields(config) if field.name not in _OF_HOST]
+    return {"num_warps": config.num_warps, **{name.upper(): getattr(config, name) for name in names}}
 
 
 def edit_triton(
@@ -76,7 +85,7 @@ def edit_triton(
     scratch, dense_size = bound.scratch, bound.dense_size
     cores = _multiprocessors(stream.device.index)
     overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
-    has_weight = norm_weight is not None
+    form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone
@@ -85,17 +94,12 @@ def edit_triton(
             *common,
             counts,
             *rest,
-            WIDTH=width,
             HEAD=head,
             TAIL=tail,
-            TOKENS=lone.tokens,
             LEAST=max(lone.at_once, min(4, lone.tokens)),
             SHARES=layout.TILE // lone.tokens,
-            AT_ONCE=lone.at_once,
-            STAGES=lone.stages,
-            FORM=form,
-            HAS_WEIGHT=has_weight,
-            num_warps=lone.num_warps,
+            **form_of,
+            **_constants(lone),
         )
     if tiled and wanted & layout.MANY:
         many = tuned.many
@@ -107,17 +111,10 @@ def edit_triton(
             scratch,
             *rest,
             most,
-            WIDTH=width,
-            TOKENS=many.tokens,
             SHARES=layout.TILE // many.tokens,
-            ENTRIES=many.entries,
-            BLOCK_K=many.block_k,
-            BLOCK_N=many.block_n,
-            STAGES=many.stages,
-            FORM=form,
-            HAS_WEIGHT=has_weight,
             EXACT=exact,
-            num_warps=many.num_warps,
+            **form_of,
+            **_constants(many),
         )
     kept = wanted & layout.ANY if tiled else _ALL
     if not kept:
@@ -145,15 +142,11 @@ def edit_triton(
                 first,
                 at_once,
                 WIDTH=width,
-                BLOCK_M=encode.block_m,
-                BLOCK_N=encode.block_n,
-                BLOCK_K=encode.block_k,
-                STAGES=encode.stages,
                 FORM=form,
                 HAS_NORMS=bound.has_norms,
                 ROUNDS=at_once < places,
                 EXACT=exact,
-                num_warps=encode.num_warps,
+                **_constants(encode),
             )
         edit_kernel[(min(at_once * share, cores * edit.programs),)](
             *common,
@@ -169,19 +162,13 @@ def edit_triton(
             first,
             at_once,
             share,
-            WIDTH=width,
             HEAD=head,
             TAIL=tail,
-            CHUNK=edit.chunk,
-            GATHER=edit.gather,
-            LISTED=edit.listed,
-            DECODED=edit.decoded,
-            FORM=form,
-            HAS_WEIGHT=has_weight,
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=bound.has_norms,
             ROUNDS=at_once < places,
             PDL=bool(overlaps),
-            num_warps=edit.num_warps,
+            **form_of,
+            **_constants(edit),
             **overlaps,
         )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import (
+from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
+from saesteer.kernels.edit.words import (
     BEGIN,
     COUNTER,
     END,
@@ -24,12 +25,6 @@ from saesteer.kernels.edit.entries import (
     PARTIALS,
     SLOT,
     SPAN,
-    TILE_ARGUMENTS,
-    law,
-    rounded,
-    tile,
-    unpack,
-    word,
 )
 
 
@@ -40,22 +35,18 @@ def _deltas(
     w_enc,
     entry,  # [ENTRIES] of them
     inside,  # [ENTRIES] whether the entry exists
-    x_at,  # [TOKENS] int64
-    exists,  # [TOKENS]
-    position,  # [TOKENS]
-    counts,  # of this row
-    stride_counters,
+    tokens,  # [TOKENS] int64 offsets in the stream, whether there is a token, and positions
+    counter,  # counts of this row, and their stride
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """f' - f of each token and entry: [TOKENS, ENTRIES]."""
+    x_at, exists, position = tokens
     starts = word(entry + SLOT, inside).to(tl.int64) * WIDTH
-    acc = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    acc = tl.zeros([x_at.shape[0], entry.shape[0]], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
         real_cols = (cols < WIDTH)[None, :]
@@ -71,7 +62,7 @@ def _deltas(
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
     delta = law(f, applies, flags[None, :], mul[None, :], add[None, :], low[None, :], high[None, :], gain[None, :])
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
-    tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, many, mask=inside & (many > 0), sem="relaxed")
+    tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], many, mask=inside & (many > 0), sem="relaxed")
     return delta
 
 
@@ -86,7 +77,17 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
     return tl.dot(low, d, tl.dot(high, d, y))
 
 
-@triton.jit(do_not_specialize=[*TILE_ARGUMENTS, "most_entries"])
+@triton.jit
+def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
+    """Store a tile of edited tokens; the sum of squares of each token in it."""
+    y = rounded(y, stream.dtype.element_ty)
+    tl.store(stream + at, y, mask=mask)
+    if FORM == PAIR:
+        tl.store(second + at, tl.zeros(y.shape, y.dtype), mask=mask)
+    return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+
+
+@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -120,7 +121,6 @@ def many_kernel(
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
-    dtype: tl.constexpr = stream.dtype.element_ty
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
@@ -137,29 +137,15 @@ def many_kernel(
             exists = within < tl.load(item + 2)
             position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
             x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
-            counted = counts + row * stride_counts
+            tokens = (x_at, exists, position)
+            counter = (counts + row * stride_counts, stride_counters)
             number_of = (end - begin) // ENTRY
             changed = tl.zeros([TOKENS], tl.int32)
             for first in range(0, number_of, ENTRIES):
                 entry = entries + begin + (first + lanes) * ENTRY
+                inside = first + lanes < number_of
                 delta = _deltas(
-                    stream,
-                    second,
-                    w_enc,
-                    entry,
-                    first + lanes < number_of,
-                    x_at,
-                    exists,
-                    position,
-                    counted,
-                    stride_counters,
-                    WIDTH,
-                    TOKENS,
-                    ENTRIES,
-                    BLOCK_K,
-                    STAGES,
-                    FORM,
-                    EXACT,
+                    stream, second, w_enc, entry, inside, tokens, counter, WIDTH, BLOCK_K, STAGES, FORM, EXACT
                 )
                 changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
                 tl.store(own + first, delta)
@@ -176,11 +162,8 @@ def many_kernel(
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         x = tile(stream, second, at, mask, FORM)
-                        y = rounded(_add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT), dtype)
-                        tl.store(stream + at, y, mask=mask)
-                        if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
-                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                        y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
+                        squares += _stored(stream, second, at, y, mask, FORM)
                 else:
                     for start in range(0, WIDTH, BLOCK_N):
                         cols = start + tl.arange(0, BLOCK_N)
@@ -192,11 +175,7 @@ def many_kernel(
                             slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
                             starts = slot.to(tl.int64) * WIDTH
                             y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                        y = rounded(y, dtype)
-                        tl.store(stream + at, y, mask=mask)
-                        if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
-                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                        squares += _stored(stream, second, at, y, mask, FORM)
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
@@ -208,5 +187,5 @@ def many_kernel(
                         if HAS_WEIGHT:
                             gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
                             z *= (gain + weight_offset)[None, :]
-                        tl.store(second + at, z.to(dtype), mask=mask)
+                        tl.store(second + at, z, mask=mask)
             tl.debug_barrier()

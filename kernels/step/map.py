@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.configs import MAP_BLOCK
-from saesteer.kernels.edit.entries import BEGIN, END, HEAD_WORDS, SITE_STRIDE, SPAN, VECTOR
+from saesteer.kernels.edit.entries import kernel
+from saesteer.kernels.edit.words import BEGIN, END, HEAD_WORDS, SITE_STRIDE, SPAN, VECTOR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,28 +31,7 @@ def _word(table, stride_table, news, rows, lines, word, real):
     return old + new
 
 
-@triton.jit(
-    do_not_specialize=[
-        "work",
-        "slots",
-        "row_offset",
-        "query_start_loc",
-        "table",
-        "stride_table",
-        "n_rows",
-        "counts",
-        "stride_counts",
-        "stride_counters",
-        "counters",
-        "sites",
-        "n_sites",
-        "news",
-        "n_vectors",
-        "width",
-        "n_lines",
-        "num_reqs",
-    ],
-)
+@kernel()
 def _map_kernel(
     work,  # [max_tokens + 1, 4] int32
     slots,  # [>= num_reqs] int32 or int64

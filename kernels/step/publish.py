@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import COUNTERS, PUBLISHED, STEPS
+from saesteer.kernels.edit.entries import kernel
+from saesteer.kernels.edit.words import COUNTERS, PUBLISHED, STEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 _BLOCK = 1024  # words that are copied at once
 
 
-@triton.jit(
-    do_not_specialize=["table", "stride_table", "work", "counts", "rows", "steps", "published", "stride_published"]
-)
+@kernel()
 def _publish_kernel(
     table,  # [rows, stride_table] int32
     stride_table,

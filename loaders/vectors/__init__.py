@@ -15,7 +15,6 @@ import math
 import re
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,7 @@ def _safetensors(path: Path) -> dict[str, Row]:
 
 
 def _values(arrays: Arrays, key: str) -> Row:
-    array = arrays.index[key]
-    if array.shape == ():  # a scalar is read as a vector of one
-        arrays = replace(arrays, index={key: replace(array, shape=(1,))})
-    if len(array.shape) == 2:
+    if len(arrays.index[key].shape) == 2:
         rows, columns = arrays.shape(key, 2)
         return arrays.matrix(key, (rows, columns), torch.float32).numpy()
     return arrays.vector(key).numpy()

@@ -1,0 +1,18 @@
+"""The numbers of layout.py as Triton's constants. It knows none of them itself.
+
+A kernel imports each by name. Triton takes no other global numbers, and its cache of compiled kernels would not notice
+that a number behind a module's name (``layout.SLOT``) has changed.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from saesteer.kernels import layout
+
+HEAD_WORDS = tl.constexpr(layout.HEAD)  # kernels call the first block of a row HEAD
+
+
+def __getattr__(name: str) -> tl.constexpr:
+    """Any other name is layout's."""
+    return tl.constexpr(getattr(layout, name))
