@@ -23,7 +23,6 @@ from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import thread_time_ns
@@ -120,7 +119,7 @@ class Front:
             max_rows=ROWS,
             max_tokens=PROMPT,
         )
-        self.known = admission.Known()
+        self.door = admission.Door("fingerprint", self.config)
         self.steering = worker.Steering(self.engine)
         self.times: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)  # case, asked, part → µs
         self._requests = 0
@@ -138,8 +137,7 @@ class Front:
         request = FakeRequest(FakeParams({KEY: spec}), f"request-{self._requests}")
         catalog, number = self.engine.catalog, 1 + self._requests % ROWS
         parsed = timed("parse", lambda: from_json(spec))
-        door = partial(admission.admit, config=self.config, known=self.known)
-        timed("admit", lambda: door(parsed, catalog, "fingerprint", request))
+        timed("admit", lambda: self.door.admit(parsed, catalog, request))
         if asked == "first":
             timed("plan", lambda: plan(parsed, catalog, PROMPT))
         row = timed("row", lambda: self.steering.add(request))

@@ -150,6 +150,8 @@ def fake(steps: int = 2000) -> list[Row]:
     from saesteer.config.config import SaesteerConfig
     from saesteer.engine.engine import Engine
     from saesteer.kernels import ops
+    from saesteer.language.spec import from_json
+    from saesteer.plugin.door.admission import Door
     from saesteer.plugin.worker import worker
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,7 +171,7 @@ def fake(steps: int = 2000) -> list[Row]:
         )
     state: Any = _State()
     worker._wrap_v2(state, worker.Steering(engine))
-    probe = Probe()
+    probe, door = Probe(), Door()
     probe.attach(state)
     ids = [f"request-{n}" for n in range(REQUESTS)]
 
@@ -178,6 +180,8 @@ def fake(steps: int = 2000) -> list[Row]:
         data = SimpleNamespace(
             req_id=ids[slot], prompt_token_ids=[2] * 24, sampling_params=params, num_computed_tokens=0
         )
+        if steered:  # the front end's part is not measured here
+            door.admit(from_json(clamp(number)), engine.catalog, data)
         state.add_request(slot, data)
 
     batch = SimpleNamespace(

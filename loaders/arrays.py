@@ -33,10 +33,10 @@ from saesteer.loaders.files import readable, wrong
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLETE = "a complete file"
 LARGEST_PICKLE = 16 << 20  # the names and shapes of a .pt file are some kilobytes
-_TORCH = {dtype: word for word, dtype in DTYPES.items()}
 _PLAIN = str | int | float | None  # nothing that could hold itself, or another thing many times
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
@@ -313,7 +313,7 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> S
     start = int(begin + value.storage_offset() * value.itemsize)
     if start + value.numel() * value.itemsize > ends.get(begin, 0):
         raise wrong(path, key, f"shape {list(shape)}, not stored where torch looks", "what torch.save writes, complete")
-    return StoredArray(shape, _TORCH.get(value.dtype, str(value.dtype)), start, fortran=fortran)
+    return StoredArray(shape, NAMES.get(value.dtype, str(value.dtype)), start, fortran=fortran)
 
 
 _OPEN = {".npz": _open_npz, ".pt": _open_torch, ".pth": _open_torch}

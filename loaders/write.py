@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import BLOCK_BYTES, DTYPES
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from saesteer.loaders.arrays import BLOCK_BYTES, NAMES
 
 
 def write_arrays(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -25,15 +22,12 @@ def write_arrays(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
         LoadError: the file cannot be written.
     """
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
-            try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
+            made = Path(scratch) / target.name
+            with made.open("wb") as stream:
                 _write(stream, tensors, metadata)
-                stream.close()
-                os.chmod(stream.name, 0o644)
-                os.replace(stream.name, target)
-            except BaseException:
-                Path(stream.name).unlink(missing_ok=True)
-                raise
+            made.chmod(0o644)
+            made.replace(target)
     except OSError as exc:
         raise LoadError(
             f"{target}: cannot be written ({exc}); expected a folder that exists and can be written to"
@@ -48,7 +42,7 @@ def _write(stream: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[s
     for name in names:
         tensor = tensors[name]
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)

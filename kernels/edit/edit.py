@@ -249,7 +249,7 @@ def edit_kernel(
                 # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
                 gathered = first_part + tl.arange(0, GATHER)
                 mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
-                put(mine_at, cols, change, WIDTH, True)
+                put(mine_at, cols, change, [col < WIDTH for col in cols], True)
                 tl.debug_barrier()
                 coming = tl.where(changes > 0, 65537, 1)
                 arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
-from saesteer.kernels.edit.row import columns
+from saesteer.kernels.edit.row import columns, plus, put, times, zeros
 from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
 
 
@@ -48,16 +48,9 @@ def lone_kernel(
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
     cols = columns(HEAD, TAIL)
-    cols0 = cols[0]
-    inside0 = cols0 < WIDTH
-    if TAIL > 0:
-        cols1 = cols[1]
-        inside1 = cols1 < WIDTH
     dtype: tl.constexpr = stream.dtype.element_ty
     if FORM == NORMED and HAS_WEIGHT:
-        gain0 = tl.load(norm_weight + cols0, mask=inside0, other=0.0)
-        if TAIL > 0:
-            gain1 = tl.load(norm_weight + cols1, mask=inside1, other=0.0)
+        factors = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
 
     # So many tokens per turn that every program has work.
     turn = TOKENS
@@ -80,22 +73,27 @@ def lone_kernel(
             slot, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
             slot = slot.to(tl.int64) * WIDTH
             wanted = tl.where(reads(mul, low, high, flags), WIDTH, 0)
-            enc0 = tl.load(w_enc + slot + cols0, mask=cols0 < wanted, other=0.0)
-            dec0 = tl.load(w_dec + slot + cols0, mask=inside0, other=0.0)
-            if TAIL > 0:
-                enc1 = tl.load(w_enc + slot + cols1, mask=cols1 < wanted, other=0.0)
-                dec1 = tl.load(w_dec + slot + cols1, mask=inside1, other=0.0)
+            weights = [
+                (
+                    tl.load(w_enc + slot + col, mask=col < wanted, other=0.0),
+                    tl.load(w_dec + slot + col, mask=col < WIDTH, other=0.0),
+                )
+                for col in cols
+            ]
             hits = tl.zeros([AT_ONCE], tl.int32)
             for done in tl.range(0, turn, AT_ONCE, num_stages=STAGES):
                 within = first + done + tl.arange(0, AT_ONCE)
                 exists = within < length
-                at0 = ((first_token + within) * WIDTH)[:, None] + cols0[None, :]
-                x0 = tile(stream, second, at0, exists[:, None] & inside0[None, :], FORM).to(tl.float32)
-                pre = tl.sum(x0 * enc0.to(tl.float32)[None, :], axis=1)
+                start = ((first_token + within) * WIDTH)[:, None]
+                there = exists[:, None]
+                at = [start + col[None, :] for col in cols]
+                x = [
+                    tile(stream, second, start + col[None, :], there & (col < WIDTH)[None, :], FORM).to(tl.float32)
+                    for col in cols
+                ]
+                pre = tl.sum(x[0] * weights[0][0].to(tl.float32)[None, :], axis=1)
                 if TAIL > 0:
-                    at1 = ((first_token + within) * WIDTH)[:, None] + cols1[None, :]
-                    x1 = tile(stream, second, at1, exists[:, None] & inside1[None, :], FORM).to(tl.float32)
-                    pre += tl.sum(x1 * enc1.to(tl.float32)[None, :], axis=1)
+                    pre += tl.sum(x[1] * weights[1][0].to(tl.float32)[None, :], axis=1)
                 pre += bias
                 f = tl.where(pre > threshold, pre, 0.0)
                 position = first_position + within
@@ -104,37 +102,26 @@ def lone_kernel(
                 keep = delta != 0.0
                 hits += keep.to(tl.int32)
                 if (flags & MATCH) != 0:
-                    squares = tl.sum(x0 * x0, axis=1)
+                    squares = tl.sum(x[0] * x[0], axis=1)
                     if TAIL > 0:
-                        squares += tl.sum(x1 * x1, axis=1)
+                        squares += tl.sum(x[1] * x[1], axis=1)
                     delta *= tl.sqrt(squares)
-                mask0 = keep[:, None] & inside0[None, :]
-                y0 = rounded(x0 + delta[:, None] * dec0.to(tl.float32)[None, :], dtype)
-                tl.store(stream + at0, y0, mask=mask0)
-                if TAIL > 0:
-                    mask1 = keep[:, None] & inside1[None, :]
-                    y1 = rounded(x1 + delta[:, None] * dec1.to(tl.float32)[None, :], dtype)
-                    tl.store(stream + at1, y1, mask=mask1)
+                change = [delta[:, None] * pair[1].to(tl.float32)[None, :] for pair in weights]
+                y = [rounded(block, dtype) for block in plus(x, change)]
+                masks = [keep[:, None] & (col < WIDTH)[None, :] for col in cols]
+                put(stream, at, y, masks)
                 if FORM == PAIR:
-                    tl.store(second + at0, tl.zeros([AT_ONCE, HEAD], dtype), mask=mask0)
-                    if TAIL > 0:
-                        tl.store(second + at1, tl.zeros([AT_ONCE, TAIL], dtype), mask=mask1)
+                    put(second, at, zeros(y), masks)
                 if FORM == NORMED:
-                    z0 = y0.to(tl.float32)
-                    squared = tl.sum(z0 * z0, axis=1)
+                    z = [block.to(tl.float32) for block in y]
+                    squared = tl.sum(z[0] * z[0], axis=1)
                     if TAIL > 0:
-                        z1 = y1.to(tl.float32)
-                        squared += tl.sum(z1 * z1, axis=1)
+                        squared += tl.sum(z[1] * z[1], axis=1)
                     scale = tl.rsqrt(squared / WIDTH + eps)
-                    z0 *= scale[:, None]
+                    z = [block * scale[:, None] for block in z]
                     if HAS_WEIGHT:
-                        z0 *= (gain0.to(tl.float32) + weight_offset)[None, :]
-                    tl.store(second + at0, z0.to(dtype), mask=mask0)
-                    if TAIL > 0:
-                        z1 *= scale[:, None]
-                        if HAS_WEIGHT:
-                            z1 *= (gain1.to(tl.float32) + weight_offset)[None, :]
-                        tl.store(second + at1, z1.to(dtype), mask=mask1)
+                        z = times(z, [(part.to(tl.float32) + weight_offset)[None, :] for part in factors])
+                    put(second, at, z, masks)
             many = tl.sum(hits, axis=0)
             if many > 0:
                 counter = counts + row * stride_counts + (flags >> COUNTER) * stride_counters

@@ -77,6 +77,16 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
     return tl.dot(low, d, tl.dot(high, d, y))
 
 
+@triton.jit
+def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
+    """Store a tile of edited tokens; the sum of squares of each token in it."""
+    y = rounded(y, stream.dtype.element_ty)
+    tl.store(stream + at, y, mask=mask)
+    if FORM == PAIR:
+        tl.store(second + at, tl.zeros(y.shape, y.dtype), mask=mask)
+    return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+
+
 @kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
@@ -111,7 +121,6 @@ def many_kernel(
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD_WORDS + SPAN * site_number
-    dtype: tl.constexpr = stream.dtype.element_ty
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
@@ -153,11 +162,8 @@ def many_kernel(
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         x = tile(stream, second, at, mask, FORM)
-                        y = rounded(_add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT), dtype)
-                        tl.store(stream + at, y, mask=mask)
-                        if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
-                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                        y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
+                        squares += _stored(stream, second, at, y, mask, FORM)
                 else:
                     for start in range(0, WIDTH, BLOCK_N):
                         cols = start + tl.arange(0, BLOCK_N)
@@ -169,11 +175,7 @@ def many_kernel(
                             slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
                             starts = slot.to(tl.int64) * WIDTH
                             y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                        y = rounded(y, dtype)
-                        tl.store(stream + at, y, mask=mask)
-                        if FORM == PAIR:
-                            tl.store(second + at, tl.zeros([TOKENS, BLOCK_N], dtype), mask=mask)
-                        squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+                        squares += _stored(stream, second, at, y, mask, FORM)
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
@@ -185,5 +187,5 @@ def many_kernel(
                         if HAS_WEIGHT:
                             gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
                             z *= (gain + weight_offset)[None, :]
-                        tl.store(second + at, z.to(dtype), mask=mask)
+                        tl.store(second + at, z, mask=mask)
             tl.debug_barrier()

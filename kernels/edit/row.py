@@ -55,9 +55,9 @@ def times(row, other):
 
 
 @triton.jit
-def put(place, cols, row, WIDTH: tl.constexpr, SHARED: tl.constexpr = False):
-    """Store a row whose first element belongs at `place`; SHARED: for other programs of this launch."""
+def put(place, at, row, masks, SHARED: tl.constexpr = False):
+    """Store a row's blocks at their offsets from `place`; SHARED: for other programs of this launch."""
     level: tl.constexpr = ".cg" if SHARED else ""
-    tl.store(place + cols[0], row[0], mask=cols[0] < WIDTH, cache_modifier=level)
-    if len(cols) > 1:
-        tl.store(place + cols[1], row[1], mask=cols[1] < WIDTH, cache_modifier=level)
+    tl.store(place + at[0], row[0], mask=masks[0], cache_modifier=level)
+    if len(row) > 1:
+        tl.store(place + at[1], row[1], mask=masks[1], cache_modifier=level)

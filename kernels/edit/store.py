@@ -81,13 +81,14 @@ def store(
     branch costs spills.
     """
     dtype: tl.constexpr = stream.dtype.element_ty
+    masks = [col < WIDTH for col in cols]
     if FORM == NORMED and HAS_WEIGHT:  # early, so that nothing waits for it after the sum of squares
         gain = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
     y = [rounded(block, dtype) for block in x]
     if changed:
-        put(stream + at, cols, y, WIDTH)
+        put(stream + at, cols, y, masks)
         if FORM == PAIR:
-            put(second + at, cols, zeros(x), WIDTH)
+            put(second + at, cols, zeros(x), masks)
     if FORM == NORMED:
         z = [block.to(tl.float32) for block in y]
         squared = tl.sum(z[0] * z[0], axis=0)
@@ -98,4 +99,4 @@ def store(
         if HAS_WEIGHT:
             z = times(z, [block.to(tl.float32) + weight_offset for block in gain])
         if changed:
-            put(second + at, cols, z, WIDTH)
+            put(second + at, cols, z, masks)

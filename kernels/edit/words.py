@@ -1,4 +1,8 @@
-"""The numbers of layout.py as Triton's constants; a kernel may use no other global numbers. Knows none itself."""
+"""The numbers of layout.py as Triton's constants. It knows none of them itself.
+
+A kernel imports each by name. Triton takes no other global numbers, and its cache of compiled kernels would not notice
+that a number behind a module's name (``layout.SLOT``) has changed.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from saesteer import __version__
-from saesteer.config.config import OPTIONS
+from saesteer.config.config import ADMIN_KEY, OPTIONS
 from saesteer.errors import SaesteerError
 
 app = typer.Typer(
@@ -76,7 +76,7 @@ def serve(
         str | None,
         typer.Option(
             "--saesteer-admin-key",
-            envvar="SAESTEER_ADMIN_KEY",
+            envvar=ADMIN_KEY,
             show_envvar=True,
             help="Key that the admin routes require as Authorization: Bearer KEY; without it they are off.",
         ),

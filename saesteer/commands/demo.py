@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +23,7 @@ from saesteer.commands.embedded import (
     engine_options,
     ensure_model,
 )
+from saesteer.commands.waiting import steps
 from saesteer.plugin import job
 
 QUESTIONS = ("Who are you?", "What should I do this weekend?")
@@ -42,17 +42,10 @@ def run(console: Console, *, verbose: bool = False) -> None:
         repetition_penalty=1.1,
         chat=True,
     )
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=verbose,
-    ) as progress:
-        task = progress.add_task("Looking for the model")
-        model = ensure_model(lambda step: progress.update(task, description=step))
-        progress.update(task, description="Starting vLLM and asking, less than a minute on most machines")
+    with steps(console, hidden=verbose) as show:
+        show("Looking for the model")
+        model = ensure_model(show)
+        show("Starting vLLM and asking, less than a minute on most machines")
         dictionaries = {DEMO_DICTIONARY: str(DEMO_SAE)}
         [answers] = job.run(str(model), [batch], dictionaries=dictionaries, options=engine_options(), verbose=verbose)
     texts = [answer.text.strip() for answer in answers]

@@ -11,14 +11,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, bridge
 from saesteer.commands.serve import check, resolve
+from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
-from saesteer.plugin.job import Answer, Batch
+from saesteer.plugin.job import Batch, Completion
 from saesteer.plugin.job import run as run_engine
 
 PROMPTS = ("Who are you?", "The capital of France is")
@@ -64,25 +64,16 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     check(place, config)
     options = options or _options()
     dictionaries = config.to_json()["dictionaries"]
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=verbose,
-    ) as progress:
-        task = progress.add_task("1/4 The Transformers backend")
-        oracle = _oracle(place, dictionaries)
-        if model == DEMO_DICTIONARY and feature is None:
-            spec = bridge()
-        else:
-            spec = _choose(oracle, next(iter(dictionaries)), feature)
-        progress.update(task, description="2/4 Stock vLLM")
+    with steps(console, hidden=verbose) as show:
+        show("1/4 The Transformers backend")
+        oracle = load_model(place, dictionaries)
+        own = model == DEMO_DICTIONARY and feature is None
+        spec = bridge() if own else _choose(oracle, next(iter(dictionaries)), feature)
+        show("2/4 Stock vLLM")
         stock = run_engine(place, batches(None), dictionaries=None, options=options, verbose=verbose)
-        progress.update(task, description="3/4 vLLM with saesteer")
+        show("3/4 vLLM with saesteer")
         ours = run_engine(place, batches(spec), dictionaries=dictionaries, options=options, verbose=verbose)
-        progress.update(task, description="4/4 Comparing")
+        show("4/4 Comparing")
         found = compare(stock, ours, _distances(oracle, ours[0], spec))
     _show(console, spec, found)
     return all(one.passed for one in found)
@@ -105,7 +96,7 @@ def batches(spec: dict[str, Any] | None) -> list[Batch]:
     ]
 
 
-def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Distances) -> list[Check]:
+def compare(stock: list[list[Completion]], ours: list[list[Completion]], distances: Distances) -> list[Check]:
     """The checks, from the answers to ``batches`` of both engines."""
     [plain, steered], after = ours[0], ours[1]
     long_steered, long_after, again, cold, long_steered_after = (answers[0] for answers in ours[2:])
@@ -150,7 +141,7 @@ def compare(stock: list[list[Answer]], ours: list[list[Answer]], distances: Dist
     ]
 
 
-def _same(ours: list[Answer], others: list[Answer]) -> bool:
+def _same(ours: list[Completion], others: list[Completion]) -> bool:
     return [(one.ids, one.logprobs) for one in ours] == [(one.ids, one.logprobs) for one in others]
 
 
@@ -158,15 +149,6 @@ def _options() -> dict[str, Any]:
     import torch
 
     return {"max_model_len": 2048, "max_num_seqs": 16} | ({} if torch.cuda.is_available() else {"enforce_eager": True})
-
-
-def _oracle(place: str, dictionaries: dict[str, Any]) -> Any:
-    from transformers.utils import logging
-
-    from saesteer import hf
-
-    logging.disable_progress_bar()
-    return hf.Model(place, dictionaries=dictionaries)
 
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
@@ -179,12 +161,12 @@ def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]
     return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": chosen, "value": value, "unit": unit}]}
 
 
-def _distances(oracle: Any, answers: list[Answer], spec: dict[str, Any]) -> Distances:
+def _distances(oracle: Any, answers: list[Completion], spec: dict[str, Any]) -> Distances:
     plain, steered = answers
     return Distances(_distance(oracle, plain, None), _distance(oracle, steered, spec), _distance(oracle, steered, None))
 
 
-def _distance(oracle: Any, answer: Answer, spec: dict[str, Any] | None) -> float:
+def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> float:
     """Teacher-forced: the oracle reads the engine's tokens, so one early difference does not cause later ones."""
     import torch
 

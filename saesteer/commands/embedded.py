@@ -143,15 +143,11 @@ def engine_options() -> dict[str, Any]:
 
     float32, because in bf16 the answers depend on each machine's rounding: the clamp leaves near ties.
     """
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
-    options["kv_cache_memory_bytes"] = 1 << 30
-    return options | ({"gpu_memory_utilization": 0.2} if _has_gpu() else {"enforce_eager": True})
-
-
-def _has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
+    options["kv_cache_memory_bytes"] = 1 << 30
+    return options | ({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {"enforce_eager": True})
 
 
 if __name__ == "__main__":

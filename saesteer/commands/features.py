@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.serve import check, resolve
+from saesteer.commands.waiting import load_model
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 
@@ -55,12 +56,7 @@ def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
     if not names:
         raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PATH_OR_REPO[@SITE]")
     check(place, config)
-    from transformers.utils import logging
-
-    from saesteer import hf
-
-    logging.disable_progress_bar()
-    return hf.Model(place, dictionaries={name: config.dictionaries[name] for name in names}), names
+    return load_model(place, {name: config.dictionaries[name] for name in names}), names
 
 
 def _show(coder: Any, one: Any) -> str:

@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options, ensure_model
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
-
-ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
@@ -187,7 +185,8 @@ def _values(flags: Sequence[str], flag: str) -> list[str]:
 def _text_config(model: str, flags: Sequence[str]) -> Any:
     from transformers import AutoConfig
 
-    if not Path(model).exists() and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
+    exists = Path(model).exists()
+    if not exists and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
         raise ConfigError(f"model {model!r}: no such folder; expected one, or a hub id such as org/name")
     revision = _value(flags, "--revision")
     trust = _value(flags, "--trust-remote-code") is not None
@@ -195,10 +194,6 @@ def _text_config(model: str, flags: Sequence[str]) -> Any:
         config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust)
     except (OSError, ValueError, ImportError) as exc:
         reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        found = (
-            "the folder's config cannot be read"
-            if Path(model).exists()
-            else "neither a folder nor a hub id that answers"
-        )
+        found = "the folder's config cannot be read" if exists else "neither a folder nor a hub id that answers"
         raise ConfigError(f"model {model!r}: {found} ({reason})") from exc
     return config.get_text_config()

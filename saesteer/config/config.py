@@ -20,6 +20,7 @@ from saesteer.language.fields import Check, fail, optional, show
 from saesteer.language.sites import expand_sites
 
 KEY = "saesteer"
+ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment: the key that the admin routes require
 # Name of a limit → the least, the usual and the largest value.
 LIMITS = {
     "max_edits": (1, 64, 4096),

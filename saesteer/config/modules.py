@@ -83,8 +83,7 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
         fail(f"{where}.return", "not_served", "asks for return, expected edits only")
     catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
     try:
-        for _ in steps(spec.edits, catalog.modules, ("",)):  # a request that uses it is one level further out
-            pass
+        list(steps(spec.edits, catalog.modules, ("",)))  # a request that uses it is one level further out
         for prompt_len in _LENGTHS:
             try:
                 plan(spec, catalog, prompt_len)

@@ -81,23 +81,22 @@ def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
 
 def _read(file: Path) -> SaesteerConfig:
     """Read a file; relative paths in it that exist next to the file are resolved there."""
+    at = f"--saesteer-config {file}"
     try:
         with file.expanduser().open("rb") as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as exc:
-        raise ConfigError(f"--saesteer-config {file}: cannot be read ({exc.strerror}); expected a YAML file") from exc
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"--saesteer-config {file}: more than {MAX_FILE_BYTES} bytes; expected a short YAML file")
-    try:
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"more than {MAX_FILE_BYTES} bytes; expected a short YAML file")
         document = yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError, ValueError) as exc:
-        raise ConfigError(f"--saesteer-config {file}: not YAML ({' '.join(str(exc).split())})") from exc
-    if document is not None and not isinstance(document, Mapping):
-        raise ConfigError(f"--saesteer-config {file}: holds a {type(document).__name__}, expected names and values")
-    try:
+        if document is not None and not isinstance(document, Mapping):
+            raise ConfigError(f"holds a {type(document).__name__}, expected names and values")
         told = SaesteerConfig.from_json(document or {})
+    except OSError as exc:
+        raise ConfigError(f"{at}: cannot be read ({exc.strerror}); expected a YAML file") from exc
     except ConfigError as exc:
-        raise ConfigError(f"--saesteer-config {file}: {exc}") from exc
+        raise ConfigError(f"{at}: {exc}") from exc
+    except (yaml.YAMLError, RecursionError, ValueError) as exc:
+        raise ConfigError(f"{at}: not YAML ({' '.join(str(exc).split())})") from exc
     beside = partial(_beside, file.expanduser().parent)
     return replace(
         told,

@@ -13,12 +13,13 @@ below ``saesteer.plugin``; and the reason. A word in front of the place shows ho
 """
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 from packaging.version import Version
 
@@ -28,183 +29,104 @@ KNOWN = (Version("0.26"), Version("0.34"))  # from the first, below the second
 
 # Each process of vLLM as it loads its plugins; where HTTP is answered; where Python asks (LLM); where the model runs.
 Process = Literal["every", "http", "offline", "worker"]
-PROCESSES: tuple[Process, ...] = get_args(Process)
 
-_OPENAI = "vllm.entrypoints.openai"
-_OUTPUTS = "vllm.v1.engine.output_processor"
-_V1 = "vllm.v1.worker.gpu_model_runner"
-_V2 = "vllm.v1.worker.gpu"
-
-# (process, module[:class]) → rows. Rows further down are installed later, around the rows above.
-_TABLE: Mapping[tuple[Process, str], Sequence[tuple[str, str, str]]] = {
-    ("every", "vllm.config:VllmConfig"): [
-        ("compute_hash()", "door.frontend:_salting_compile_cache", "the compile cache keeps our graphs apart"),
-    ],
-    ("every", "vllm.plugins"): [
-        ("load_endpoint_plugins(supported_tasks)", "door.frontend:_adding_admin_routes", "the admin routes"),
-    ],
-    ("every", "vllm.sampling_params:SamplingParams"): [
-        ("__repr__()", "door.logs:_of_params", "logs hold no vectors"),
-    ],
-    ("every", "vllm.renderers.base:BaseRenderer"): [
-        ("render_chat(conversations, chat_params, tok_params)", "door.conversation:_remembering", "messages"),
-        (
-            "render_chat_async(conversations, chat_params, tok_params)",
-            "door.conversation:_remembering_async",
-            "messages",
-        ),
-    ],
-    ("every", f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest"): [
-        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
-        ("to_beam_search_params()", "door.frontend:_refusing_beam_search", "refused there"),
-    ],
-    ("every", f"{_OPENAI}.completion.protocol:CompletionRequest"): [
-        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
-        ("to_beam_search_params()", "door.frontend:_refusing_beam_search", "refused there"),
-    ],
-    ("every", f"{_OPENAI}.responses.protocol:ResponsesRequest"): [
-        ("to_sampling_params()", "door.frontend:_forwarding_body_field", "the body field"),
-    ],
-    ("every", "vllm.v1.engine.input_processor:InputProcessor"): [
-        ("__init__(vllm_config)", "door.frontend:_reading_catalog", "reads the catalog"),
-        (
-            "process_inputs(request_id, prompt, params)",
-            "door.frontend:_checking",
-            "checks every spec, keeps its KV apart",
-        ),
-    ],
-    ("every", "vllm.v1.engine.async_llm:AsyncLLM"): [
-        ("add_request(request_id, prompt, params)", "door.frontend:_asking_ahead", "finds chat messages"),
-        ("get_supported_tasks()", "door.frontend:_shaking_hands_async", "handshake, serving"),
-    ],
-    ("every", "vllm.v1.engine.llm_engine:LLMEngine"): [
-        ("get_supported_tasks()", "door.frontend:_shaking_hands", "handshake, offline"),
-        ("collective_rpc(method, timeout, args)", "used door.frontend:_shaking_hands", "handshake"),
-    ],
-    ("every", "vllm.v1.engine.core_client:AsyncMPClient"): [
-        ("_call_utility_async(method, args, engine)", "used names.rpc:ask_workers", "asks the workers of all engines"),
-    ],
-    ("every", "vllm.v1.core.kv_cache_utils"): [
-        (
-            "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)",
-            "prefix_cache:_keying",
-            "blocks are keyed by their edits",
-        ),
-    ],
-    ("every", "vllm.v1.core.kv_cache_manager:KVCacheManager"): [
-        ("evict_blocks(block_ids)", "used results.failures:end", "a request fails"),
-    ],
-    ("every", "vllm.v1.core.sched.scheduler:Scheduler"): [
-        (
-            "update_from_output(scheduler_output, model_runner_output)",
-            "results.counts:_sending",
-            "counts leave at the end",
-        ),
-        ("finish_requests(request_ids, finished_status)", "used results.failures:end", "a request fails"),
-    ],
-    ("every", f"{_OUTPUTS}:OutputProcessor"): [
-        (
-            "add_request(request, prompt, parent_req, request_index, queue)",
-            "results.counts:_expecting",
-            "notes who waits for counts",
-        ),
-        ("process_outputs(engine_core_outputs)", "results.counts:_receiving", "counts arrive"),
-        ("abort_requests(request_ids, internal)", "used results.failures:end_with", "what belongs to it ends"),
-    ],
-    ("every", f"{_OUTPUTS}:RequestState"): [
-        (
-            "_new_completion_output(token_ids, finish_reason, stop_reason)",
-            "results.counts:_telling",
-            "what was applied",
-        ),
-    ],
-    ("every", f"{_OUTPUTS}:RequestOutputCollector"): [
-        ("put(output)", "used results.failures:raise_there", "its caller gets the error"),
-    ],
-    ("every", "vllm.v1.worker.worker_base:WorkerWrapperBase"): [
-        ("init_device()", "worker.worker:_attaching", "attaches to the worker"),
-    ],
-    ("worker", "vllm.v1.worker.worker_base:WorkerBase"): [
-        ("compile_or_warm_up_model()", "instance worker.worker:attach", "every op has run"),
-        ("sample_tokens(grammar_output)", "instance results.counts:attach", "counts leave"),
-    ],
-    ("worker", "vllm.model_executor.layers.layernorm"): [
-        ("RMSNorm.forward_native(x, residual)", "instance worker.layers:attach", "the op's place"),
-        ("GemmaRMSNorm.forward_native(x, residual)", "instance worker.layers:attach", "the op's place"),
-    ],
-    ("worker", _V1): [
-        ("AsyncGPUModelRunnerOutput.__init__(model_runner_output)", "used results.counts:attach", "counts leave, V1"),
-    ],
-    ("worker", f"{_V1}:GPUModelRunner"): [
-        ("_update_states(scheduler_output)", "instance worker.worker:_wrap_v1", "V1"),
-        ("_prepare_inputs(scheduler_output, num_scheduled_tokens)", "instance worker.worker:_wrap_v1", "V1"),
-        ("_dummy_run(num_tokens)", "instance worker.worker:_wrap_v1", "V1"),
-    ],
-    ("worker", f"{_V2}.async_utils"): [
-        ("AsyncOutput.__init__(model_runner_output)", "used results.counts:attach", "counts leave, V2"),
-    ],
-    ("worker", f"{_V2}.model_states.interface:ModelState"): [
-        ("add_request(req_index, new_req_data)", "instance worker.worker:_wrap_v2", "V2"),
-        ("remove_request(req_id)", "instance worker.worker:_wrap_v2", "V2"),
-        ("prepare_inputs(input_batch)", "instance worker.worker:_wrap_v2", "V2"),
-    ],
-    ("offline", "vllm.entrypoints.llm:LLM"): [
-        ("_run_engine(output_type)", "results.failures:_raising", "its caller gets the error, offline"),
-    ],
-    ("http", "vllm.entrypoints.serve.utils.request_logger:RequestLogger"): [
-        ("log_request_body(request)", "late door.logs:_of_body", "logs hold no vectors"),
-    ],
-    ("http", f"{_OPENAI}.chat_completion.serving:OpenAIServingChat"): [
-        ("chat_completion_full_generator(request, result_generator)", "http.bodies:_chat", "what was applied"),
-        ("chat_completion_stream_generator(request, result_generator)", "http.bodies:_chat_stream", "what was applied"),
-        ("create_chat_completion(request, raw_request)", "http.streams:_looking", "refusals of streams"),
-    ],
-    ("http", f"{_OPENAI}.completion.serving:OpenAIServingCompletion"): [
-        (
-            "request_output_to_completion_response(final_res_batch, request)",
-            "http.bodies:_completion",
-            "what was applied",
-        ),
-        (
-            "completion_stream_generator(request, engine_inputs, result_generator)",
-            "http.bodies:_completion_stream",
-            "what was applied",
-        ),
-        ("create_completion(request, raw_request)", "http.streams:_looking", "refusals of streams"),
-    ],
-    ("http", f"{_OPENAI}.responses.serving:OpenAIServingResponses"): [
-        (
-            "responses_full_generator(request, sampling_params, result_generator, context)",
-            "http.bodies:_response",
-            "what was applied",
-        ),
-        ("responses_stream_generator(request, sampling_params)", "http.bodies:_response_stream", "what was applied"),
-        ("create_responses(request, raw_request)", "http.streams:_looking", "refusals of streams"),
-    ],
-    ("http", f"{_OPENAI}.responses.context"): [
-        ("SimpleContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
-        ("ParsableContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
-        ("HarmonyContext.append_output(output)", "http.bodies:_remembering", "what was applied"),
-    ],
-    ("http", f"{_OPENAI}.chat_completion.protocol:BatchChatCompletionRequest"): [
-        ("to_chat_completion_request(messages)", "http.bodies:_batch_request", "the body field"),
-    ],
-    ("http", f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch"): [
-        ("chat_completion_full_generator_batch(request, generators)", "http.bodies:_batch", "what was applied"),
-    ],
-    # This class inherits from OpenAIServingChat, so its rows come after those.
-    ("http", "vllm.entrypoints.anthropic.serving:AnthropicServingMessages"): [
-        ("create_messages(request, raw_request)", "http.anthropic:_answering", "refusals"),
-        ("create_chat_completion(request, raw_request)", "http.anthropic:_forwarding", "the body field"),
-        ("messages_full_converter(generator)", "http.anthropic:_whole", "what was applied"),
-        ("message_stream_converter(generator)", "http.anthropic:_stream", "what was applied"),
-        (
-            "chat_completion_stream_generator_raw(request, result_generator)",
-            "late http.anthropic:_objects",
-            "what was applied",
-        ),
-    ],
-}
+# A heading is a process and module[:class]. Rows further down are installed later, around the rows above;
+# AnthropicServingMessages inherits from OpenAIServingChat, so its rows come last.
+_TABLE = """
+every vllm.config:VllmConfig
+  compute_hash()  door.frontend:_salting_compile_cache  the compile cache keeps our graphs apart
+every vllm.plugins
+  load_endpoint_plugins(supported_tasks)  door.frontend:_adding_admin_routes  the admin routes
+every vllm.sampling_params:SamplingParams
+  __repr__()  door.logs:_of_params  logs hold no vectors
+every vllm.renderers.base:BaseRenderer
+  render_chat(conversations, chat_params, tok_params)  door.conversation:_remembering  messages
+  render_chat_async(conversations, chat_params, tok_params)  door.conversation:_remembering_async  messages
+every vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+  to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
+every vllm.entrypoints.openai.completion.protocol:CompletionRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+  to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
+every vllm.entrypoints.openai.responses.protocol:ResponsesRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+every vllm.v1.engine.input_processor:InputProcessor
+  __init__(vllm_config)  door.frontend:_reading_catalog  reads the catalog
+  process_inputs(request_id, prompt, params)  door.frontend:_checking  checks every spec, keeps its KV apart
+every vllm.v1.engine.async_llm:AsyncLLM
+  add_request(request_id, prompt, params)  door.frontend:_asking_ahead  finds chat messages
+  get_supported_tasks()  door.frontend:_shaking_hands_async  handshake, serving
+every vllm.v1.engine.llm_engine:LLMEngine
+  get_supported_tasks()  door.frontend:_shaking_hands  handshake, offline
+  collective_rpc(method, timeout, args)  used door.frontend:_shaking_hands  handshake
+every vllm.v1.engine.core_client:AsyncMPClient
+  _call_utility_async(method, args, engine)  used names.rpc:ask_workers  asks the workers of all engines
+every vllm.v1.core.kv_cache_utils
+  generate_block_hash_extra_keys(request, start_token_idx, end_token_idx)  prefix_cache:_keying  blocks keyed by edits
+every vllm.v1.core.kv_cache_manager:KVCacheManager
+  evict_blocks(block_ids)  used results.failures:end  a request fails
+every vllm.v1.core.sched.scheduler:Scheduler
+  update_from_output(scheduler_output, model_runner_output)  results.counts:_sending  counts leave at the end
+  finish_requests(request_ids, finished_status)  used results.failures:end  a request fails
+every vllm.v1.engine.output_processor:OutputProcessor
+  add_request(request, prompt, parent_req, request_index, queue)  results.counts:_expecting  notes who waits for counts
+  process_outputs(engine_core_outputs)  results.counts:_receiving  counts arrive
+  abort_requests(request_ids, internal)  used results.failures:end_with  what belongs to it ends
+every vllm.v1.engine.output_processor:RequestState
+  _new_completion_output(token_ids, finish_reason, stop_reason)  results.counts:_telling  applied edits
+every vllm.v1.engine.output_processor:RequestOutputCollector
+  put(output)  used results.failures:raise_there  its caller gets the error
+every vllm.v1.worker.worker_base:WorkerWrapperBase
+  init_device()  worker.worker:_attaching  attaches to the worker
+worker vllm.v1.worker.worker_base:WorkerBase
+  compile_or_warm_up_model()  instance worker.worker:attach  every op has run
+  sample_tokens(grammar_output)  instance results.counts:attach  counts leave
+worker vllm.model_executor.layers.layernorm
+  RMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
+  GemmaRMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
+worker vllm.v1.worker.gpu_model_runner
+  AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
+worker vllm.v1.worker.gpu_model_runner:GPUModelRunner
+  _update_states(scheduler_output)  instance worker.worker:_wrap_v1  V1
+  _prepare_inputs(scheduler_output, num_scheduled_tokens)  instance worker.worker:_wrap_v1  V1
+  _dummy_run(num_tokens)  instance worker.worker:_wrap_v1  V1
+worker vllm.v1.worker.gpu.async_utils
+  AsyncOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V2
+worker vllm.v1.worker.gpu.model_states.interface:ModelState
+  add_request(req_index, new_req_data)  instance worker.worker:_wrap_v2  V2
+  remove_request(req_id)  instance worker.worker:_wrap_v2  V2
+  prepare_inputs(input_batch)  instance worker.worker:_wrap_v2  V2
+offline vllm.entrypoints.llm:LLM
+  _run_engine(output_type)  results.failures:_raising  its caller gets the error, offline
+http vllm.entrypoints.serve.utils.request_logger:RequestLogger
+  log_request_body(request)  late door.logs:_of_body  logs hold no vectors
+http vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+  chat_completion_full_generator(request, result_generator)  http.bodies:_chat  applied edits
+  chat_completion_stream_generator(request, result_generator)  http.bodies:_chat_stream  applied edits
+  create_chat_completion(request, raw_request)  http.streams:_looking  refusals of streams
+http vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
+  request_output_to_completion_response(final_res_batch, request)  http.bodies:_completion  applied edits
+  completion_stream_generator(request, engine_inputs, result_generator)  http.bodies:_completion_stream  applied edits
+  create_completion(request, raw_request)  http.streams:_looking  refusals of streams
+http vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
+  responses_full_generator(request, sampling_params, result_generator, context)  http.bodies:_response  applied edits
+  responses_stream_generator(request, sampling_params)  http.bodies:_response_stream  applied edits
+  create_responses(request, raw_request)  http.streams:_looking  refusals of streams
+http vllm.entrypoints.openai.responses.context
+  SimpleContext.append_output(output)  http.bodies:_remembering  applied edits
+  ParsableContext.append_output(output)  http.bodies:_remembering  applied edits
+  HarmonyContext.append_output(output)  http.bodies:_remembering  applied edits
+http vllm.entrypoints.openai.chat_completion.protocol:BatchChatCompletionRequest
+  to_chat_completion_request(messages)  http.bodies:_batch_request  the body field
+http vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch
+  chat_completion_full_generator_batch(request, generators)  http.bodies:_batch  applied edits
+http vllm.entrypoints.anthropic.serving:AnthropicServingMessages
+  create_messages(request, raw_request)  http.anthropic:_answering  refusals
+  create_chat_completion(request, raw_request)  http.anthropic:_forwarding  the body field
+  messages_full_converter(generator)  http.anthropic:_whole  applied edits
+  message_stream_converter(generator)  http.anthropic:_stream  applied edits
+  chat_completion_stream_generator_raw(request, result_generator)  late http.anthropic:_objects  applied edits
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,23 +141,19 @@ class Hook:
     place: str  # module:function below saesteer.plugin
     why: str
 
-    def exists(self) -> bool:
-        """Whether this vLLM has it; only called for late rows."""
-        try:
-            self._look_up()
-        except AttributeError:
-            return False
-        return True
-
-    def find(self) -> Callable[..., Any]:
-        """The function, checked.
+    def find(self) -> Any:
+        """The function, checked; None if a late row's function does not exist yet.
 
         Raises:
             UnsupportedError: it is missing, or its parameters differ.
         """
         try:
-            found = self._look_up()
+            found: Any = import_module(self.module)
+            for name in self.path.split("."):
+                found = getattr(found, name)
         except (ImportError, AttributeError) as exc:
+            if self.use == "late":
+                return None
             raise UnsupportedError(f"vLLM {vllm_version()} has no {self.module}.{self.path} ({self.why})") from exc
         names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
         if tuple(names[: len(self.parameters)]) != self.parameters:
@@ -243,14 +161,12 @@ class Hook:
                 f"vLLM {vllm_version()} has {self.module}.{self.path}({', '.join(names)}), "
                 f"expected it to begin with ({', '.join(self.parameters)}) ({self.why})"
             )
-        assert callable(found)
         return found
 
-    def ours(self) -> Callable[..., Any]:
+    def ours(self) -> Any:
         """The function at ``place``."""
         module, _, name = self.place.partition(":")
-        found: Callable[..., Any] = getattr(import_module(f"saesteer.plugin.{module}"), name)
-        return found
+        return getattr(import_module(f"saesteer.plugin.{module}"), name)
 
     def replace(self) -> None:
         """Put the replacement in place; it keeps the original as ``__wrapped__``.
@@ -258,8 +174,7 @@ class Hook:
         A function that is not a method is replaced in all modules that have imported it by name.
         """
         original = self.find()
-        replacement: Any = self.ours()(original)
-        replacement.__wrapped__ = original
+        replacement = self.ours()(original)
         owner, _, name = self.path.rpartition(".")
         if owner:
             setattr(getattr(import_module(self.module), owner), name, replacement)
@@ -268,24 +183,19 @@ class Hook:
             if getattr(module, "__dict__", {}).get(name) is original:
                 setattr(module, name, replacement)
 
-    def _look_up(self) -> Any:
-        found: Any = import_module(self.module)
-        for name in self.path.split("."):
-            found = getattr(found, name)
-        return found
 
-
-def _read() -> list[Hook]:
-    hooks = []
-    for (process, home), rows in _TABLE.items():
+def _read() -> Iterator[Hook]:
+    for group in re.split(r"\n(?=\w)", _TABLE.strip()):
+        heading, *rows = group.splitlines()
+        process, home = heading.split()
         module, _, owner = home.partition(":")
-        for signature, who, why in rows:
+        for row in rows:
+            signature, who, why = row.strip().split("  ")
             name, _, parameters = signature.removesuffix(")").partition("(")
             use, _, place = who.rpartition(" ")
             path = f"{owner}.{name}" if owner else name
             names = tuple(parameters.split(", ")) if parameters else ()
-            hooks.append(Hook(process, module, path, names, use, place, why))
-    return hooks
+            yield Hook(cast(Process, process), module, path, names, use, place, why)
 
 
 HOOKS: tuple[Hook, ...] = tuple(_read())
@@ -302,7 +212,7 @@ def vllm_version() -> str:
 
 
 def check(process: Process) -> list[Hook]:
-    """The rows of a process, each checked.
+    """The rows of a process, each checked, without late ones that this vLLM does not have.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a function that is missing or changed.
@@ -312,10 +222,7 @@ def check(process: Process) -> list[Hook]:
         raise UnsupportedError(
             f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
         )
-    hooks = [hook for hook in HOOKS if hook.process == process and (hook.use != "late" or hook.exists())]
-    for hook in hooks:
-        hook.find()
-    return hooks
+    return [hook for hook in HOOKS if hook.process == process and hook.find() is not None]
 
 
 @cache

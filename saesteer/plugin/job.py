@@ -41,8 +41,8 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to one prompt."""
+class Completion:
+    """The completion of one prompt."""
 
     text: str
     prompt_ids: list[int]
@@ -58,7 +58,7 @@ def run(
     dictionaries: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     verbose: bool = False,
-) -> list[list[Answer]]:
+) -> list[list[Completion]]:
     """Start an engine, generate the batches one after the other, end it.
 
     Args:
@@ -101,7 +101,7 @@ def run(
         found = json.loads(answers.read_text())
     if isinstance(found, str):
         raise ConfigError(found)
-    return [[Answer(**answer) for answer in batch] for batch in found]
+    return [[Completion(**answer) for answer in batch] for batch in found]
 
 
 def _reason(log: str) -> str:
@@ -143,13 +143,13 @@ def _generate(llm: Any, batch: Batch) -> list[dict[str, Any]]:
     else:
         prompts = [text if isinstance(text, str) else {"prompt_token_ids": list(text)} for text in batch.prompts]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [asdict(_answer(output)) for output in outputs]
+    return [asdict(_completion(output)) for output in outputs]
 
 
-def _answer(output: Any) -> Answer:
+def _completion(output: Any) -> Completion:
     made = output.outputs[0]
     logprobs = [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)]
-    return Answer(
+    return Completion(
         made.text, list(output.prompt_token_ids), list(made.token_ids), logprobs, output.num_cached_tokens or 0
     )
 

@@ -8,17 +8,14 @@ with requests that edit nothing.
 Keys and values depend on the tokens up to their own position, and so on the edits up to there. Images are an exception:
 in some models the tokens of an image attend to each other both ways, so a block that overlaps an image is keyed by the
 edits up to the image's end.
-
-Wraps, in the process that schedules:
-    generate_block_hash_extra_keys   also in modules that have imported it by name
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
+from saesteer.plugin.wrap import Original, around
 
 RUNS = f"{KEY}_runs"  # next to the spec in extra_args, from the front end to the scheduler (admission.keyed)
 
@@ -72,13 +69,10 @@ def edited_blocks(manager: Any, request: Any) -> set[int]:
     }
 
 
-def _keying(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def generate_block_hash_extra_keys(
-        request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
-    ) -> tuple[tuple[Any, ...] | None, int]:
-        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
-        own = key_of(request, start_token_idx, end_token_idx)
-        return (keys if own is None else (*(keys or ()), (KEY, own))), next_mm_idx
-
-    return generate_block_hash_extra_keys
+@around
+def _keying(
+    original: Original, request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...] | None, int]:
+    keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args, **kwargs)
+    own = key_of(request, start_token_idx, end_token_idx)
+    return (keys if own is None else (*(keys or ()), (KEY, own))), next_mm_idx

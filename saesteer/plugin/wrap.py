@@ -8,7 +8,10 @@ Original = Callable[..., Any]
 
 
 def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Turn a function that takes an original and its arguments into one that replaces the original."""
+    """Turn a function that takes an original and its arguments into one that replaces the original.
+
+    The replacement keeps the original as ``__wrapped__``.
+    """
 
     @wraps(stand_in, updated=())
     def wrap(original: Original) -> Original:
@@ -20,3 +23,13 @@ def around(stand_in: Callable[..., Any]) -> Callable[[Original], Original]:
 
     del wrap.__wrapped__  # it has its own signature
     return wrap
+
+
+def around_method_of(owner: Any) -> Callable[[Callable[..., Any]], None]:
+    """Put a function that takes an original and its arguments around one object's method of the same name."""
+
+    def put(stand_in: Callable[..., Any]) -> None:
+        name = stand_in.__name__
+        setattr(owner, name, around(stand_in)(getattr(owner, name)))
+
+    return put

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
-from saesteer.plugin.job import Answer
+from saesteer.plugin.job import Completion
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
 
 
-def answer(start: int, *, cached: int = 0) -> Answer:
-    return Answer("", [1] * 400, list(range(start, start + TOKENS)), [-float(start)] * TOKENS, cached)
+def answer(start: int, *, cached: int = 0) -> Completion:
+    return Completion("", [1] * 400, list(range(start, start + TOKENS)), [-float(start)] * TOKENS, cached)
 
 
 PLAIN_A, PLAIN_B, STEERED_B = answer(0), answer(100), answer(200)
@@ -30,11 +30,11 @@ OURS = [
 ]
 
 
-def failed(ours: list[list[Answer]], distances: Distances = CLOSE) -> list[str]:
+def failed(ours: list[list[Completion]], distances: Distances = CLOSE) -> list[str]:
     return [check.name for check in compare(STOCK, ours, distances) if not check.passed]
 
 
-def with_answer(batch: int, place: int, other: Answer) -> list[list[Answer]]:
+def with_answer(batch: int, place: int, other: Completion) -> list[list[Completion]]:
     ours = [list(answers) for answers in OURS]
     ours[batch][place] = other
     return ours
@@ -60,7 +60,7 @@ def test_all_is_well() -> None:
         (with_answer(4, 0, replace(PLAIN, cached=384)), "prefix caching is on"),
     ],
 )
-def test_each_fault_is_seen(ours: list[list[Answer]], name: str) -> None:
+def test_each_fault_is_seen(ours: list[list[Completion]], name: str) -> None:
     assert name in failed(ours)
 
 

@@ -115,7 +115,7 @@ def test_a_stream_of_objects_has_it_on_the_chunk_that_ends_the_choice() -> None:
     async def read(extra: Any) -> list[Any]:
         request = SimpleNamespace(model_extra=extra, vllm_xargs=None, n=None)
         chunks = anthropic._objects(raw)(None, request, outputs())
-        return [getattr(one, "saesteer", None) async for one in anthropic._ChunkRecorder(chunks)]
+        return [getattr(one, "saesteer", None) async for one in chunks]
 
     assert asyncio.run(read({"saesteer": {}})) == [None, SAID]
     assert asyncio.run(read({})) == [None, None]

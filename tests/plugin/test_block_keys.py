@@ -62,7 +62,7 @@ def hashes(
     params = SamplingParams(extra_args=None if spec is None else {KEY: spec})
     asked = SimpleNamespace(prompt_token_ids=[*range(prompt_len)], sampling_params=params)
     if spec is not None:
-        admission.admit(from_json(spec), catalog, server, asked, config=config)
+        admission.Door(server, config).admit(from_json(spec), catalog, asked)
     request = Request(
         request_id="r",
         prompt_token_ids=[*range(prompt_len)],

@@ -43,8 +43,8 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     assert other == {"block": 7, "saesteer": counted[3].tobytes()}
 
     # And at the other end of the wire.
-    params, states = SimpleNamespace(), {"ends": SimpleNamespace(), "other": object()}
-    counts.expect(params, [{"positions": [[1, None]]}])
+    params: Any = SimpleNamespace(saesteer_report=counts.Report([{"positions": [[1, None]]}]))
+    states: Any = {"ends": SimpleNamespace(), "other": object()}
     processor = SimpleNamespace(request_states=states)
     counts._expecting(lambda *_: None)(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
     counts._receiving(lambda *_: None)(processor, made)

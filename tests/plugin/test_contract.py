@@ -21,7 +21,7 @@ from saesteer.plugin import contract  # needs vLLM
 from saesteer.plugin.door import admission, frontend
 
 
-@pytest.mark.parametrize("process", contract.PROCESSES)
+@pytest.mark.parametrize("process", get_args(contract.Process))
 def test_the_installed_vllm_keeps_the_contract(process: contract.Process) -> None:
     contract.check(process)
 
@@ -140,7 +140,7 @@ def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
     from saesteer.language.spec import from_json
 
     with pytest.raises(SpecError, match="started without"):
-        admission.admit(from_json({"edits": []}), None, "", object())
+        admission.Door().admit(from_json({"edits": []}), None, object())
 
 
 def test_a_worker_that_disagrees_is_refused() -> None:

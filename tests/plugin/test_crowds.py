@@ -154,7 +154,7 @@ def main() -> None:
     llm = LLM(job["model"], **job["options"])
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     steering, many = worker.saesteer, job["many"]
-    known = llm.llm_engine.input_processor.saesteer_known
+    known = llm.llm_engine.input_processor.saesteer_door
     draw = random.Random(3)
     params = SamplingParams(temperature=0, max_tokens=1)
     specs = _distinct(steering.engine, many)

@@ -127,7 +127,7 @@ class Front:
     ) -> RequestOutputCollector | None:
         output = RequestOutputKind[kind]
         params = SamplingParams(n=n, detokenize=False, max_tokens=9, output_kind=output)
-        counts.expect(params, APPLIED, ("resid_post.15", "resid_post.20"), limit)
+        params.saesteer_report = counts.Report(APPLIED, ("resid_post.15", "resid_post.20"), limit)
         asked = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=[1, 2],

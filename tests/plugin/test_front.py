@@ -65,7 +65,7 @@ def test_specs_of_other_numbers_are_other_specs_of_one_size(front: Front) -> Non
 def test_what_is_asked_first_was_never_known(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Mock(wraps=front.engine.make_row)
     monkeypatch.setattr(front.engine, "make_row", rows)
-    monkeypatch.setattr(front, "known", admission.Known())
+    monkeypatch.setattr(front, "door", admission.Door("fingerprint", front.config))
     monkeypatch.setattr(front, "steering", worker.Steering(front.engine))
     front.run("32 clamps", 4, 6)
     assert rows.call_count == 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.plugin.job import Answer, Batch, run
+from saesteer.plugin.job import Batch, Completion, run
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Dictionaries, engine_options
 
 pytestmark = pytest.mark.slow
@@ -35,13 +35,13 @@ def form(dictionary: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stock(model_dir: str) -> list[Answer]:
+def stock(model_dir: str) -> list[Completion]:
     (answers,) = run(model_dir, [plain()], dictionaries=None, options=engine_options())
     return answers
 
 
 @pytest.fixture(scope="module")
-def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Answer]]:
+def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Completion]]:
     steers: dict[str, Any] = {"before": (), "mixed": MIXED, "clean": (), "idle": IDLE}
     steers |= {name: [None, form(name), None, form(name)] for name in FORMS}
     batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in steers.values()]
@@ -49,19 +49,21 @@ def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Answer]]:
     return dict(zip(steers, answers, strict=True))
 
 
-def bits(answers: list[Answer]) -> list[Any]:
+def bits(answers: list[Completion]) -> list[Any]:
     """Tokens and logprobs."""
     return [(answer.ids, answer.logprobs) for answer in answers]
 
 
 @pytest.mark.parametrize("batch", ["before", "clean", "idle"])
-def test_whoever_is_not_edited_has_stocks_bits(stock: list[Answer], ours: dict[str, list[Answer]], batch: str) -> None:
+def test_whoever_is_not_edited_has_stocks_bits(
+    stock: list[Completion], ours: dict[str, list[Completion]], batch: str
+) -> None:
     assert bits(ours[batch]) == bits(stock)
 
 
 @pytest.mark.parametrize("batch", ["mixed", *FORMS])
 def test_plain_requests_have_stocks_bits_beside_steered_ones(
-    stock: list[Answer], ours: dict[str, list[Answer]], batch: str
+    stock: list[Completion], ours: dict[str, list[Completion]], batch: str
 ) -> None:
     expected, made = bits(stock), bits(ours[batch])
     assert made[0] == expected[0] and made[2] == expected[2]

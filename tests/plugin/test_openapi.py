@@ -66,6 +66,8 @@ def test_all_references_lead_somewhere(document: Any) -> None:
                 follow(one)
 
     follow(openapi.components())
+    for body in ("VectorBody", "ModuleBody"):  # of the admin routes
+        follow(schemas[body])
     clamp = schemas["SaesteerClamp"]
     assert clamp["required"] == ["op", "dictionary", "feature", "value"]
     assert clamp["properties"]["mode"] == {"enum": ["set", "add", "scale", "min", "max"], "default": "set"}

@@ -34,7 +34,7 @@ def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
     """A request as the worker gets it, through the front end."""
     params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[])
     request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
-    admission.admit(from_json(spec), engine.catalog, "server", request)
+    admission.Door("server").admit(from_json(spec), engine.catalog, request)
     return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)
 
 
@@ -48,10 +48,10 @@ def words(engine: Engine, request: Any) -> list[Any]:
 )
 @given(st.lists(edits(), min_size=1, max_size=3), st.lists(st.integers(2, TOKENS), min_size=2))
 def test_a_known_spec_means_what_it_would_mean_anew(engine: Engine, found: list[Any], lengths: list[int]) -> None:
-    known, spec = admission.Known(), from_json({"edits": found})
+    known, spec = admission.Door(), from_json({"edits": found})
     for prompt_len in [*lengths, *lengths]:
         try:
-            anew = admission.Known().meaning(spec, engine.catalog, prompt_len)
+            anew = admission.Door().meaning(spec, engine.catalog, prompt_len)
         except SpecError:
             with pytest.raises(SpecError):
                 known.meaning(spec, engine.catalog, prompt_len)
@@ -60,7 +60,7 @@ def test_a_known_spec_means_what_it_would_mean_anew(engine: Engine, found: list[
 
 
 def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) -> None:
-    known, spec = admission.Known(), from_json({"edits": [{"op": "use", "module": "m"}]})
+    known, spec = admission.Door(), from_json({"edits": [{"op": "use", "module": "m"}]})
     catalogs = [replace(engine.catalog, modules={"m": from_json({"edits": [{**ADD, "scale": n}]})}) for n in (1, 2)]
     catalogs = [replace(one, digests=module_digests(one)) for one in catalogs]
     contents = [known.meaning(spec, catalogs[n % 2], 9).runs for n in range(4)]
@@ -68,7 +68,7 @@ def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) 
 
 
 def test_nobody_waits_while_another_spec_is_planned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known, slow, begun, go_on = admission.Known(), from_json({"edits": [{**ADD, "scale": 7.0}]}), Event(), Event()
+    known, slow, begun, go_on = admission.Door(), from_json({"edits": [{**ADD, "scale": 7.0}]}), Event(), Event()
 
     def blocking(spec: Any, *rest: Any) -> Any:
         if spec == slow:
@@ -88,7 +88,7 @@ def test_nobody_waits_while_another_spec_is_planned(engine: Engine, monkeypatch:
 
 
 def test_few_specs_are_known(engine: Engine) -> None:
-    known = admission.Known()
+    known = admission.Door()
     specs = [from_json({"edits": [{**ADD, "scale": 1 + n}]}) for n in range(500)]
     meanings = [known.meaning(spec, engine.catalog, 9) for spec in specs]
     assert known.meaning(specs[-1], engine.catalog, 3) is meanings[-1], "no scope counts from the prompt"

@@ -18,7 +18,9 @@ class Serving:
 
     def __init__(self, action: str = "clamp") -> None:
         config = SimpleNamespace(max_dose_action=action)
-        self.engine_client = SimpleNamespace(input_processor=SimpleNamespace(saesteer_config=config))
+        self.engine_client = SimpleNamespace(
+            input_processor=SimpleNamespace(saesteer_door=SimpleNamespace(config=config))
+        )
         self.token = asyncio.Event()  # the first one is there
         self.admit = asyncio.Event()
         self.admit.set()

@@ -14,7 +14,7 @@ from uuid import uuid4
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.doses import sites_of
 from saesteer.engine.wire import encode
-from saesteer.errors import SpecError
+from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.applied import applied
 from saesteer.planning.digests import digest
@@ -23,7 +23,7 @@ from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.runs import Run, change_digests, runs
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.prefix_cache import RUNS
-from saesteer.plugin.results import counts
+from saesteer.plugin.results.counts import Report
 
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
@@ -33,23 +33,61 @@ class Meaning:
     """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
 
     edits: bool  # whether it edits anything
-    applied: Sequence[Mapping[str, Any]]  # what an answer reports, without counts
+    applied: Sequence[dict[str, Any]]  # what an answer reports, without counts
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
 
 
-class Known:
-    """The meanings of recent specs: a module or a set of vectors is usually requested more than once.
+class Door:
+    """Admits the requests of a server, and keeps what recent specs mean: most are requested more than once.
 
     Safe to use in threads: no thread waits while another's spec is planned, and two that ask for the same spec at the
     same time may both plan it. A new catalog starts empty, since names stand for something else there.
+
+    Args:
+        server: fingerprint of the server's dictionaries and limits.
+        config: the operator's settings, of which the limit for doses counts here; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: str = "", config: SaesteerConfig | None = None) -> None:
+        self.config = config
+        self._server = server
         self._catalog: Catalog | None = None
         self._kept: dict[Any, Meaning] = {}
         self._lock = Lock()
+
+    def admit(
+        self, spec: Spec, catalog: Catalog | None, request: Any, conversation: Conversation | None = None
+    ) -> Spec:
+        """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
+
+        Returns:
+            The spec with positions instead of the chat messages that it names.
+
+        Raises:
+            SpecError: the spec asks for what this server does not have.
+        """
+        if catalog is None:
+            found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
+            fail(KEY, "not_served", f"{found}, so it cannot steer")
+        ids = request.prompt_token_ids
+        if ids is None or getattr(request, "resumable", False):
+            found = "prompts given as embeddings or as streams are not served by this version"
+            fail(KEY, "not_served", f"{found}; send text or token ids")
+        if conversation is not None and named(spec):
+            spec = resolved(spec, catalog, ids, conversation)
+        meaning = self.meaning(spec, catalog, len(ids))
+        params = request.sampling_params
+        limit = None if self.config is None else self.config.max_dose
+        measured = spec.returns.dose or limit is not None
+        params.saesteer_report = Report(meaning.applied, meaning.sites if measured else None, limit)
+        params.extra_args = {**params.extra_args, KEY: meaning.admitted}
+        if meaning.edits:
+            refusing = self.config is not None and self.config.max_dose_action == "refuse"
+            # A cached token is not measured again, and the request that computed it may be refused for it later.
+            params.extra_args[RUNS] = keyed(meaning.runs, self._server, uuid4().hex if refusing else None)
+        return spec
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
         """The meaning of a spec.
@@ -97,48 +135,6 @@ def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Convers
         SpecError: there is no such message.
     """
     return resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
-
-
-def admit(
-    spec: Spec,
-    catalog: Catalog | None,
-    server: str,
-    request: Any,
-    conversation: Conversation | None = None,
-    config: SaesteerConfig | None = None,
-    known: Known | None = None,
-) -> Spec:
-    """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
-
-    Returns:
-        The spec with positions instead of the chat messages that it names.
-
-    Raises:
-        SpecError: the spec asks for what this server does not have.
-    """
-    if catalog is None:
-        message = (
-            "this server was started without saesteer's dictionaries (additional_config.saesteer), so it cannot steer"
-        )
-        raise SpecError(message, field="saesteer", code="not_served")
-    ids = request.prompt_token_ids
-    if ids is None or getattr(request, "resumable", False):
-        message = "prompts given as embeddings or as streams are not served by this version; send text or token ids"
-        raise SpecError(message, field="saesteer", code="not_served")
-    if conversation is not None and named(spec):
-        spec = resolved(spec, catalog, ids, conversation)
-    found = (known or Known()).meaning(spec, catalog, len(ids))
-    params = request.sampling_params
-    limit = None if config is None else config.max_dose
-    measured = spec.returns.dose or limit is not None
-    counts.expect(params, found.applied, found.sites if measured else None, limit)
-    extra = {**params.extra_args, KEY: found.admitted}
-    if found.edits:
-        refusing = config is not None and config.max_dose_action == "refuse"
-        # A cached token is not measured again, and the request that computed it may be refused for it later.
-        extra[RUNS] = keyed(found.runs, server, uuid4().hex if refusing else None)
-    params.extra_args = extra
-    return spec
 
 
 def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:

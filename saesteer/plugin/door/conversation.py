@@ -86,36 +86,23 @@ def conversation_of(prompt: Any) -> Conversation | None:
 
 
 @around
-def _remembering(
-    original: Original,
-    self: Any,
-    conversations: Any,
-    chat_params: Any,
-    tok_params: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    made = original(self, conversations, chat_params, tok_params, *args, **kwargs)
-    _remember(self, made[1], conversations, chat_params, tok_params)
+def _remembering(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    made = original(self, *args, **kwargs)
+    _remember(self, made[1], *args, **kwargs)
     return made
 
 
 @around
-async def _remembering_async(
-    original: Original,
-    self: Any,
-    conversations: Any,
-    chat_params: Any,
-    tok_params: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    made = await original(self, conversations, chat_params, tok_params, *args, **kwargs)
-    _remember(self, made[1], conversations, chat_params, tok_params)
+async def _remembering_async(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    made = await original(self, *args, **kwargs)
+    _remember(self, made[1], *args, **kwargs)
     return made
 
 
-def _remember(renderer: Any, prompts: Any, conversations: Any, chat_params: Any, tok_params: Any) -> None:
+def _remember(
+    renderer: Any, prompts: Any, conversations: Any, chat_params: Any, tok_params: Any = None, *_: Any, **__: Any
+) -> None:
+    """Keep what each prompt was rendered from, given the arguments of render_chat."""
     render = type(renderer).render_chat.__wrapped__.__get__(renderer)
     for prompt, messages in zip(prompts, conversations, strict=True):
         # Images take more tokens in the prompt than in its template, and would be fetched again.

@@ -14,19 +14,19 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.planning.messages import named
 from saesteer.plugin import contract
 from saesteer.plugin.door import logs
-from saesteer.plugin.door.admission import Known, admit, resolved, without_ours
+from saesteer.plugin.door.admission import Door, resolved, without_ours
 from saesteer.plugin.door.conversation import conversation_of
 from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
@@ -34,6 +34,7 @@ from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.wrap import Original, around
 
 
 def assets_of(vllm_config: Any) -> Assets | None:
@@ -56,31 +57,23 @@ def fingerprint(assets: Assets) -> str:
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
-def _salting_compile_cache(original: Callable[..., str]) -> Callable[..., str]:
-    @wraps(original)
-    def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
-        stock = original(self, *args, **kwargs)
-        assets = assets_of(self)
-        if assets is None:
-            return stock
-        return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
-
-    return compute_hash
+@around
+def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> str:
+    stock = original(self, *args, **kwargs)
+    assets = assets_of(self)
+    if assets is None:
+        return stock
+    return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
 
 
-def _reading_catalog(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        assets = assets_of(vllm_config)
-        if assets is not None:
-            refuse_unservable(vllm_config)
-        self.saesteer_config = None if assets is None else assets.config
-        self.saesteer_names = None if assets is None else _names(assets, vllm_config)
-        self.saesteer_known = Known()
-        self.saesteer_fingerprint = "" if assets is None else fingerprint(assets)
-        original(self, vllm_config, *args, **kwargs)
-
-    return __init__
+@around
+def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    assets = assets_of(vllm_config)
+    if assets is not None:
+        refuse_unservable(vllm_config)
+    self.saesteer_names = None if assets is None else _names(assets, vllm_config)
+    self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config)
+    original(self, vllm_config, *args, **kwargs)
 
 
 def _names(assets: Assets, vllm_config: Any) -> versions.Names:
@@ -136,56 +129,44 @@ def spec_of(params: Any) -> language.Spec | None:
     return language.from_json(extra[KEY]) if KEY in extra else None
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+@around
+def _checking(
+    original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        spec = spec_of(params)
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        taken = request.sampling_params
+        if taken is not None:
+            taken.extra_args = without_ours(taken.extra_args)
+        if spec is not None:
+            names, door = self.saesteer_names, self.saesteer_door
+            held = None if names is None else names.hold()
+            spec = door.admit(spec, None if held is None else held.catalog, request, conversation_of(prompt))
+            if held is not None:
+                names.count(held, spec)
+    except SpecError as error:
+        raise SpecRefused(error) from None
+    return request
+
+
+@around
+async def _asking_ahead(
+    original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens."""
+    known = self.input_processor.saesteer_names
+    conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
+    if conversation is not None and catalog is not None and _mentions_messages(params):
         try:
             spec = spec_of(params)
-            request = original(self, request_id, prompt, params, *args, **kwargs)
-            taken = request.sampling_params
-            if taken is not None:
-                taken.extra_args = without_ours(taken.extra_args)
-            if spec is not None:
-                conversation = conversation_of(prompt)
-                held = None if self.saesteer_names is None else self.saesteer_names.hold()
-                catalog = None if held is None else held.catalog
-                found = admit(
-                    spec,
-                    catalog,
-                    self.saesteer_fingerprint,
-                    request,
-                    conversation,
-                    config=self.saesteer_config,
-                    known=self.saesteer_known,
-                )
-                if held is not None:
-                    self.saesteer_names.count(held, found)
+            if spec is not None and named(spec):
+                await asyncio.to_thread(resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
         except SpecError as error:
             raise SpecRefused(error) from None
-        return request
-
-    return process_inputs
-
-
-def _asking_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens."""
-
-    @wraps(original)
-    async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        known = self.input_processor.saesteer_names
-        conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
-        if conversation is not None and catalog is not None and _mentions_messages(params):
-            try:
-                spec = spec_of(params)
-                if spec is not None and named(spec):
-                    await asyncio.to_thread(resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
-            except SpecError as error:
-                raise SpecRefused(error) from None
-        queue = await original(self, request_id, prompt, params, *args, **kwargs)
-        streams.admitted()
-        return queue
-
-    return add_request
+    queue = await original(self, request_id, prompt, params, *args, **kwargs)
+    streams.admitted()
+    return queue
 
 
 def _mentions_messages(params: Any) -> bool:
@@ -198,19 +179,16 @@ def _mentions_messages(params: Any) -> bool:
     )
 
 
-def _adding_admin_routes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> Any:
-        from saesteer.plugin.http.admin import EndpointPlugin  # FastAPI is imported only where HTTP is answered
+@around
+def _adding_admin_routes(original: Original, *args: Any, **kwargs: Any) -> Any:
+    from saesteer.plugin.http.admin import EndpointPlugin  # FastAPI is imported only where HTTP is answered
 
-        return [*original(*args, **kwargs), EndpointPlugin()]
-
-    return load_endpoint_plugins
+    return [*original(*args, **kwargs), EndpointPlugin()]
 
 
 def _board(parallel: Any) -> Board | None:
     """What several API servers share if names may change; servers without a common engine would miss a change."""
-    if not os.environ.get("SAESTEER_ADMIN_KEY"):
+    if not os.environ.get(ADMIN_KEY):
         return None
     if parallel.local_engines_only:
         found = "--saesteer-admin-key cannot be served with external or hybrid load balancing of data parallel engines"
@@ -219,30 +197,24 @@ def _board(parallel: Any) -> Board | None:
     return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
 
 
-def _forwarding_body_field(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        params = original(self, *args, **kwargs)
-        body = self.model_extra or {}
-        if KEY in body:
-            if KEY in (params.extra_args or {}):
-                message = "appears both in the body and in vllm_xargs; expected only one of them"
-                raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
-            params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
-        return params
-
-    return to_sampling_params
+@around
+def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    params = original(self, *args, **kwargs)
+    body = self.model_extra or {}
+    if KEY in body:
+        if KEY in (params.extra_args or {}):
+            message = "appears both in the body and in vllm_xargs; expected only one of them"
+            raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
+        params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
+    return params
 
 
-def _refusing_beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}):
-            message = "beam search cannot be steered; expected sampling (use_beam_search false)"
-            raise SpecRefused(SpecError(message, field=KEY, code="not_served"))
-        return original(self, *args, **kwargs)
-
-    return to_beam_search_params
+@around
+def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}):
+        message = "beam search cannot be steered; expected sampling (use_beam_search false)"
+        raise SpecRefused(SpecError(message, field=KEY, code="not_served"))
+    return original(self, *args, **kwargs)
 
 
 def _agree(assets: Assets, statuses: list[Any]) -> None:
@@ -256,41 +228,35 @@ def _lost(exc: Exception) -> ConfigError:
     return ConfigError(f"a worker does not answer saesteer's handshake, so it would not steer: {exc}")
 
 
-def _shaking_hands(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def get_supported_tasks(self: Any) -> Any:
-        tasks = original(self)
-        # LLM calls this for every request, so it does not read again what is settled.
-        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
-        if assets is not None:
-            contract.install("offline")  # here LLM has been imported, if it is used at all
-            try:
-                statuses = self.collective_rpc("saesteer_status")
-            except Exception as exc:
-                raise _lost(exc) from exc
-            _agree(assets, statuses)
-            self.saesteer_agreed = True
-        return tasks
-
-    return get_supported_tasks
+@around
+def _shaking_hands(original: Original, self: Any) -> Any:
+    tasks = original(self)
+    # LLM calls this for every request, so it does not read again what is settled.
+    assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+    if assets is not None:
+        contract.install("offline")  # here LLM has been imported, if it is used at all
+        try:
+            statuses = self.collective_rpc("saesteer_status")
+        except Exception as exc:
+            raise _lost(exc) from exc
+        _agree(assets, statuses)
+        self.saesteer_agreed = True
+    return tasks
 
 
-def _shaking_hands_async(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    async def get_supported_tasks(self: Any) -> Any:
-        tasks = await original(self)
-        assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
-        if assets is not None:
-            contract.install("http")  # whoever calls this answers over HTTP
-            metrics.install()
-            logs.filter_streams()
-            metrics.pools(self.input_processor.saesteer_names.usage())
-            try:
-                statuses = await ask_workers(self, "saesteer_status")
-            except Exception as exc:
-                raise _lost(exc) from exc
-            _agree(assets, statuses)
-            self.saesteer_agreed = True
-        return tasks
-
-    return get_supported_tasks
+@around
+async def _shaking_hands_async(original: Original, self: Any) -> Any:
+    tasks = await original(self)
+    assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
+    if assets is not None:
+        contract.install("http")  # whoever calls this answers over HTTP
+        metrics.install()
+        logs.filter_streams()
+        metrics.pools(self.input_processor.saesteer_names.usage())
+        try:
+            statuses = await ask_workers(self, "saesteer_status")
+        except Exception as exc:
+            raise _lost(exc) from exc
+        _agree(assets, statuses)
+        self.saesteer_agreed = True
+    return tasks

@@ -67,9 +67,8 @@ def _of_body(original: Original, self: Any, request: Any) -> None:
 def _is_fit(record: logging.LogRecord) -> bool:
     """False for a log record of a refusal, or of a body with a spec."""
     error = record.exc_info[1] if record.exc_info else None
-    about = getattr(
-        getattr(error, "error_info", None), "param", None
-    )  # 0.33 wraps errors that end a stream of /v1/messages
+    # 0.33 wraps errors that end a stream of /v1/messages.
+    about = getattr(getattr(error, "error_info", None), "param", None)
     if isinstance(error, SpecRefused) or (isinstance(about, str) and re.match(rf"{KEY}\b", about)):
         return False
     return not any(isinstance(one, str) and f'"{KEY}"' in one for one in record.args or ())

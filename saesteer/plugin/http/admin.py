@@ -7,7 +7,8 @@ name it: the key is the operator's consent, and without a key every route report
 import hmac
 import os
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,16 +18,17 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from saesteer.config.config import KEY
+from saesteer.config.config import ADMIN_KEY, KEY
 from saesteer.errors import ConfigError, RegistryError, SpecError
-from saesteer.language.spec import MAX_CHARACTERS, from_json
+from saesteer.language.fields import fail
+from saesteer.language.inline import InlineVector
+from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
 from saesteer.planning.plan import Catalog
-from saesteer.plugin.http.openapi import document
+from saesteer.plugin.http.openapi import document, schema_of
 from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
-ENV = "SAESTEER_ADMIN_KEY"
 MAX_BODY = MAX_CHARACTERS  # bytes
 _SHORT = 16  # characters of a version hash, as in answers
 
@@ -46,23 +48,9 @@ class Refused(BaseModel):
     error: Refusal
 
 
-_INLINE = {
-    "anyOf": [
-        {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 4096},
-        {
-            "type": "object",
-            "required": ["dtype", "shape", "data"],
-            "additionalProperties": False,
-            "properties": {
-                "dtype": {"enum": ["float32", "float16", "bfloat16"]},
-                "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1, "maxItems": 2},
-                "layers": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                "data": {"type": "string", "format": "byte", "description": "Little-endian rows in base64."},
-            },
-        },
-    ]
-}
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128}
+_VECTOR = schema_of(tuple[float, ...] | InlineVector)
+_SPEC = {"anyOf": [schema_of(Spec)]}  # pydantic would look up a reference that stands alone
 _VECTOR_EXAMPLES: list[Any] = [
     {"name": "happy", "vector": [0.12, -0.5, 0.33]},
     {
@@ -86,7 +74,7 @@ class VectorBody(BaseModel):
 
     # Checked by the request language, whose errors name the field, so pydantic takes anything.
     name: Annotated[Any, Field(json_schema_extra=_NAME)]
-    vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_INLINE)]
+    vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_VECTOR)]
     bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="A probe's bias: x · v + bias.")] = 0.0
 
 
@@ -96,7 +84,7 @@ class ModuleBody(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _MODULE_EXAMPLES})
 
     name: Annotated[Any, Field(json_schema_extra=_NAME)]
-    spec: Annotated[Any, Field(description="As in a request's `saesteer` field.", json_schema_extra={"type": "object"})]
+    spec: Annotated[Any, Field(description="As in a request's `saesteer` field.", json_schema_extra=_SPEC)]
 
 
 class VectorEntry(BaseModel):
@@ -109,6 +97,14 @@ class VectorEntry(BaseModel):
     version: str = Field(description="Hash of its content; answers report the same in `applied`.")
     uses: int = Field(description="Requests admitted with this content, also through modules.")
 
+    @classmethod
+    def of(cls, catalog: Catalog, name: str, uses: int = 0, **more: Any) -> Self:
+        """The entry of a name in a catalog."""
+        found: Any = catalog.vectors[name]
+        shape = [found.width] if found.layers is None else [len(found.layers), found.width]
+        version = found.fingerprint[:_SHORT]
+        return cls(name=name, shape=shape, layers=found.layers, bias=found.bias, version=version, uses=uses, **more)
+
 
 class ModuleEntry(BaseModel):
     """A registered module."""
@@ -117,6 +113,12 @@ class ModuleEntry(BaseModel):
     edits: int = Field(description="Number of edits in its own list.")
     version: str = Field(description="Hash of what it does, with the vectors and modules that it names.")
     uses: int = Field(description="Requests admitted with it, also through other modules, since it was registered.")
+
+    @classmethod
+    def of(cls, catalog: Catalog, name: str, uses: int = 0, **more: Any) -> Self:
+        """The entry of a name in a catalog."""
+        version, edits = catalog.digests[name][:_SHORT], len(catalog.modules[name].edits)
+        return cls(name=name, edits=edits, version=version, uses=uses, **more)
 
 
 class VectorList(BaseModel):
@@ -152,13 +154,13 @@ class Deleted(BaseModel):
     deleted: bool = True
 
 
+@dataclass(frozen=True, slots=True)
 class Admin:
     """What the routes work on, in ``app.state``."""
 
-    def __init__(self, engine: Any, names: Names, key: str) -> None:
-        self.engine = engine
-        self.names = names
-        self.key = key.encode()
+    engine: Any
+    names: Names
+    key: str
 
 
 class EndpointPlugin:
@@ -185,7 +187,7 @@ class EndpointPlugin:
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
         if key and key in keys:
-            raise ConfigError(f"{ENV} equals a key of --api-key or VLLM_API_KEY, expected a different key")
+            raise ConfigError(f"{ADMIN_KEY} equals a key of --api-key or VLLM_API_KEY, expected a different key")
         if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
@@ -204,35 +206,32 @@ def admin_key() -> str:
     Raises:
         ConfigError: it cannot be sent in a header.
     """
-    key = os.environ.get(ENV, "")
+    key = os.environ.get(ADMIN_KEY, "")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"{ENV} holds a blank or another character that no header can carry, expected printable ASCII"
+            f"{ADMIN_KEY} holds a blank or another character that no header can carry, expected printable ASCII"
         )
     return key
 
 
 def _refuse(status: int, message: str, code: str, param: str | None = None) -> JSONResponse:
     kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
-    told = {"message": message, "type": kind.get(status, "BadRequestError"), "param": param, "code": code}
+    refusal = Refusal(message=message, type=kind.get(status, "BadRequestError"), param=param, code=code)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": told}, status, headers)
+    return JSONResponse(Refused(error=refusal).model_dump(), status, headers)
 
 
 class _TooLarge(HTTPException):
     """FastAPI lets this kind of error through while it reads the body."""
 
-    def __init__(self) -> None:
-        super().__init__(413)
-
 
 def _refused_by_key(request: Request) -> JSONResponse | None:
     admin: Admin | None = getattr(request.app.state, "saesteer_admin", None)
     if admin is None or not admin.key:
-        hint = f"start the server with --saesteer-admin-key or {ENV}"
+        hint = f"start the server with --saesteer-admin-key or {ADMIN_KEY}"
         return _refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key):
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key.encode()):
         message = "the Authorization header does not hold the admin key, expected Bearer and the key"
         return _refuse(401, message, "wrong_key")
     return None
@@ -255,13 +254,13 @@ class _Route(APIRoute):
                 message = await receive()
                 total += len(message.get("body", b""))
                 if total > MAX_BODY:
-                    raise _TooLarge
+                    raise _TooLarge(413)
                 return message
 
             announced = request.headers.get("Content-Length", "0")
             try:
                 if announced.isdecimal() and int(announced) > MAX_BODY:
-                    raise _TooLarge
+                    raise _TooLarge(413)
                 return await handle(Request(request.scope, limited))
             except _TooLarge:
                 return _refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
@@ -288,30 +287,6 @@ def _told(error: RequestValidationError) -> tuple[str, str, str | None]:
     return f"{path}: {first['msg']}, expected an object as in the examples", code, path
 
 
-def _admin(request: Request) -> Admin:
-    found: Admin = request.app.state.saesteer_admin
-    return found
-
-
-def _vector_entry(catalog: Catalog, name: str, uses: int) -> dict[str, Any]:
-    found: Any = catalog.vectors[name]
-    shape = [found.width] if found.layers is None else [len(found.layers), found.width]
-    layers = None if found.layers is None else list(found.layers)
-    return {
-        "name": name,
-        "shape": shape,
-        "layers": layers,
-        "bias": found.bias,
-        "version": found.fingerprint[:_SHORT],
-        "uses": uses,
-    }
-
-
-def _module_entry(catalog: Catalog, name: str, uses: int) -> dict[str, Any]:
-    version, edits = catalog.digests[name][:_SHORT], len(catalog.modules[name].edits)
-    return {"name": name, "edits": edits, "version": version, "uses": uses}
-
-
 def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:
     why = {
         400: "The body is wrong; `param` names the field.",
@@ -324,70 +299,64 @@ def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Refused, "description": why[status]} for status in (401, 403, *statuses)}
 
 
+def _admin(request: Request) -> Any:
+    return request.app.state.saesteer_admin
+
+
+_Admin = Annotated[Admin, Depends(_admin)]
 # Only for the OpenAPI document; the routes ask for the key before they read a body.
 _BEARER = HTTPBearer(auto_error=False, scheme_name="saesteer_admin_key", description="The key of --saesteer-admin-key.")
 router = APIRouter(prefix="/v1/saesteer", route_class=_Route, tags=["saesteer"], dependencies=[Depends(_BEARER)])
 
 
-@router.get("/vectors", responses=_says(), response_model=VectorList, summary="List the named vectors")
-async def list_vectors(request: Request) -> Any:
+@router.get("/vectors", responses=_says(), summary="List the named vectors")
+async def list_vectors(admin: _Admin) -> VectorList:
     """Shapes, layers, version hashes and use counts, and how full the pool is."""
-    names = _admin(request).names
-    used, size = max(names.usage().values(), default=(0, 0))
-    catalog, uses = names.catalog, names.uses()
-    vectors = [_vector_entry(catalog, name, uses["vector", name]) for name in catalog.vectors]
-    return {"vectors": vectors, "pool_rows": size, "pool_rows_in_use": used}
+    used, size = max(admin.names.usage().values(), default=(0, 0))
+    catalog, uses = admin.names.catalog, admin.names.uses()
+    vectors = [VectorEntry.of(catalog, name, uses["vector", name]) for name in catalog.vectors]
+    return VectorList(vectors=vectors, pool_rows=size, pool_rows_in_use=used)
 
 
-@router.post(
-    "/vectors", responses=_says(400, 409, 413), response_model=VectorDone, summary="Register or replace a vector"
-)
-async def put_vector(request: Request, body: VectorBody) -> Any:
+@router.post("/vectors", responses=_says(400, 409, 413), summary="Register or replace a vector")
+async def put_vector(admin: _Admin, body: VectorBody) -> VectorDone:
     """The vector is on the device when this returns. Running requests keep what they started with."""
-    admin = _admin(request)
-    replaced, catalog = await admin.names.put_vector(admin.engine, body.name, Given.read(body.vector, body.bias))
-    return {**_vector_entry(catalog, body.name, 0), "replaced": replaced}
+    given = Given.read(body.vector, body.bias)
+    replaced, catalog = await admin.names.put_vector(admin.engine, body.name, given)
+    return VectorDone.of(catalog, body.name, replaced=replaced)
 
 
-@router.delete("/vectors/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a vector")
-async def delete_vector(request: Request, name: str) -> Any:
+@router.delete("/vectors/{name:path}", responses=_says(404, 409), summary="Delete a vector")
+async def delete_vector(admin: _Admin, name: str) -> Deleted:
     """New requests cannot name it; running requests keep it. A vector that a module uses is not deleted."""
-    admin = _admin(request)
     await admin.names.delete(admin.engine, "vector", name)
-    return {"name": name}
+    return Deleted(name=name)
 
 
-@router.get("/modules", responses=_says(), response_model=ModuleList, summary="List the modules")
-async def list_modules(request: Request) -> Any:
+@router.get("/modules", responses=_says(), summary="List the modules")
+async def list_modules(admin: _Admin) -> ModuleList:
     """Version hashes and use counts."""
-    names = _admin(request).names
-    catalog, uses = names.catalog, names.uses()
-    return {"modules": [_module_entry(catalog, name, uses["module", name]) for name in catalog.modules]}
+    catalog, uses = admin.names.catalog, admin.names.uses()
+    return ModuleList(modules=[ModuleEntry.of(catalog, name, uses["module", name]) for name in catalog.modules])
 
 
-@router.post(
-    "/modules", responses=_says(400, 409, 413), response_model=ModuleDone, summary="Register or replace a module"
-)
-async def put_module(request: Request, body: ModuleBody) -> Any:
+@router.post("/modules", responses=_says(400, 409, 413), summary="Register or replace a module")
+async def put_module(admin: _Admin, body: ModuleBody) -> ModuleDone:
     """Its own vectors are on the device when this returns. Running requests keep what they started with."""
-    admin = _admin(request)
     replaced, catalog = await admin.names.put_module(admin.engine, body.name, _spec(body.spec))
-    return {**_module_entry(catalog, body.name, 0), "replaced": replaced}
+    return ModuleDone.of(catalog, body.name, replaced=replaced)
 
 
-@router.delete("/modules/{name:path}", responses=_says(404, 409), response_model=Deleted, summary="Delete a module")
-async def delete_module(request: Request, name: str) -> Any:
+@router.delete("/modules/{name:path}", responses=_says(404, 409), summary="Delete a module")
+async def delete_module(admin: _Admin, name: str) -> Deleted:
     """New requests cannot name it; running requests keep it. A module that another module uses is not deleted."""
-    admin = _admin(request)
     await admin.names.delete(admin.engine, "module", name)
-    return {"name": name}
+    return Deleted(name=name)
 
 
 def _spec(value: Any) -> Any:
     if isinstance(value, str):
-        raise SpecError(
-            "got a text, expected a spec as a JSON object; files are named at start", field="spec", code="wrong_type"
-        )
+        fail("spec", "wrong_type", "got a text, expected a spec as a JSON object; files are named at start")
     try:
         return from_json(value)
     except SpecError as error:

@@ -10,7 +10,7 @@ same way. Knows both forms, and no more of an answer than the chat completion sa
 """
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import cache
 from typing import Any
@@ -18,11 +18,10 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import OutputRecorder, is_steered
+from saesteer.plugin.http.bodies import FIELD, is_steered, recorded, with_report
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_FIELD = f',"{KEY}":'  # as bodies.py writes it; in a text the quotes would be escaped
 _ENDS = "event: message_delta\n"
 
 
@@ -58,34 +57,22 @@ def _whole(original: Original, self: Any, generator: Any) -> Any:
     return made if report is None else _with_field(made.__class__)(**dict(made), saesteer=report)
 
 
-class _ChunkRecorder:
-    """Passes on the chunks of a chat completion, and records what they report."""
-
-    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
-        self.report: Any = None
-        self._chunks = chunks
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        chunk = await anext(self._chunks)
-        if not isinstance(chunk, str):
-            self.report = getattr(chunk, KEY, self.report)
-        elif _FIELD in chunk:
-            self.report = json.loads(chunk.removeprefix("data: "))[KEY]
-        return chunk
-
-
 @around
 async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-    chunks = _ChunkRecorder(generator)
-    async with aclosing(generator), aclosing(original(self, chunks)) as events:
+    report: Any = None
+
+    async def recorded_chunks() -> AsyncGenerator[Any, None]:
+        nonlocal report
+        async for chunk in generator:
+            if not isinstance(chunk, str):
+                report = getattr(chunk, KEY, report)
+            elif FIELD in chunk:
+                report = json.loads(chunk.removeprefix("data: "))[KEY]
+            yield chunk
+
+    async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:
         async for event in events:
-            if chunks.report is not None and event.startswith(_ENDS):
-                own = json.dumps(chunks.report, separators=(",", ":"))
-                event = f"{event.rstrip().removesuffix('}')}{_FIELD}{own}}}\n\n"
-            yield event
+            yield with_report(event, report) if report is not None and event.startswith(_ENDS) else event
 
 
 @around
@@ -94,10 +81,11 @@ async def _objects(
 ) -> AsyncGenerator[Any, None]:
     """From 0.33 on, a stream's chunks become events before they are text."""
     steered = is_steered(request)
-    outputs = OutputRecorder(result_generator, request.n or 1) if steered else result_generator
+    reports: dict[int, Any] = {}
+    outputs = recorded(result_generator, request, reports) if steered else result_generator
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:
             ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))
-            if ended and 0 in outputs.reports:
-                chunk.saesteer = outputs.reports[0]
+            if ended and 0 in reports:
+                chunk.saesteer = reports[0]
             yield chunk

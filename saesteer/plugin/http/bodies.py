@@ -9,7 +9,7 @@ responses API that event is made here. anthropic.py serves Anthropic's form of a
 
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
+FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
@@ -25,22 +26,22 @@ def is_steered(request: Any) -> bool:
     return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
 
 
-class OutputRecorder:
-    """Passes on the engine's outputs, and records what each choice reports."""
+async def recorded(
+    outputs: AsyncGenerator[Any, None], request: Any, reports: dict[int, Any], first: int = 0
+) -> AsyncGenerator[Any, None]:
+    """Passes on the engine's outputs, and records what each choice reports.
 
-    def __init__(self, outputs: AsyncIterator[Any], choices: int) -> None:
-        self.reports: dict[int, Any] = {}
-        self._outputs = outputs
-        self._choices = choices  # of each prompt
-
-    def __aiter__(self) -> "OutputRecorder":
-        return self
-
-    async def __anext__(self) -> Any:
-        found = await self._outputs.__anext__()
-        prompt, output = found if isinstance(found, tuple) else (0, found)
-        self.reports |= _reports_of(output, prompt * self._choices)
-        return found
+    Args:
+        outputs: of one prompt, or of several with the prompt's number.
+        request: the request that they answer.
+        reports: where the reports go, by choice.
+        first: the number of the first choice.
+    """
+    async with aclosing(outputs):  # if one conversation of a batch fails, vLLM closes the others
+        async for found in outputs:
+            prompt, output = found if isinstance(found, tuple) else (0, found)
+            reports |= _reports_of(output, first + prompt * (request.n or 1))
+            yield found
 
 
 def _reports_of(output: Any, first: int) -> dict[int, Any]:
@@ -67,8 +68,12 @@ def _with_answer(chunk: str, reports: Mapping[int, Any]) -> str:
     found = next((reports[choice] for choice in ended if choice in reports), None)
     if found is None:
         return chunk
-    own = json.dumps(found, separators=(",", ":"))
-    return f'{chunk.rstrip().removesuffix("}")},"{KEY}":{own}}}\n\n'  # vLLM's own bytes do not change
+    return with_report(chunk, found)
+
+
+def with_report(event: str, report: Any) -> str:
+    """The text of a stream's event, with the field at the end of its object; vLLM's own bytes do not change."""
+    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(report, separators=(',', ':'))}}}\n\n"
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
@@ -81,9 +86,9 @@ async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any])
 async def _chat(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_steered(request):
         return await original(self, request, result_generator, *args, **kwargs)
-    outputs = OutputRecorder(result_generator, request.n or 1)
-    response = await original(self, request, outputs, *args, **kwargs)
-    _add_reports(response, outputs.reports)
+    reports: dict[int, Any] = {}
+    response = await original(self, request, recorded(result_generator, request, reports), *args, **kwargs)
+    _add_reports(response, reports)
     return response
 
 
@@ -91,8 +96,9 @@ async def _chat(original: Original, self: Any, request: Any, result_generator: A
 def _chat_stream(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_steered(request):
         return original(self, request, result_generator, *args, **kwargs)
-    outputs = OutputRecorder(result_generator, request.n or 1)
-    return _chunks(original(self, request, outputs, *args, **kwargs), outputs.reports)
+    reports: dict[int, Any] = {}
+    outputs = recorded(result_generator, request, reports)
+    return _chunks(original(self, request, outputs, *args, **kwargs), reports)
 
 
 @around
@@ -110,19 +116,10 @@ async def _batch(original: Original, self: Any, request: Any, generators: Any, *
     if not is_steered(request):
         return await original(self, request, generators, *args, **kwargs)
     reports: dict[int, Any] = {}
-    recorded = [_recorded(outputs, number, reports) for number, outputs in enumerate(generators)]
-    response = await original(self, request, recorded, *args, **kwargs)
+    own = [recorded(outputs, request, reports, number) for number, outputs in enumerate(generators)]
+    response = await original(self, request, own, *args, **kwargs)
     _add_reports(response, reports)
     return response
-
-
-async def _recorded(
-    outputs: AsyncGenerator[Any, None], choice: int, reports: dict[int, Any]
-) -> AsyncGenerator[Any, None]:
-    async with aclosing(outputs):  # if one conversation fails, vLLM closes the others
-        async for output in outputs:
-            reports |= _reports_of(output, choice)
-            yield output
 
 
 @around
@@ -142,8 +139,9 @@ def _completion_stream(
 ) -> Any:
     if not is_steered(request):
         return original(self, request, engine_inputs, result_generator, *args, **kwargs)
-    outputs = OutputRecorder(result_generator, request.n or 1)
-    return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), outputs.reports)
+    reports: dict[int, Any] = {}
+    outputs = recorded(result_generator, request, reports)
+    return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), reports)
 
 
 @around

@@ -79,7 +79,7 @@ def document(app: Any) -> None:
 
 def components() -> dict[str, Any]:
     """The schemas of a spec and of the field in answers, by name."""
-    return {_name(record): _schema_of(record) for record in _RECORDS} | {"SaesteerAnswer": _ANSWER}
+    return {_name(record): _schema_of_record(record) for record in _RECORDS} | {"SaesteerAnswer": _ANSWER}
 
 
 def _add(body: Mapping[str, Any], field: dict[str, Any], schemas: dict[str, Any]) -> None:
@@ -103,14 +103,14 @@ def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _schema_of(record: type[Record]) -> dict[str, Any]:
+def _schema_of_record(record: type[Record]) -> dict[str, Any]:
     hints = get_type_hints(record)
     properties: dict[str, Any] = {}
     if issubclass(record, Edit):
         properties["op"] = {"type": "string", "const": record.op}
     required = list(properties)
     for key, one in table(record).items():
-        schema = _schema(hints[one.name])
+        schema = schema_of(hints[one.name])
         if one.metadata["single"] or one.name == "messages":  # one item stands for a list of one
             schema = _any_of(_item(hints[one.name]), hints[one.name])
         if one.default is MISSING:
@@ -123,7 +123,8 @@ def _schema_of(record: type[Record]) -> dict[str, Any]:
     return about | {"type": "object", "properties": properties, "additionalProperties": False} | needs
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def schema_of(hint: Any) -> dict[str, Any]:
+    """The schema of a type in the language's records; a record is a reference."""
     if hint in _PLAIN:
         return dict(_PLAIN[hint])
     if hint is Edit:
@@ -136,7 +137,7 @@ def _schema(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is not tuple:
         return _any_of(*held)
     if held[-1] is ...:
-        return {"type": "array", "items": _schema(held[0])}
+        return {"type": "array", "items": schema_of(held[0])}
     return {"type": "array", "items": _any_of(*held), "minItems": len(held), "maxItems": len(held)}
 
 
@@ -152,4 +153,4 @@ def _any_of(*hints: Any) -> dict[str, Any]:
     for hint in hints:
         inner = get_args(hint) if get_origin(hint) not in (tuple, Literal, None) else (hint,)
         flat += [one for one in inner if one not in flat]
-    return {"anyOf": [_schema(one) for one in flat]}
+    return {"anyOf": [schema_of(one) for one in flat]}

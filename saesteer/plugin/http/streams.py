@@ -20,28 +20,15 @@ from saesteer.plugin.wrap import Original, around
 _EARLY = ("response.created", "response.in_progress")  # events that every response begins with
 
 
-class _Admission:
-    """Waits until the engine has admitted all prompts of a streamed request."""
-
-    def __init__(self, prompts: int) -> None:
-        self.done = asyncio.get_running_loop().create_future()
-        self._left = prompts
-
-    def one(self) -> None:
-        """Counts a prompt that was admitted."""
-        self._left -= 1
-        if self._left == 0:
-            self.done.set_result(None)
-
-
-_admission: ContextVar[_Admission | None] = ContextVar("saesteer_admission", default=None)
+# A future for each prompt of the streamed request that the engine has not admitted yet.
+_waiting: ContextVar[list[asyncio.Future[None]] | None] = ContextVar("saesteer_waiting", default=None)
 
 
 def admitted() -> None:
     """Records that the engine has admitted a prompt; called in the context of the request."""
-    waiting = _admission.get()
-    if waiting is not None:
-        waiting.one()
+    waiting = _waiting.get()
+    if waiting:
+        waiting.pop().set_result(None)
 
 
 @around
@@ -49,11 +36,11 @@ async def _looking(original: Original, self: Any, request: Any, *args: Any, **kw
     made = await original(self, request, *args, **kwargs)
     if not isinstance(made, AsyncGenerator) or not is_steered(request):
         return made
-    admission = _Admission(_prompts(request))
-    before = _admission.set(admission)
+    prompts = [asyncio.get_running_loop().create_future() for _ in range(_prompts(request))]
+    before = _waiting.set([*prompts])
     begun = asyncio.create_task(_begun(made))  # with the present context
-    _admission.reset(before)
-    awaited = {begun} if _refuses_doses(self) else {begun, admission.done}
+    _waiting.reset(before)
+    awaited = {begun} if _refuses_doses(self) else {begun, asyncio.gather(*prompts)}
     try:
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         first = begun.result() if begun.done() else []
@@ -76,7 +63,7 @@ def _prompts(request: Any) -> int:
 
 
 def _refuses_doses(serving: Any) -> bool:
-    config = serving.engine_client.input_processor.saesteer_config
+    config = serving.engine_client.input_processor.saesteer_door.config
     return config is not None and config.max_dose_action == "refuse"
 
 

@@ -6,6 +6,7 @@ vLLM's own RPC reaches all engines, but returns only the answers of the first en
 import asyncio
 import json
 from base64 import b64decode
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,9 @@ async def ask_workers(engine: Any, method: str, *args: Any) -> list[Any]:
         Each worker's answer, engine by engine; no worker has anything left to do then.
     """
     client = engine.engine_core
-    calls = [
-        client._call_utility_async("collective_rpc", method, None, args, None, engine=one)
-        for one in client.core_engines
-    ]
-    return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+    call = partial(client._call_utility_async, "collective_rpc", method, None, args, None)
+    several = await asyncio.gather(*(call(engine=one) for one in client.core_engines))
+    return [answer for answers in several for answer in answers]
 
 
 def change_pins(self: Any, wire: str) -> dict[str, Any]:

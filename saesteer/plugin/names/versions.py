@@ -112,8 +112,7 @@ class Names:
             SpecError: its width differs from the model's, or a module cannot use it.
             RegistryError: there is no room, or no op where it belongs.
         """
-        found = await asyncio.to_thread(given.decode)
-        return await self._shielded(engine, ("vector", text(name, "name")), found, given)
+        return await self._shielded(engine, ("vector", text(name, "name")), given)
 
     async def put_module(self, engine: Any, name: str, spec: Spec) -> tuple[bool, Catalog]:
         """Register or replace a module; returns whether there was one, and the catalog now.
@@ -122,7 +121,7 @@ class Names:
             SpecError: it cannot be used on this server.
             RegistryError: there is no room for the vectors in it.
         """
-        return await self._shielded(engine, ("module", text(name, "name")), spec, spec)
+        return await self._shielded(engine, ("module", text(name, "name")), spec)
 
     async def delete(self, engine: Any, kind: Kind, name: str) -> None:
         """Delete a name.
@@ -131,20 +130,21 @@ class Names:
             SpecError: there is no such name.
             RegistryError: a module uses it.
         """
-        await self._shielded(engine, (kind, name), None, None)
+        await self._shielded(engine, (kind, name), None)
 
-    async def _shielded(self, engine: Any, name: Name, found: Any, wire: Any) -> tuple[bool, Catalog]:
+    async def _shielded(self, engine: Any, name: Name, given: Given | Spec | None) -> tuple[bool, Catalog]:
         # A change that has begun is completed even if its client disconnects.
-        return await asyncio.shield(asyncio.create_task(self._change(engine, name, found, wire)))
+        return await asyncio.shield(asyncio.create_task(self._change(engine, name, given)))
 
-    async def _change(self, engine: Any, name: Name, found: Any, wire: Any) -> tuple[bool, Catalog]:
+    async def _change(self, engine: Any, name: Name, given: Given | Spec | None) -> tuple[bool, Catalog]:
         kind, own = name
+        found: Any = await asyncio.to_thread(given.decode) if isinstance(given, Given) else given
         async with self._changing, self._alone():
             before = self.hold()
-            if found is None:
+            if given is None:
                 check_gone(name, before.catalog)
             catalog = changed(before.catalog, *(({own: found}, {}) if kind == "vector" else ({}, {own: found})))
-            if found is not None:
+            if given is not None:
                 check_put(name, catalog, self._layers)
             catalog, pins = settle(catalog)
             self._refuse_without_room(before.pins, pins)
@@ -152,10 +152,10 @@ class Names:
             unpinned = set(self._stale) - pins.keys() - before.pins.keys()
             number = before.number + 1
             puts = {**before.puts, name: number}
-            if found is None:
+            if given is None:
                 del puts[name]
             elif self._board is not None:
-                self._board.put(number, {f"{kind}s": {own: wire.to_json()}})
+                self._board.put(number, {f"{kind}s": {own: given.to_json()}})
             # If it fails, some workers have pinned what is new, and the next change unpins it.
             self._post(before, {*self._stale, *new}, self._usage, keep=number)
             usage = await self._tell(engine, new, unpinned)

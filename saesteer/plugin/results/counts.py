@@ -11,8 +11,7 @@ nothing, and outputs of other requests do not change.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from saesteer.engine.table import Row
 from saesteer.kernels import layout
 from saesteer.planning.applied import count
 from saesteer.plugin.results import failures, metrics
-from saesteer.plugin.wrap import Original, around
+from saesteer.plugin.wrap import Original, around, around_method_of
 
 
 class Table(NamedTuple):
@@ -115,22 +114,19 @@ class Snapshot:
 
 def attach(worker: Any, steering: Any) -> None:
     """Makes the counters leave with the output of each step of this worker."""
-    sample = worker.sample_tokens
     # If the tokens are still on their way, this is the object that vLLM will put them into.
     made_of = "model_runner_output" if hasattr(worker.model_runner, "model_state") else "_model_runner_output"
 
-    @wraps(sample)
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+    @around_method_of(worker)
+    def sample_tokens(original: Original, *args: Any, **kwargs: Any) -> Any:
         if steering.kinds is None and not steering.failed:
-            return sample(*args, **kwargs)
+            return original(*args, **kwargs)
         snapshot = steering.snapshot()  # now, since the next step may be prepared before this one's tokens arrive
-        output = sample(*args, **kwargs)
+        output = original(*args, **kwargs)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer = snapshot
         return output
-
-    worker.sample_tokens = sample_tokens
 
 
 @around
@@ -157,39 +153,29 @@ def _sending(
 
 
 @dataclass(slots=True)
-class _Report:
-    """What a request's answer will report."""
+class Report:
+    """What a request's answer will report; kept on its parameters, which vLLM owns, and never sent on."""
 
-    fields: dict[str, Any]
-    sites: tuple[str, ...] | None  # whose doses are reported
-    limit: float | None  # of a dose
+    applied: Sequence[dict[str, Any]]  # as saesteer.planning.applied makes it
+    sites: tuple[str, ...] | None = None  # whose doses are reported (doses.sites_of); None: doses are not reported
+    limit: float | None = None  # the server's limit for a dose
     counted: bytes = b""  # from the last output that had counters
+    fields: dict[str, Any] = field(default_factory=dict)  # of the answer
+
+    def of_choice(self) -> "Report":
+        """The report of one choice, with fields of its own."""
+        fields: dict[str, Any] = {"applied": [dict(one) for one in self.applied]}
+        # "dose" stays empty if there is no site.
+        return replace(self, fields=fields if self.sites is None else fields | {"dose": []})
 
     def fill(self) -> None:
         """Adds the counts and doses."""
         if self.counted:
             found = np.frombuffer(self.counted, dtype=np.int32)
-            cached, counters, edits = int(found[0]), found[1:], len(self.fields["applied"])
+            cached, counters, edits = int(found[0]), found[1:], len(self.applied)
             count(self.fields["applied"], counters[:edits].tolist(), cached)
             if self.sites is not None:
                 self.fields["dose"] = doses.report(counters, edits, self.sites, limited=self.limit is not None)
-
-
-def expect(
-    params: Any,
-    applied: Sequence[Mapping[str, Any]],
-    sites: tuple[str, ...] | None = None,
-    limit: float | None = None,
-) -> None:
-    """Remembers, on a request's parameters, what its answer will report; this does not leave the process.
-
-    Args:
-        params: vLLM's own copy of the request's SamplingParams.
-        applied: as saesteer.planning.applied makes it.
-        sites: the sites whose doses are measured, as saesteer.engine.doses names them; None: doses are not reported.
-        limit: the server's limit for a dose.
-    """
-    params.saesteer_answer = _Report({"applied": applied}, sites, limit)
 
 
 @around
@@ -199,12 +185,9 @@ def _expecting(
     made = original(self, request, prompt, parent_req, *args, **kwargs)
     # Each of n answers has a copy of the parameters, without our part.
     params = request.sampling_params if parent_req is None else parent_req.sampling_params
-    answer: _Report | None = getattr(params, "saesteer_answer", None)
-    if answer is not None:
-        fields: dict[str, Any] = {"applied": [dict(one) for one in answer.fields["applied"]]}
-        if answer.sites is not None:
-            fields["dose"] = []  # and stays empty if there is no site
-        self.request_states[request.request_id].saesteer = _Report(fields, answer.sites, answer.limit)
+    report: Report | None = getattr(params, "saesteer_report", None)
+    if report is not None:
+        self.request_states[request.request_id].saesteer = report.of_choice()
     return made
 
 
@@ -218,7 +201,7 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
             counted, word = found.pop(KEY, None), found.pop(failures.FAILED, None)
             one.kv_transfer_params = found or None
             state = self.request_states.get(one.request_id)
-            answer: _Report | None = getattr(state, "saesteer", None)
+            answer: Report | None = getattr(state, "saesteer", None)
             if answer is not None:
                 answer.counted = counted or answer.counted
                 if word is not None:
@@ -235,7 +218,7 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
 @around
 def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(self, token_ids, finish_reason, *args, **kwargs)
-    answer: _Report | None = getattr(self, "saesteer", None)
+    answer: Report | None = getattr(self, "saesteer", None)
     if answer is not None:
         # One object for all pieces of a stream: vLLM merges waiting pieces and keeps the first one's.
         made.saesteer = answer.fields

@@ -123,12 +123,10 @@ def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None
         processor: vLLM's OutputProcessor, before it has the step's outputs.
         failed: states of requests, each with its error.
     """
-    seen = set()
+    first: dict[str, tuple[Any, SpecError]] = {}  # several choices of one request may have failed
     for state, error in failed:
-        asked = _asked(state)
-        if asked in seen:
-            continue
-        seen.add(asked)
+        first.setdefault(_asked(state), (state, error))
+    for state, error in first.values():
         refused = SpecRefused(error)
         call: list[SpecRefused] | None = getattr(processor, "saesteer_refused", None)
         if state.queue is not None:
@@ -149,14 +147,12 @@ def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[st
         asked = {_asked(state) for state in processor.request_states.values()}
     else:
         asked = {_asked(state) for state, _ in failed if state.queue is not None and state.parent_req is not None}
-    found: list[str] = processor.abort_requests(asked, internal=True)
-    return found
+    return [*processor.abort_requests(asked, internal=True)]
 
 
 def _asked(state: Any) -> str:
     """The id of the whole request, of which a state may be one choice."""
-    found: str = state.request_id if state.parent_req is None else state.parent_req.request_id
-    return found
+    return str(state.request_id if state.parent_req is None else state.parent_req.request_id)
 
 
 @around

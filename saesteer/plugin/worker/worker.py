@@ -9,8 +9,7 @@ Wraps, on instances after the worker has built its runner:
 """
 
 import logging
-from collections.abc import Callable
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -32,6 +31,7 @@ from saesteer.plugin.names import rpc
 from saesteer.plugin.results import counts, failures
 from saesteer.plugin.worker import layers
 from saesteer.plugin.worker.slots import Rows
+from saesteer.plugin.wrap import Original, around, around_method_of
 
 logger = logging.getLogger("vllm.saesteer")
 _RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
@@ -43,15 +43,12 @@ def status(self: Any) -> dict[str, str]:
     return {"version": __version__, "fingerprint": "" if assets is None else frontend.fingerprint(assets)}
 
 
-def _attaching(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def init_device(self: Any) -> None:
-        original(self)
-        assets = frontend.assets_of(self.vllm_config)
-        if assets is not None:
-            attach(self.worker, assets)
-
-    return init_device
+@around
+def _attaching(original: Original, self: Any) -> None:
+    original(self)
+    assets = frontend.assets_of(self.vllm_config)
+    if assets is not None:
+        attach(self.worker, assets)
 
 
 def attach(worker: Any, assets: Assets) -> None:
@@ -62,12 +59,10 @@ def attach(worker: Any, assets: Assets) -> None:
     """
     contract.install("worker")
     runner = worker.model_runner
-    load_model = runner.load_model
-    warm_up = worker.compile_or_warm_up_model
 
-    @wraps(load_model)
-    def load_with_dictionaries(*args: Any, **kwargs: Any) -> Any:
-        loaded = load_model(*args, **kwargs)
+    @around_method_of(runner)
+    def load_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
         worker.saesteer = steering = _build(runner, assets)
         if hasattr(runner, "model_state"):
             _wrap_v2(runner.model_state, steering)
@@ -76,14 +71,12 @@ def attach(worker: Any, assets: Assets) -> None:
         counts.attach(worker, steering)
         return loaded
 
-    @wraps(warm_up)
-    def warm_up_and_check(*args: Any, **kwargs: Any) -> Any:
-        times = warm_up(*args, **kwargs)
+    @around_method_of(worker)
+    def compile_or_warm_up_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+        times = original(*args, **kwargs)
         _check_hits(runner, worker.saesteer.engine)
         return times
 
-    runner.load_model = load_with_dictionaries
-    worker.compile_or_warm_up_model = warm_up_and_check
     # Called by name over collective_rpc.
     worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(rpc.change_pins, worker)
 
@@ -139,7 +132,7 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
-        self._kinds: NDArray[np.int32] | None = None
+        self.kinds: NDArray[np.int32] | None = None  # of the last batch's rows, by site; None: none of them is steered
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request and return its row's content, or None if it is not steered."""
@@ -204,17 +197,19 @@ class Steering:
         self._places[request], self._holders[row] = row, request
 
     def _keep(self, request: str) -> None:
-        row = self._places.pop(request)
-        del self._holders[row]
-        self.engine.release(row)
+        row = self._leave(request)
         self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
 
     def _drop(self, request: str) -> None:
         self._kept.pop(request, None)
-        row = self._places.pop(request, None)
-        if row is not None:
-            del self._holders[row]
-            self.engine.release(row)
+        if request in self._places:
+            self._leave(request)
+
+    def _leave(self, request: str) -> int:
+        row = self._places.pop(request)
+        del self._holders[row]
+        self.engine.release(row)
+        return row
 
     def forget(self, request: str) -> None:
         """Forget a request that has ended or will start again."""
@@ -246,57 +241,45 @@ class Steering:
 
         It is the same when the same requests, steered as before, have one token each again.
         """
+        before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            same = tokens == self._tokens == len(batch)
-            self._tokens = tokens
-            return not same
-        self._tokens = tokens
+            return not before == tokens == len(batch)
         self._batch, self._listed = list(batch), None
         found = [self.rows[request].kinds for request in batch if request in self.rows]
-        self._kinds = reduce(or_, found) if found else None
+        self.kinds = reduce(or_, found) if found else None
         return True
-
-    @property
-    def kinds(self) -> NDArray[np.int32] | None:
-        """The kinds of the last batch's rows, by site; None if none of them is steered."""
-        return self._kinds
 
 
 def _wrap_v2(state: Any, steering: Steering) -> None:
     """The V2 runner: a request's state slot, plus one, is its row; slots and positions are on the device already."""
     engine = steering.engine
-    add, remove, prepare = state.add_request, state.remove_request, state.prepare_inputs
     warm: list[bool] = []  # the first batch is a dummy one, before any request
 
-    @wraps(add)
-    def add_request(req_index: int, new_req_data: Any) -> None:
-        add(req_index, new_req_data)
+    @around_method_of(state)
+    def add_request(original: Original, req_index: int, new_req_data: Any) -> None:
+        original(req_index, new_req_data)
         steering.add(new_req_data)
         steering.fill(new_req_data.req_id, req_index + 1)
 
-    @wraps(remove)
-    def remove_request(req_id: str) -> None:
-        remove(req_id)
+    @around_method_of(state)
+    def remove_request(original: Original, req_id: str) -> None:
+        original(req_id)
         steering.forget(req_id)
 
-    @wraps(prepare)
-    def prepare_inputs(input_batch: Any, req_states: Any) -> Any:
+    @around_method_of(state)
+    def prepare_inputs(original: Original, input_batch: Any, req_states: Any) -> Any:
         # A dummy batch has made-up ids but slots of live requests, so the ids decide.
         batch = input_batch
+        slots, starts, tokens = batch.idx_mapping, batch.query_start_loc, batch.num_tokens
         if not warm:
-            engine.warm_map(batch.idx_mapping, batch.query_start_loc)
+            engine.warm_map(slots, starts)
             warm.append(True)
-        changed = steering.look(batch.req_ids, batch.num_tokens)
+        changed = steering.look(batch.req_ids, tokens)
         if steering.kinds is None:
             engine.rest()
         else:
-            requests, tokens = batch.num_reqs, batch.num_tokens
-            engine.schedule(
-                batch.idx_mapping, 1, batch.query_start_loc, requests, tokens, steering.kinds, changed=changed
-            )
-        return prepare(input_batch, req_states)
-
-    state.add_request, state.remove_request, state.prepare_inputs = add_request, remove_request, prepare_inputs
+            engine.schedule(slots, 1, starts, batch.num_reqs, tokens, steering.kinds, changed=changed)
+        return original(input_batch, req_states)
 
 
 def _wrap_v1(runner: Any, steering: Steering) -> None:
@@ -304,11 +287,10 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     engine = steering.engine
     rows = Rows(engine.table.shape[0] - 1)
     numbers: list[int] = []  # rows of the last batch
-    update, prepare, dummy = runner._update_states, runner._prepare_inputs, runner._dummy_run
     warm: list[bool] = []
 
-    @wraps(update)
-    def update_states(scheduler_output: Any) -> Any:
+    @around_method_of(runner)
+    def _update_states(original: Original, scheduler_output: Any) -> Any:
         for request in scheduler_output.finished_req_ids:
             steering.forget(request)
             rows.release(request)
@@ -321,7 +303,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
                 if request in cached.resumed_req_ids:
                     rows.release(request)
                     steering.restart(request, computed)
-        return update(scheduler_output)
+        return original(scheduler_output)
 
     def number(batch: list[str]) -> list[int]:
         """Give rows to the steered requests of a batch."""
@@ -332,10 +314,10 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
             steering.fill(request, by_id[request])
         return [by_id.get(request, 0) for request in batch]
 
-    @wraps(prepare)
-    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    @around_method_of(runner)
+    def _prepare_inputs(original: Original, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal numbers
-        prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+        prepared = original(scheduler_output, *args, **kwargs)
         batch = runner.input_batch.req_ids[: runner.input_batch.num_reqs]
         tokens = scheduler_output.total_num_scheduled_tokens
         changed = steering.look(batch, tokens)
@@ -348,12 +330,10 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         engine.schedule(numbers, 0, starts, len(batch), tokens, steering.kinds, changed=changed)
         return prepared
 
-    @wraps(dummy)
-    def dummy_run(*args: Any, **kwargs: Any) -> Any:
+    @around_method_of(runner)
+    def _dummy_run(original: Original, *args: Any, **kwargs: Any) -> Any:
         if not warm:
             engine.warm_map(torch.zeros(1, dtype=torch.int32, device=engine.device), runner.query_start_loc.gpu)
             warm.append(True)
         engine.rest()
-        return dummy(*args, **kwargs)
-
-    runner._update_states, runner._prepare_inputs, runner._dummy_run = update_states, prepare_inputs, dummy_run
+        return original(*args, **kwargs)
