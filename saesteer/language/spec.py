@@ -25,6 +25,7 @@ from saesteer.language.edits import (
     Mode,
     Reconstruct,
     Scope,
+    Strength,
     Use,
     edit,
     intervals,
@@ -51,6 +52,7 @@ __all__ = [
     "Return",
     "Scope",
     "Spec",
+    "Strength",
     "Use",
     "Vector",
     "ablate",
@@ -201,6 +203,7 @@ def as_spec(steer: Any) -> Spec | None:
     return from_json({"edits": steer} if isinstance(steer, list | tuple) else steer)
 
 
+Number = float | Strength | Mapping[str, Any]  # a mapping as in JSON
 When = Gate | Mapping[str, Any] | Sequence[Gate | Mapping[str, Any]] | None
 Within = Scope | Mapping[str, Any] | None
 Sites = str | Sequence[str]
@@ -210,7 +213,7 @@ AnyVector = str | Sequence[float] | InlineVector | Mapping[str, Any]
 def clamp(
     dictionary: str,
     feature: int,
-    value: float,
+    value: Number,
     mode: Mode = "set",
     unit: ClampUnit = "raw",
     only_if_active: bool = False,
@@ -232,13 +235,13 @@ def clamp(
     Raises:
         SpecError: a value is wrong.
     """
-    return Clamp(dictionary, feature, value, mode, unit, only_if_active, when=_any(when), scope=_any(scope))
+    return Clamp(dictionary, feature, _any(value), mode, unit, only_if_active, when=_any(when), scope=_any(scope))
 
 
 def add(
     vector: AnyVector,
     site: Sites,
-    scale: float = 1.0,
+    scale: Number = 1.0,
     norm: Literal["none", "match"] = "none",
     when: When = None,
     scope: Within = None,
@@ -248,7 +251,7 @@ def add(
     Raises:
         SpecError: a value is wrong.
     """
-    return Add(_any(vector), _any(site), scale, norm, when=_any(when), scope=_any(scope))
+    return Add(_any(vector), _any(site), _any(scale), norm, when=_any(when), scope=_any(scope))
 
 
 def cap(
@@ -288,13 +291,13 @@ def reconstruct(
     return Reconstruct(dictionary, error, when=_any(when), scope=_any(scope))
 
 
-def use(module: str, scale: float = 1.0) -> Use:
+def use(module: str, scale: Number = 1.0) -> Use:
     """Uses a registered module, each of its deltas multiplied by ``scale``.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Use(module, scale)
+    return Use(module, _any(scale))
 
 
 def _any(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,82 +12,9 @@ from torch import Tensor
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
+from tests.kernels.exact import WIDTH, Run, along, edit, ramp
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Call, Path, State, bits, kinds_of, work_of
-from tests.kernels.tables import Entry, Groups, make_positions, make_table, make_work, write_row
-
-WIDTH = 8
-Run = Callable[..., State]
-Rows = list[list[float]]
-
-
-def edit(
-    path: Path | None,
-    x: Rows | Tensor,
-    groups: Groups,
-    *,
-    start: int = 0,
-    form: int = BARE,
-    second: Tensor | None = None,
-    encoder: Rows | None = None,
-    b_enc: list[float] | None = None,
-    threshold: list[float] | None = None,
-    b_dec: list[float] | None = None,
-    dense: tuple[int, int] = (0, 0),
-    cells: list[int] | None = None,
-    registers: Rows | None = None,
-    norms: bool = False,
-    limit: float | None = None,
-) -> State:
-    """One request's tokens; features are the unit vectors, or the encoder rows given. None: the reference.
-
-    With a limit (0: any) doses are measured, in columns 4 to 7 of counts.
-    """
-    stream = x.clone() if isinstance(x, Tensor) else torch.tensor(x)
-    tokens = len(stream)
-    eye = torch.eye(WIDTH).to(stream.dtype)
-    w_enc = eye if encoder is None else torch.tensor(encoder).to(stream.dtype)
-    slots = len(w_enc)
-    listed = [(t, 1, start + t) for t in range(tokens)]
-    table = make_table([[groups]], 1, dense=dense)
-    if limit is not None:
-        write_row(table, 1, [groups], dense, [4], limit)
-    weights = (
-        w_enc,
-        eye[torch.arange(slots) % WIDTH],
-        torch.tensor(b_enc or [0.0] * slots),
-        torch.tensor(threshold or [0.0] * slots),
-        torch.tensor([b_dec or [0.0] * WIDTH]),
-    )
-    site = torch.zeros(1, dtype=torch.int32)
-    work = work_of(listed, table, path or TOKEN, tokens)
-    where = make_positions(listed, tokens)
-    call = Call(None, table, site, work, where, kinds_of(listed, table, 1), weights, form, dense[1], norms)
-    before = torch.tensor(cells or [0] * tokens, dtype=torch.int64).int()
-    counts = torch.zeros(2, 4 if limit is None else 8, dtype=torch.int32)
-    state = State(stream, None if second is None else second.clone(), before, counts)
-    if registers is not None:
-        state.registers = torch.tensor(registers)
-    if path is None:
-        call.reference(state)
-    else:
-        call.kernel(state, path)
-    return state
-
-
-@pytest.fixture(params=[None, TOKEN, TILED], ids=["reference", "span1", "tiled"])
-def run(request: pytest.FixtureRequest) -> Run:
-    return partial(edit, request.param)
-
-
-def ramp(*firsts: float) -> Rows:
-    """Tokens whose element 0 is given and whose others are 1, 2, 3, ..."""
-    return [[first, *map(float, range(1, WIDTH))] for first in firsts]
-
-
-def along(*values: float) -> Rows:
-    """Encoder rows that read these multiples of element 0."""
-    return [[value, *[0.0] * (WIDTH - 1)] for value in values]
-
+from tests.kernels.tables import Entry, Groups, make_positions, make_table, make_work
 
 ONE = along(1.0)  # a token
 PATHS = [TOKEN, TILED, *([SPANS] if GPU else [])]  # the interpreter takes seconds for the last

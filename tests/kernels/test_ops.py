@@ -135,7 +135,6 @@ WRONGLY_BOUND: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "encoder-width": ("w_enc", lambda a: a[:, :-1].contiguous()),
     "encoder-strided": ("w_enc", lambda a: a.T.contiguous().T),
     "encoder-float64": ("w_enc", lambda a: a.double()),
-    "decoder-rows": ("w_dec", lambda a: a[:-1]),
     "bias-dtype": ("b_enc", lambda a: a.half()),
     "bias-strided": ("b_enc", lambda a: a.repeat(2)[::2]),
     "threshold-rows": ("threshold", lambda a: a[:-1]),
@@ -145,6 +144,9 @@ WRONGLY_BOUND: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "output-flat": ("b_dec", lambda a: a[0]),
     "cells-short": ("cells", lambda a: a[:-1]),
     "cells-int64": ("cells", lambda a: a.long()),
+    "registers-short": ("registers", lambda a: a[:-1]),
+    "registers-half": ("registers", lambda a: a.half()),
+    "registers-flat": ("registers", lambda a: a[:, 0].contiguous()),
     "cells-strided": ("cells", lambda a: a.repeat(2)[::2]),
 }
 

@@ -27,7 +27,8 @@ from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
 from tests.rows import row_of
-from tests.test_formulas import INLINE, SITES, STEP, VECTORS, WIDTH, edits, make_engine
+from tests.small_world import INLINE, SITES, STEP, VECTORS, WIDTH, edits
+from tests.test_formulas import make_engine
 
 TOKENS, BLOCK = 32, 4
 

@@ -20,7 +20,8 @@ from saesteer.planning.digests import module_digests
 from saesteer.planning.planner import plan
 from saesteer.plugin.door import admission
 from saesteer.plugin.worker import worker  # needs vLLM
-from tests.test_formulas import TOKENS, WIDTH, edits, make_engine
+from tests.small_world import TOKENS, WIDTH, edits
+from tests.test_formulas import make_engine
 
 ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}
 

@@ -20,6 +20,7 @@ from saesteer.language.spec import (
     Return,
     Scope,
     Spec,
+    Strength,
     Use,
 )
 
@@ -69,6 +70,18 @@ def gates(draw: st.DrawFn) -> Gate:
     return Gate(dictionary=draw(names), feature=draw(features), above=above, below=below)
 
 
+@st.composite
+def read_strengths(draw: st.DrawFn) -> Strength:
+    """What is read to make a strength, bounded or not."""
+    low, high = sorted((draw(numbers), draw(numbers)))
+    law: dict[str, Any] = {"slope": draw(numbers), "bias": draw(numbers)}
+    law |= draw(st.sampled_from([{}, {"min": low}, {"max": high}, {"min": low, "max": high}]))
+    if draw(st.booleans()):
+        return Strength(probe=draw(names), **law)
+    return Strength(dictionary=draw(names), feature=draw(features), **law)
+
+
+strengths = numbers | numbers | read_strengths()
 whens = st.lists(gates(), max_size=3).map(tuple)
 sites = st.builds("{}.{}".format, st.sampled_from(KINDS), st.integers(0, 120))
 placed = st.one_of(
@@ -105,7 +118,8 @@ def clamps(draw: st.DrawFn) -> Clamp:
     mode = draw(modes)
     unit: ClampUnit = "raw" if mode == "scale" else draw(units)
     token: dict[str, Any] = {"when": draw(whens), "scope": draw(all_scopes)}
-    return Clamp(draw(names), draw(features), draw(numbers), mode, unit, draw(st.booleans()), **token)
+    value = draw(strengths if mode == "add" else numbers)
+    return Clamp(draw(names), draw(features), value, mode, unit, draw(st.booleans()), **token)
 
 
 @st.composite
@@ -118,10 +132,10 @@ def caps(draw: st.DrawFn) -> Cap:
     return Cap(draw(vectors), draw(placed), low_bound, high_bound, draw(numbers), **token)
 
 
-adds = st.builds(Add, vectors, placed, numbers, st.sampled_from(["none", "match"]), when=whens, scope=all_scopes)
+adds = st.builds(Add, vectors, placed, strengths, st.sampled_from(["none", "match"]), when=whens, scope=all_scopes)
 ablates = st.builds(Ablate, vectors, placed, numbers, when=whens, scope=all_scopes)
 reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), when=whens, scope=all_scopes)
-uses = st.builds(Use, names, numbers)
+uses = st.builds(Use, names, strengths)
 edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
 
 returns = st.builds(

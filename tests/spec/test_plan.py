@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
-from saesteer.language.spec import Return, Spec, clamp, from_json
+from saesteer.language.spec import Return, Spec, add, cap, clamp, from_json, use
 from saesteer.planning.planner import END, Catalog, Change, Feature, Group, Plan, plan, windows
 from tests.spec.strategies import returns, specs
 
@@ -323,3 +324,47 @@ def test_the_limit_counts_features_times_windows() -> None:
     assert (field, code) == ("saesteer.edits", "too_many")
     for word in ("makes more than 4 entries with edits[2]", "at most 4", "--max-edits"):
         assert word in message
+
+
+def test_an_output_site_without_an_op_takes_one_group_of_additions() -> None:
+    """The op of the sum adds them, before what stands at the sum; all else needs the tensor, and the flag is named."""
+    infos = {"tc": Info("mlp_out.7", site_in="mlp_in.7")}
+    catalog = Catalog(infos, frozenset({"mlp_in.7", "resid_post.7"}), 64, vectors={"v": from_inline((1.0, 2.0))})
+    one, two, plain = clamp("tc", 1, 5), clamp("tc", 2, 5), add("v", "mlp_out.7")
+    groups = plan(Spec(edits=(add("v", "resid_post.7"), one, two)), catalog, P).groups
+    assert [group.site for group in groups] == ["resid_post.7", "mlp_out.7"]
+    held = [change.held for change in groups[1].changes]
+    assert [(read.site, read.register) for read in held if read] == [("mlp_in.7", 0), ("mlp_in.7", 1)]
+    assert plan(Spec(edits=(plain, add("v", "mlp_out.7", 2.0))), catalog, P).groups
+    for edits in (
+        (one, plain),
+        (cap("v", "mlp_out.7", max=1.0),),
+        (add("v", "mlp_out.7", norm="match"),),
+        (one, add("v", "resid_post.7"), clamp("tc", 3, 5), plain),
+    ):
+        field, code, message = refusal(*edits, catalog=catalog)
+        assert (field.split(".")[1][:5], code) == ("edits", "not_served")
+        assert "--sites mlp_out.7" in message
+        assert plan(Spec(edits=edits), replace(catalog, sites=None), P).groups
+
+
+def test_what_is_read_is_shared_and_bounded() -> None:
+    catalog = replace(CATALOG, vectors={"v": from_inline((1.0, 2.0))}, registers=2, width=2)
+    scales = [{"probe": "v", "slope": float(n)} for n in (1, 2, 3)]
+    found = plan(Spec(edits=tuple(add("v", "resid_post.7", scales[n]) for n in (0, 1, 0))), catalog, P)
+    assert [read.register for read in found.reads] == [0, 1]
+    field, code, message = refusal(*(add("v", "resid_post.7", scale) for scale in scales), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[2].scale", "too_many")
+    assert "--registers" in message
+    later = [add("v", f"resid_post.{layer}", scale) for layer, scale in zip((7, 15, 20), scales, strict=True)]
+    assert len(plan(Spec(edits=tuple(later)), catalog, P).reads) == 3, "a register is free behind its last edit"
+
+
+def test_a_chain_holds_one_strength_that_is_read() -> None:
+    scale = {"probe": "v"}
+    inner = Spec(edits=(add("v", "resid_post.7", scale),))
+    catalog = replace(CATALOG, vectors={"v": from_inline((1.0, 2.0))}, modules={"m": inner}, width=2)
+    assert plan(Spec(edits=(use("m", 0.5),)), catalog, P).reads
+    field, code, message = refusal(use("m", scale), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[0].module.edits[0].scale", "conflict")
+    assert "expected a number in one of the two" in message

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from saesteer.config.config import KEY
-from saesteer.language.edits import OPS, Edit, Gate, Scope
+from saesteer.language.edits import OPS, Edit, Gate, Scope, Strength
 from saesteer.language.fields import Record, table
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import ActivationRead, FeatureRead, Return, Spec
@@ -24,7 +24,7 @@ _PLAIN: dict[Any, dict[str, str]] = {
     bytes: {"type": "string", "format": "byte"},
     NoneType: {"type": "null"},
 }
-_RECORDS = (Spec, Return, FeatureRead, ActivationRead, Scope, Gate, InlineVector, *OPS.values())
+_RECORDS = (Spec, Return, FeatureRead, ActivationRead, Scope, Gate, Strength, InlineVector, *OPS.values())
 _ANSWER = {
     "title": "SaesteerAnswer",
     "description": "What was done for a steered request. Of several choices, each has its own; the body has the first.",
