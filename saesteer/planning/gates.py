@@ -120,6 +120,9 @@ class Reads:
         if order(place) > order(site):
             message = f"reads {place}, which comes after {site}, where the edit stands"
             fail(what, "conflict", f"{message}; expected the same site or an earlier one")
+        if self.catalog.op_site(place) != place:
+            message = f"reads {place}, where this server has no op; start it with --sites {place} to have one there"
+            fail(what, "not_served", message)
         return place, target
 
     def settle(self) -> tuple[dict[Key, Condition], dict[Key, Read]]:

@@ -341,6 +341,8 @@ def test_an_output_site_without_an_op_takes_one_group_of_additions() -> None:
         (cap("v", "mlp_out.7", max=1.0),),
         (add("v", "mlp_out.7", norm="match"),),
         (one, add("v", "resid_post.7"), clamp("tc", 3, 5), plain),
+        (add("v", "mlp_out.7", {"probe": "v"}),),
+        (add("v", "mlp_out.7", when={"probe": "v", "above": 1.0}),),
     ):
         field, code, message = refusal(*edits, catalog=catalog)
         assert (field.split(".")[1][:5], code) == ("edits", "not_served")
