@@ -5,12 +5,12 @@
 
 standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
 rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. abstopk: the k largest |pre| of
-either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read. The
-subtraction and the factors are folded into the weights. ``info.in_norm`` keeps a norm per token; feature values are
-then normalised.
+either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read; one with a
+skip connection (y += x @ W_skip.T) is described only. The subtraction and the factors are folded into the weights.
+``info.in_norm`` keeps a norm per token; feature values are then normalised.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
-covariance_whitening), single heads of z, skip connections, and architectures other than one matrix and one activation.
+covariance_whitening), single heads of z, and architectures other than one matrix and one activation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
     "gated": ("jumprelu", {"b_gate": "b_gate", "b_enc": "b_mag", "r_mag": "r_mag"}),
     "transcoder": ("relu", {"b_enc": "b_enc"}),
     "jumprelu_transcoder": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
+    "skip_transcoder": ("relu", {"b_enc": "b_enc", "skip": "W_skip"}),
+    "jumprelu_skip_transcoder": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold", "skip": "W_skip"}),
 }
 _REFUSED = {
     "matching_pursuit": "its encoder is iterative",
     "temporal": "it attends over earlier positions",
     "batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
     "matryoshka_batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
-    "skip_transcoder": "skip connections are not served yet",
-    "jumprelu_skip_transcoder": "skip connections are not served yet",
 }
 _NORMS: dict[str, InNorm] = {"none": "none", "layer_norm": "layer_norm", "constant_norm_rescale": "l2_sqrt_d"}
 _NO_NORM = {
@@ -70,7 +70,7 @@ def draft(place: Path) -> Draft | None:
     features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
     k = whole_number(config, cfg, "k") if architecture in ("topk", "abstopk") else None
     in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
-    transcoder = architecture in ("transcoder", "jumprelu_transcoder")
+    transcoder = architecture.endswith("transcoder")
     written = Axis("d_out", whole_number(config, cfg, "d_out")) if transcoder else Axis("d_in", d_in)
     if transcoder and in_norm != "none":
         raise wrong(config, "normalize_activations", in_norm, "none: a transcoder's output has no input statistics")
@@ -79,7 +79,7 @@ def draft(place: Path) -> Draft | None:
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
     if "threshold" in more and "log_threshold" in weights.index:
-        more = {"b_enc": "b_enc", "log_threshold": "log_threshold"}
+        more = {role: key for role, key in more.items() if role != "threshold"} | {"log_threshold": "log_threshold"}
     return Draft(
         weights,
         {"w_enc": "W_enc", "w_dec": "W_dec", "b_dec": "b_dec"} | more | ({"b_in": "b_dec"} if subtract else {}),
