@@ -4,8 +4,8 @@
 
 act: pre where pre > activation_function.threshold, even where that is below 0; relu where the file has none; or topk by
 the config. circuit-tracer's topk keeps negative values where fewer than k are positive; here they are 0. A set that
-lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder is described only. It knows
-one layer at a time: ``folder#layer_3`` or the layer's file chooses.
+lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder is described only. It
+knows one layer at a time: ``folder#layer_3`` or the layer's file chooses.
 
 Two public sets say less than they mean, so the repository's name counts: that of Qwen3 14B has no config, and reads and
 writes as the smaller ones; Facebook's CRV is a topk whose k stands in circuit-tracer's code alone.

@@ -5,8 +5,8 @@
 
 Nothing is subtracted from the input or normalised. The folder attn_out holds dictionaries of z. Transcoders read the
 MLP's input behind the norm's gain (those of Gemma Scope 1 read it before the gain). Without a config, the repository's
-and the folder's name in the path give model and sites. Affine transcoders are described only; cross-layer transcoders and
-crosscoders are refused.
+and the folder's name in the path give model and sites. Affine transcoders are described only; cross-layer transcoders
+and crosscoders are refused.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
 rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. abstopk: the k largest |pre| of
-either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read; one with a
-skip connection (y += x @ W_skip.T) is described only. The subtraction and the factors are folded into the weights.
+either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read; one with
+a skip connection (y += x @ W_skip.T) is described only. The subtraction and the factors are folded into the weights.
 ``info.in_norm`` keeps a norm per token; feature values are then normalised.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,

@@ -19,7 +19,7 @@ from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.windows import windows
 from tests.loaders import writers
 from tests.loaders.case import Case
-from tests.loaders.test_formats import CASES, every_case
+from tests.loaders.every import CASES, every_case
 
 ACTIVATIONS = get_args(Activation)
 CLAMP = {"op": "clamp", "dictionary": "d", "feature": 2, "value": 1.0}
@@ -155,7 +155,7 @@ def test_what_a_file_is(tmp_path: Path) -> None:
     assert said["site"] == ["mlp_in_pregain.19 -> mlp_out.19"]
     assert said["shapes"] == ["w_enc [40, 24]  w_dec [40, 12]"]
     assert (said["activation"], said["dtype"]) == (["jumprelu"], ["float32"])
-    assert lines(cases["own-no-metadata"])["max_act"] == ["known"]
+    assert lines(cases["saesteer-no-metadata"])["max_act"] == ["known"]
     assert lines(cases["saelens-v6-topk"])["activation"] == ["topk, k = 5"]
     assert lines(cases["saelens-v6-standard-layer_norm"])["input norm"] == ["layer_norm, of each token"]
     assert lines(cases["manifest-jumprelu"])["features"] == ["3 of a larger dictionary: 17, 2, 30"]

@@ -7,7 +7,7 @@ import numpy as np
 import yaml
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, jumprelu, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, jumprelu, relu, topk
 from tests.loaders.writers import D
 
 R = writers.raw(d_out=12, seed=19)
@@ -82,7 +82,6 @@ def wrong() -> list[Row]:
     listed = ["hf://google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz"]
     skip = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
     return [
-        *wrong_arrays("circuit_tracer", "layer_3.safetensors", write, ARRAYS),
         row("skip", "layer_3.safetensors: W_skip: an affine skip connection; expected a transcoder", skip),
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
         row("clt", "config.yaml: model_kind: 'cross_layer_transcoder', which", model_kind="cross_layer_transcoder"),
@@ -101,5 +100,11 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS | JUMP) / "layer_3.safetensors"
+def described() -> list[Told]:
+    arrays = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
+    hooks: dict[str, Any] = {"feature_input_hook": "hook_resid_mid", "feature_output_hook": "hook_mlp_out"}
+    facts = {"site_in": "resid_mid.3", "site_out": "mlp_out.3", "d_out": 12}
+    return [("circuit_tracer-skip", lambda folder: write(folder, arrays, **hooks), facts)]
+
+
+SAMPLE = Sample("layer_3.safetensors", write, ARRAYS | JUMP, config="config.yaml", optional=set(JUMP))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, relu
 from tests.loaders.writers import D, F
 
 NAMES = {"W_enc": "w_enc", "W_dec": "w_dec"}
@@ -77,7 +77,6 @@ def wrong() -> list[Row]:
     affine = {"affine_skip_connection": np.triu(np.ones((D, D), np.float32))}
     one_of_a_set = "params_layer_0.safetensors: params_layer_*.safetensors: features that write to several layers"
     return [
-        *wrong_arrays("gemma_scope_2", FILE, write, arrays()),
         row(
             "affine",
             f"{FILE}: affine_skip_connection: an affine skip connection; expected a transcoder without",
@@ -99,5 +98,18 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, arrays(), CONFIG) / FILE
+def described() -> list[Told]:
+    def told(name: str, place: str, config: Any, **facts: Any) -> Told:
+        more = {"affine_skip_connection": np.triu(np.ones((D, 12), np.float32))}
+        return f"gemma_scope_2-{name}", lambda folder: write(folder / place, arrays(12) | more, config), facts
+
+    both: dict[str, Any] = {"site_in": "mlp_in.7", "site_out": "mlp_out.7", "d_in": D, "d_out": 12}
+    norms = {"in": "pre_feedforward_layernorm", "out": "post_feedforward_layernorm"}
+    hooks = {f"hf_hook_point_{side}": f"model.layers.7.{norm}.output" for side, norm in norms.items()}
+    return [
+        told("affine", "any", CONFIG | hooks | {"type": "transcoder", "affine_connection": True}, **both),
+        told("path-affine", f"gemma-scope-2-1b-pt/transcoder_all/{LEAF}_affine", None, **both),
+    ]
+
+
+SAMPLE = Sample(FILE, lambda folder, r: write(folder, r, CONFIG), arrays(), config="config.json")

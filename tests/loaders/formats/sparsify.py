@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=17)
@@ -74,7 +74,6 @@ def wrong() -> list[Row]:
 
     skip = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
     return [
-        *wrong_arrays("sparsify", FILE, write, ARRAYS),
         row("skip", f"{FILE}: W_skip: an affine skip connection; expected a transcoder without", skip, transcode=True),
         row("activation", "cfg.json: activation: 'relu'; expected one of topk, groupmax", activation="relu"),
         row("no-k", "cfg.json: k: None; expected a whole number", k=None),
@@ -86,5 +85,17 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS) / FILE
+def described() -> list[Told]:
+    arrays = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
+
+    def told(name: str, place: str, **config: Any) -> Told:
+        facts = {"site_in": "mlp_in.3", "site_out": "mlp_out.3", "k": K}
+        return f"sparsify-{name}", lambda folder: write(folder / place, arrays, CONFIG | config), facts
+
+    return [
+        told("skip", f"{LLAMA}/layers.3.mlp", transcode=True, skip_connection=True),
+        told("old-skip", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", skip_connection=True),
+    ]
+
+
+SAMPLE = Sample(FILE, write, ARRAYS, config="cfg.json")
