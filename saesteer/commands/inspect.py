@@ -98,7 +98,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
         ("on disk", _size(info.bytes_on_disk)),
-        ("in memory", f"{_size(_whole(info, 2))} in float16 or bfloat16, {_size(_whole(info, 4))} in float32"),
+        ("in memory", f"{_size(whole(info, 2))} in float16 or bfloat16, {_size(whole(info, 4))} in float32"),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
 
@@ -112,7 +112,7 @@ def _skip(info: CoderInfo) -> str:
     return f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
 
 
-def _whole(info: CoderInfo, size: int) -> int:
+def whole(info: CoderInfo, size: int) -> int:
     """Bytes of a dictionary in memory whose matrices have items of this size: what loading it needs, and keeps."""
     rows = info.features * ((info.d_in + info.d_out) * size + 4)
     thresholds, max_act = info.activation == "jumprelu", info.has_max_act

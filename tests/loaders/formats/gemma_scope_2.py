@@ -56,12 +56,15 @@ def cases() -> list[Case]:
     mlp, both = "post_feedforward_layernorm", ("mlp_in.7", "mlp_out.7")
     repository, cached = "gemma-scope-2-1b-pt", "models--google--gemma-scope-2-12b-it/snapshots/abc"
     transcoder = config("pre_feedforward_layernorm.output", mlp, type="transcoder", affine_connection=False)
+    into = config("pre_feedforward_layernorm.output", type="transcoder")
     return [
         case("res", "any", ("resid_post.7", "resid_post.7"), pt, config("output")),
         case("attn", f"attn_out/{LEAF}", z, pt, config("self_attn.o_proj.input")),
         case("mlp", "any", ("mlp_out.7", "mlp_out.7"), pt, config(f"{mlp}.output", mlp)),
         case("transcoder", "any", both, pt, transcoder, d_out=12),
         case("smallest", "any", (None, None), "google/gemma-3-270m", CONFIG | {"model_name": "google/gemma-3-270m-pt"}),
+        case("half-config", f"{repository}/resid_post/{LEAF}", ("resid_post.7", "resid_post.7"), pt, {"type": "sae"}),
+        case("no-output", "any", ("mlp_in.7", None), pt, into, d_out=12),
         case("path-res", f"{cached}/resid_post_all/{LEAF}", ("resid_post.7", "resid_post.7"), "google/gemma-3-12b-it"),
         case("path-attn", f"{repository}/attn_out/{LEAF}", z, pt),
         case("path-transcoder", f"{repository}/transcoder_all/{LEAF}", both, pt, d_out=12),

@@ -19,7 +19,8 @@ LLAMA = "EleutherAI/sae-llama-3.1-8b-64x"
 def write(folder: Path, arrays: dict[str, Any], config: dict[str, Any] = CONFIG, model: str | None = None) -> Path:
     writers.config(folder / "cfg.json", config)
     if model:
-        writers.config(folder.parent / "config.json", {"model": model, "sae": config})
+        run = folder.parent.parent if folder.name.startswith("seed") else folder.parent
+        writers.config(run / "config.json", {"model": model, "sae": config})
     return writers.tensors(folder / FILE, arrays).parent
 
 
@@ -55,6 +56,8 @@ def cases() -> list[Case]:
     mlp, through = ("mlp_out.3", "mlp_out.3"), ("mlp_in.3", "mlp_out.3")
     return [
         case("topk", f"{LLAMA}/layers.10", post),
+        case("seed", f"{LLAMA}/layers.10/seed1", post),
+        case("seed-model", "mine/h.3.mlp/seed2", mlp, model="openai-community/gpt2"),
         case("groupmax", f"{LLAMA}/layers.10", post, "groupmax", activation="groupmax"),
         case("signed", f"{LLAMA}/layers.10", post, "abstopk", signed=True, activation=None),
         case("mlp", f"{cached}/layers.3.mlp", mlp),
