@@ -56,8 +56,6 @@ def cases() -> list[Case]:
     mlp, through = ("mlp_out.3", "mlp_out.3"), ("mlp_in.3", "mlp_out.3")
     return [
         case("topk", f"{LLAMA}/layers.10", post),
-        case("seed", f"{LLAMA}/layers.10/seed1", post),
-        case("seed-model", "mine/h.3.mlp/seed2", mlp, model="openai-community/gpt2"),
         case("groupmax", f"{LLAMA}/layers.10", post, "groupmax", activation="groupmax"),
         case("signed", f"{LLAMA}/layers.10", post, "abstopk", signed=True, activation=None),
         case("mlp", f"{cached}/layers.3.mlp", mlp),
@@ -65,6 +63,8 @@ def cases() -> list[Case]:
         case("gpt2", "mine/h.3.mlp", mlp, model="openai-community/gpt2"),
         case("post-norm", "mine/layers.3.mlp", ("mlp_out_raw.3", "mlp_out_raw.3"), model="google/gemma-2-2b"),
         case("unknown-model", "mine/layers.3.mlp", ("mlp_out_raw.3", "mlp_out_raw.3")),
+        case("seed", f"{LLAMA}/layers.10/seed1", post),
+        case("seed-model", "mine/h.3.mlp/seed2", mlp, model="openai-community/gpt2"),
         case("elsewhere", f"{LLAMA}/embed_tokens", (None, None)),
         case("transcoder", f"{LLAMA}/layers.3.mlp", through, transcode=True),
         case("old-transcoder", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", through),
