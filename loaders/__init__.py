@@ -92,8 +92,8 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
     path = fetch(place)
     name, found = _draft(path, site)
     info = facts(found, name, hashed=hashed)
-    fingerprint = max_act.known(path, info).fingerprint if info.fingerprint else ""
-    return replace(max_act.known(path, info), source=str(place), fingerprint=fingerprint)
+    told = max_act.known(path, info)
+    return replace(told, source=str(place), fingerprint=told.fingerprint if info.fingerprint else "")
 
 
 def _draft(path: Path, site: str | None) -> tuple[str, Draft]:

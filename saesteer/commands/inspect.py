@@ -48,7 +48,8 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
         except LoadError:
             pass
         raise
-    lines = [(name, value) for name, value in _facts(_placed(info, source.site)) if value]
+    info = _placed(info, source.site)
+    lines = [(name, value) for name, value in _facts(info) if value]
     return lines + [("not served", note) for note in _not_served(info)]
 
 

@@ -196,6 +196,7 @@ def test_kinds_and_memory(tmp_path: Path) -> None:
     assert lines(cases["gemma_scope-transcoder"])["kind"] == ["transcoder"]
     assert lines(cases["gemma_scope-no-name"])["kind"] == ["SAE, unless it is a transcoder of equal widths"]
     assert lines(f"{cases['gemma_scope-no-name']}@resid_post.3")["site"] == ["resid_post.3"]
+    assert "it reads z.3 and writes z.3" in lines(f"{cases['gemma_scope-no-name']}@z.3")["not served"][0]
     for name in ("gemma_scope-res", "manifest-relu", "saesteer-topk", "saesteer-no-metadata"):
         for size, dtype in ((2, torch.float16), (4, torch.float32)):
             one = load(cases[name], dtype=dtype)
