@@ -220,6 +220,19 @@ def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> 
     assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name
 
 
+def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "1f" * 32
+    places = [writers.gemma_scope(tmp_path / "a", writers.raw()), in_hub_cache(tmp_path / "hub", digest=name)]
+    assert f"fingerprint   {describe(places[0]).fingerprint[:16]}" in report(places[0])
+    monkeypatch.setattr("saesteer.loaders.draft.UNASKED", 0)
+    assert "fingerprint   not computed: it takes" in report(places[0])
+    assert f"fingerprint   {name[:16]}" in report(places[1])
+    max_act.write(places[0], load(places[0]), torch.ones(writers.F), tokens=1)
+    said = describe(places[0], hashed=False)
+    assert (said.fingerprint, said.has_max_act) == ("", True)
+    assert replace(describe(places[0]), fingerprint="") == said
+
+
 def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
     arrays = {key: value for key, value in writers.raw().items() if key != "threshold"}
     folder = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
