@@ -75,6 +75,7 @@ class Draft:
     threshold: float | None = None  # of all features, by the config
     # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
     lengths: tuple[float, float] | None = None
+    centred: bool = False  # the encoder reads x - mean(x), before it subtracts b_in; only without a norm
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
 
@@ -89,6 +90,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present
+        assert not self.centred or self.in_norm == "none", self.in_norm
         assert self.transposed <= {*MATRICES, "skip"}, self.transposed
 
     @property
@@ -180,14 +182,20 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
     folded = _folded(draft, info, vectors)
 
-    def matrix(role: str, width: int, scale: Tensor | None) -> Tensor:
+    wanted = dtype or _dtype(draft)
+
+    def matrix(role: str, width: int, scale: Tensor | None, dtype: torch.dtype = wanted) -> Tensor:
         shape, turned = (info.features, width), role in draft.transposed
-        return weights.matrix(held[role], shape, dtype or _dtype(draft), transpose=turned, scale=scale)
+        return weights.matrix(held[role], shape, dtype, transpose=turned, scale=scale)
 
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
-    w_enc, b_enc, threshold = matrix("w_enc", info.d_in, folded.enc_scale), folded.b_enc, folded.threshold
+    b_enc, threshold = folded.b_enc, folded.threshold
+    w_enc = matrix("w_enc", info.d_in, folded.enc_scale, torch.float32 if draft.centred else wanted)
+    if draft.centred:
+        w_enc, b_enc = folds.centre_input(w_enc, b_enc, vectors.get("b_in"))
+        w_enc = w_enc.to(wanted)
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
     if not b_enc.isfinite().all():

@@ -22,9 +22,10 @@ def cases() -> list[Case]:
 
     def add(name: str, cfg: dict[str, Any], arrays: dict[str, Any], **how: Any) -> None:
         facts = {"d_in": D, "features": F, "site_in": "resid_post.3", "model": "gpt2-small"} | how.pop("facts", {})
+        place = how.pop("place", "any")
         encode, decode = saelens_formula(arrays, **how)
         cases.append(
-            Case(f"saelens-{name}", lambda folder: writers.saelens(folder, cfg, arrays), encode, decode, facts)
+            Case(f"saelens-{name}", lambda folder: writers.saelens(folder / place, cfg, arrays), encode, decode, facts)
         )
 
     full = writers.raw(seed=3)
@@ -78,6 +79,21 @@ def cases() -> list[Case]:
     z = v6("standard", hook="blocks.3.attn.hook_z", reshape_activations="hook_z")
     add("v6-z", z, plain, kind="relu", facts={"site_in": "z.3", "site_out": "z.3"})
     add("old-standard", old(), plain, kind="relu")
+    centring = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
+    for name in ("standard", "jumprelu", "gated", "topk"):
+        k: dict[str, Any] = {"k": 5} if name == "topk" else {}
+        cfg = v6(name, **k)
+        cfg["metadata"] |= centring
+        arrays = {"jumprelu": full, "gated": gated}.get(name, plain)
+        kind = "relu" if name == "standard" else name
+        add(f"v6-centred-{name}", cfg, arrays, kind=kind, centred=True, **k)
+    cfg = v6("standard", normalize_activations="layer_norm")
+    cfg["metadata"] |= centring  # which a layer norm does as well
+    add("v6-centred-layer_norm", cfg, plain, kind="relu", norm="layer_norm")
+    z["metadata"] |= centring  # which does not change z
+    add("v6-centred-z", z, plain, kind="relu", facts={"site_in": "z.3", "site_out": "z.3"})
+    cached = "models--jbloom--GPT2-Small-SAEs-Reformatted/snapshots/abc/blocks.3.hook_resid_post"
+    add("old-centred", old(), plain, kind="relu", centred=True, place=cached)
     add("old-standard-bool-norm", old(normalize_activations=False), plain, kind="relu")
     add("oldest-standard", old(oldest=True), plain | {"scaling_factor": np.ones(F, np.float32)}, kind="relu")
     add("old-jumprelu", old(architecture="jumprelu", apply_b_dec_to_input=False), full, kind="jumprelu", subtract=False)
@@ -86,7 +102,14 @@ def cases() -> list[Case]:
 
 
 def saelens_formula(
-    r: dict[str, Any], *, kind: str, k: int = 0, rescale: bool = False, subtract: bool = True, norm: str = "none"
+    r: dict[str, Any],
+    *,
+    kind: str,
+    k: int = 0,
+    rescale: bool = False,
+    subtract: bool = True,
+    norm: str = "none",
+    centred: bool = False,
 ) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
     lengths = np.sqrt((r["W_dec"].astype(float) ** 2).sum(1)) if rescale else np.ones(F)
 
@@ -99,6 +122,7 @@ def saelens_formula(
         return np.zeros(1), np.ones(1)
 
     def encode(x: Array) -> Array:
+        x = x - x.mean(-1, keepdims=True) if centred else x
         shift, scale = statistics(x)
         xs = (x - shift) / (scale + (1e-5 if norm == "layer_norm" else 0)) - (r["b_dec"] if subtract else 0)
         if kind == "gated":
@@ -130,6 +154,8 @@ def wrong() -> list[Row]:
     v6, old = writers.saelens_cfg, writers.old_saelens_cfg
     refused = ["matching_pursuit", "temporal", "batchtopk", "matryoshka_batchtopk", "new"]
     head = "blocks.1.attn.hook_z"
+    centred_l2 = meta(model_from_pretrained_kwargs={"center_writing_weights": True})
+    centred_l2 |= {"normalize_activations": "constant_norm_rescale"}
     return [
         *(row(name, v6(name), f"cfg.json: architecture: '{name}' (", PLAIN) for name in refused),
         row("no-d_out", v6("transcoder"), "d_out: None; expected a whole number", PLAIN),
@@ -170,6 +196,14 @@ def wrong() -> list[Row]:
         row("mlp_in", meta(hook_name="blocks.1.hook_mlp_in"), "hook_name: blocks.1.hook_mlp_in, on either side"),
         row("two-places", meta(hf_hook_name="model.layers.4.output"), "is resid_post.4, hook_name"),
         row("reshape", v6("jumprelu", reshape_activations="hook_z"), "reshape_activations: 'hook_z'"),
+        row(
+            "centred-l2", centred_l2, "model_from_pretrained_kwargs: center_writing_weights, with a norm of the centred"
+        ),
+        row(
+            "centred",
+            meta(model_from_pretrained_kwargs={"center_writing_weights": 1}),
+            "center_writing_weights: 1; exp",
+        ),
         row("name", meta(hook_name=7), "hook_name: 7; expected a string"),
         row("metadata", v6("jumprelu") | {"metadata": []}, "metadata: []; expected a JSON object"),
         row(
