@@ -103,7 +103,9 @@ def serve(
 
 @app.command()
 def inspect(
-    place: Annotated[str, typer.Argument(metavar="PLACE", help="A file, a folder or a hub id (org/repo/folder).")],
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+    ],
 ) -> None:
     """Describe a weight file: format, site, shapes, activation, units. Reads no weights."""
     from saesteer.commands.inspect import report

@@ -101,6 +101,8 @@ class Assets:
 def unserved(info: CoderInfo) -> str | None:
     """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
     site, not_served = info.site_in, "which is not served by this version"
+    if info.skip:
+        return f"adds an affine skip connection, {not_served}; served: dictionaries without one"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
     if site is None or info.site_out is None or (site == info.site_out and site.partition(".")[0] in SERVED_KINDS):
@@ -110,7 +112,7 @@ def unserved(info: CoderInfo) -> str | None:
 
 
 def _placed(name: str, source: DictionarySource) -> CoderInfo:
-    info = describe(source.path)
+    info = describe(source.path, site=source.site)
     if source.site:
         parse(source.site)
         if info.site_in is not None and info.site_in != info.site_out:

@@ -70,7 +70,7 @@ def load_site(
     base = 0
     for at, (key, info) in enumerate(infos.items()):
         centred = info.in_norm == "layer_norm"
-        coder = load(paths[key], dtype=torch.float32 if centred else dtype)
+        coder = load(paths[key], dtype=torch.float32 if centred else dtype, site=info.site_in)
         end = base + coder.info.features
         _copy(w_enc[base:end], coder.w_enc, centred=centred)
         _copy(w_dec[base:end], coder.w_dec)
