@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,22 +46,23 @@ FORMATS: dict[str, Format] = {
     "manifest": manifest,
     "saelens": saelens,
     "sparsify": sparsify,
+    "saesteer": own,
     "circuit_tracer": circuit_tracer,
     "qwen_scope": qwen_scope,
     "connor_rob": connor_rob,
     "openai_gpt2": openai_gpt2,
     "goodfire": goodfire,
     "apollo": apollo,
-    "saesteer": own,
 }
 
 
-def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
+def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | None = None) -> SparseCoder:
     """The dictionary at a path or hub id.
 
     Args:
         place: a folder, a file or ``org/repo[/sub/folder]``, with ``#name`` if a folder holds several dictionaries.
         dtype: dtype of the two weight matrices: fp16, bf16 or fp32; None as stored. Everything else is float32.
+        site: the site that the dictionary reads, where one file holds several dictionaries.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.
@@ -68,30 +70,45 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None) -> SparseCoder:
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise LoadError(f"{place}: dtype {dtype}; expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     path = fetch(place)
-    name, found = _draft(path)
+    name, found = _draft(path, site)
     coder = max_act.added(path, build(found, name, dtype))
     return replace(coder, info=replace(coder.info, source=str(place)))
 
 
-def describe(place: str | Path) -> CoderInfo:
+def describe(place: str | Path, *, site: str | None = None, hashed: bool = True) -> CoderInfo:
     """What ``load(place).info`` would be, read from headers and small JSON alone.
 
-    The fingerprint covers the whole files, which are read for it once: see ``cache.py``.
+    The fingerprint covers the whole files, which are read for it once: see ``cache.py``. Skip transcoders are
+    described, too, though they are not loaded.
+
+    Args:
+        place: as in ``load``.
+        site: as in ``load``.
+        hashed: False leaves the fingerprint empty where a large file would have to be read for it.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.
     """
     path = fetch(place)
-    name, found = _draft(path)
-    info = max_act.known(path, facts(found, name))
-    return replace(info, source=str(place))
+    name, found = _draft(path, site)
+    info = facts(found, name, hashed=hashed)
+    told = max_act.known(path, info)
+    return replace(told, source=str(place), fingerprint=told.fingerprint if info.fingerprint else "")
 
 
-def _draft(path: Path) -> tuple[str, Draft]:
-    """The name of the format that accepts a file or folder, and its draft."""
+def _draft(path: Path, site: str | None) -> tuple[str, Draft]:
+    """The name of the format that accepts a file or folder, and its draft; of several, the one that reads the site."""
     for name, form in FORMATS.items():
         if (found := form.draft(path)) is not None:
-            return name, found
+            return name, found if isinstance(found, Draft) else _chosen(path, found, site)
     inside = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else []
     what = f"a folder with {', '.join(inside) or 'nothing'}" if path.is_dir() else "a file of no known format"
     raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
+
+
+def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:
+    for one in drafts:
+        if len(drafts) == 1 or one.sites[0] == site is not None:
+            return one
+    what = f"{len(drafts)} dictionaries and none chosen" if site is None else f"no dictionary of {site}"
+    raise LoadError(f"{path}: {what}; expected one of {', '.join(f'{path}@{one.sites[0]}' for one in drafts)}")

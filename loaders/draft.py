@@ -7,7 +7,7 @@ draft, not a place: a place with a dictionary for each layer gives a draft for e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -34,11 +34,12 @@ ROLES: dict[str, tuple[str, ...]] = {
     "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the magnitude's bias
     "r_mag": ("F",),
     "ones": ("F",),  # a factor for each feature, refused unless all are 1
-    "skip": ("d_out", "d_in"),  # y += x @ skip.T, refused
+    "skip": ("d_out", "d_in"),  # y += x @ skip.T: described, and refused by build
     "length_in": ("1",),  # as Draft.lengths, in the file
     "length_out": ("1",),
 }
 MATRICES = ("w_enc", "w_dec")
+UNASKED = 64 << 20  # bytes of a file that is hashed though nobody asked: 50 ms
 SIZES = ("F", "d_in", "d_out")
 Sites = tuple[str | None, str | None]  # site_in, site_out
 SQUARE = "F other than d_in: nobody sees whether a square encoder is transposed"
@@ -74,6 +75,7 @@ class Draft:
     threshold: float | None = None  # of all features, by the config
     # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
     lengths: tuple[float, float] | None = None
+    centred: bool = False  # the encoder reads x - mean(x), before it subtracts b_in; only without a norm
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
 
@@ -88,7 +90,8 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present
-        assert self.transposed <= set(MATRICES), self.transposed
+        assert not self.centred or self.in_norm == "none", self.in_norm
+        assert self.transposed <= {*MATRICES, "skip"}, self.transposed
 
     @property
     def present(self) -> dict[str, str]:
@@ -106,20 +109,23 @@ class Format(Protocol):
     def FILES(self) -> tuple[str, ...]:
         """Names of the files of a dictionary, the only ones that the hub is asked for. May contain ``*``."""
 
-    def draft(self, place: Path) -> Draft | None:
+    def draft(self, place: Path) -> Draft | Sequence[Draft] | None:
         """The draft of the dictionary at an existing file or folder, or None if the files have another format.
+
+        A file that holds several dictionaries has a draft for each, with distinct sites, by which they are chosen.
 
         Raises:
             LoadError: the files have this format and are wrong.
         """
 
 
-def facts(draft: Draft, name: str) -> CoderInfo:
+def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     """What is known about the dictionary without its values: reads the headers and hashes the files.
 
     Args:
         draft: the dictionary's draft.
         name: the format's name.
+        hashed: False leaves the fingerprint empty where a large file would have to be read for it.
 
     Raises:
         LoadError: naming the file, the array or the key, what is there and what was expected.
@@ -129,8 +135,6 @@ def facts(draft: Draft, name: str) -> CoderInfo:
     axes = _axes(draft)
     site_in, site_out = draft.sites
     features, d_in, d_out = (axes[axis].size for axis in SIZES)
-    if "skip" in held:
-        raise wrong(weights.path, held["skip"], "an affine skip connection", "a transcoder without one")
     for role, key in held.items():
         weights.check(key, *_expected(draft, axes, role))
     if not draft.unmistakable and features == d_in:
@@ -151,7 +155,8 @@ def facts(draft: Draft, name: str) -> CoderInfo:
             site_in=site_in,
             site_out=site_out,
             has_max_act="max_act" in held,
-            fingerprint=fingerprint(files),
+            skip="skip" in held,
+            fingerprint=fingerprint(files) if hashed or all(map(_is_hashed_at_once, files)) else "",
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
             **{name: getattr(draft, name) for name in _SHARED},
@@ -160,24 +165,37 @@ def facts(draft: Draft, name: str) -> CoderInfo:
         raise wrong(told_in, "values", exc, "values that agree with each other and with the arrays") from exc
 
 
+def _is_hashed_at_once(file: Path) -> bool:
+    """True for a small file, and for one that the hub's cache names by its content."""
+    return file.stat().st_size <= UNASKED or file.resolve().parent.name == "blobs"
+
+
 def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     """The dictionary, with its matrices in dtype (None: as stored).
 
     Raises:
-        LoadError: as ``facts``, or a value is not finite or out of range.
+        LoadError: as ``facts``, or a value is not finite or out of range, or the dictionary can only be described.
     """
     info, weights, held = facts(draft, name), draft.weights, draft.present
+    if info.skip:
+        raise wrong(weights.path, held["skip"], "an affine skip connection", "a transcoder without one")
     vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
     folded = _folded(draft, info, vectors)
 
-    def matrix(role: str, width: int, scale: Tensor | None) -> Tensor:
+    wanted = dtype or _dtype(draft)
+
+    def matrix(role: str, width: int, scale: Tensor | None, dtype: torch.dtype = wanted) -> Tensor:
         shape, turned = (info.features, width), role in draft.transposed
-        return weights.matrix(held[role], shape, dtype or _dtype(draft), transpose=turned, scale=scale)
+        return weights.matrix(held[role], shape, dtype, transpose=turned, scale=scale)
 
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
-    w_enc, b_enc, threshold = matrix("w_enc", info.d_in, folded.enc_scale), folded.b_enc, folded.threshold
+    b_enc, threshold = folded.b_enc, folded.threshold
+    w_enc = matrix("w_enc", info.d_in, folded.enc_scale, torch.float32 if draft.centred else wanted)
+    if draft.centred:
+        w_enc, b_enc = folds.centre_input(w_enc, b_enc, vectors.get("b_in"))
+        w_enc = w_enc.to(wanted)
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
     if not b_enc.isfinite().all():

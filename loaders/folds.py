@@ -62,3 +62,13 @@ def gate_by_norm(threshold: Tensor, norms: Tensor) -> Tensor:
     """
     divided = torch.where(norms > 0, threshold.double() / norms.double(), torch.inf)
     return divided.float().clamp_max(torch.finfo(torch.float32).max)
+
+
+def centre_input(w_enc: Tensor, b_enc: Tensor, b_in: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The (w_enc', b_enc') with ``(x - mean(x) - b_in) @ w_enc.T + b_enc == (x - b_in) @ w_enc'.T + b_enc'``.
+
+    Takes w_enc [F, d] in float32, before it is rounded, and b_in [d] or None for 0.
+    """
+    means = torch.cat([w_enc[rows].double().mean(1) for rows in blocks(len(w_enc))])
+    shift = 0.0 if b_in is None else b_in.double().sum()
+    return w_enc - means[:, None].float(), (b_enc.double() - shift * means).float()

@@ -281,7 +281,8 @@ class Model:
         if dictionary not in self._config.dictionaries:
             raise ConfigError(f"no dictionary {dictionary!r}; known: {', '.join(self._config.dictionaries)}")
         if dictionary not in self._coders:
-            coder = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype)
+            site = self.engine.catalog.dictionaries[dictionary].site_in
+            coder = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype, site=site)
             self._coders[dictionary] = coder
         return self._coders[dictionary]
 

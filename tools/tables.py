@@ -7,6 +7,7 @@ replaced. ``make tables`` rewrites the pages, and a test compares them with what
 import ast
 import inspect
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ import typer
 
 from saesteer.commands.cli import app
 from saesteer.config import config, settings
+from saesteer.dictionaries.coder import CoderInfo
 from saesteer.language import edits, fields, inline, sites, spec
-from saesteer.loaders import FORMATS
+from saesteer.loaders import FORMATS, describe
 from saesteer.loaders.vectors import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract
 from saesteer.plugin.results import metrics
+from tests.loaders import every
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -80,6 +83,32 @@ def formats() -> str:
         about = str(inspect.getdoc(module)).splitlines()[0].partition(";")[0].rstrip(".").replace("``", "`")
         rows.append((code(name), about, f"[{file}](../{file})"))
     return table(("format", "files", "read by"), rows)
+
+
+def dictionaries() -> str:
+    """What is read of each format: kinds, activations, and sites, each with the case of tests/loaders that shows it."""
+    found: dict[tuple[str, str], tuple[set[str], dict[str, str]]] = {}
+    cases = [(case.name, case.write) for case in every.CASES] + [told[:2] for told in every.DESCRIBED]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, write in cases:
+            info = describe(str(write(Path(folder) / name)))
+            activations, shown = found.setdefault((info.format, info.kind), (set(), {}))
+            activations.add(info.activation)
+            shown.setdefault(_between(info), name.removeprefix(f"{info.format}-"))
+    return table(
+        ("format", "kind", "activations", "sites, each with a test case"),
+        (
+            (code(form), kind, ", ".join(sorted(acts)), ", ".join(f"{place} ({case})" for place, case in shown.items()))
+            for (form, kind), (acts, shown) in sorted(found.items(), key=lambda one: list(FORMATS).index(one[0][0]))
+        ),
+    )
+
+
+def _between(info: CoderInfo) -> str:
+    read, written = (site and code(site.partition(".")[0]) for site in (info.site_in, info.site_out))
+    if read == written:
+        return read or "named by `@SITE`"
+    return f"{read or 'unnamed'} → {written or 'unnamed'}"
 
 
 def vector_files() -> str:
@@ -208,6 +237,7 @@ def metric_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "codes": codes,
     "commands": commands,
+    "dictionaries": dictionaries,
     "families": families,
     "flags": flags,
     "formats": formats,

@@ -2,8 +2,8 @@
 
     f = relu(x @ encoder.0.weight.T + encoder.0.bias)        y = f @ (decoder.weight / |column|).T + decoder.bias
 
-The decoder is divided by its columns' lengths when it is used; what is stored is not of length 1. A checkpoint with the
-SAEs of several hooks is refused, since a place cannot choose among them.
+The decoder is divided by its columns' lengths when it is used; what is stored is not of length 1. A checkpoint may hold
+the SAEs of several hooks: ``FILE.pt@resid_pre.5`` chooses one.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import open_torch
+from saesteer.loaders.arrays import Arrays, open_torch
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import wrong
 
 FILES: tuple[str, ...] = ()  # they are on no hub
 _KEYS = {"w_enc": "encoder.0.weight", "w_dec": "decoder.weight", "b_enc": "encoder.0.bias", "b_dec": "decoder.bias"}
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of such a file; None for others. Raises LoadError."""
+def draft(place: Path) -> list[Draft] | None:
+    """The drafts of such a file, one for each hook; None for others. Raises LoadError."""
     weights = open_torch(place)
     end = f".{_KEYS['w_enc']}"
     hooks = [key.removesuffix(end) for key in weights.index if key.endswith(end)] if weights else []
-    if weights is None or not hooks:
-        return None
-    if len(hooks) > 1:
-        raise wrong(place, ", ".join(hooks), f"{len(hooks)} dictionaries in one file", "one")
-    site = aliases.from_transformer_lens(hooks[0].replace("-", "."))
+    return [_one(weights, hook, hooks) for hook in hooks] if weights and hooks else None
+
+
+def _one(weights: Arrays, hook: str, hooks: list[str]) -> Draft:
+    others = tuple(f"{one}." for one in hooks if one != hook)
+    site = aliases.from_transformer_lens(hook.replace("-", "."))
     return Draft(
         weights,
-        {role: f"{hooks[0]}.{key}" for role, key in _KEYS.items()},
+        {role: f"{hook}.{key}" for role, key in _KEYS.items()},
         "relu",
+        ignored={key for key in weights.index if key.startswith(others)},
         transposed={"w_dec"},
         decoder_norm="dropped",
         sites=(site, site),

@@ -87,7 +87,7 @@ def draft(place: Path) -> Draft | None:
 def _site(file: Path, cfg: dict[str, Any], trainer: dict[str, Any]) -> str | None:
     """resid_post by the name of the submodule or the folder; other names have no fixed meaning."""
     buffer = section(file, cfg, "buffer") if "buffer" in cfg else {}
-    if buffer.get("io", "out") != "out":
+    if text(file, buffer, "io") not in (None, "out"):
         return None
     names = [text(file, trainer, "submodule_name") or "", *reversed(file.absolute().parts)]
     found = [match for name in names if (match := re.fullmatch(r"resid_post_layer_(\d+)", name))]

@@ -4,6 +4,7 @@
 
 The input is neither shifted nor normalised: both were folded into the weights before the release. All repositories
 hold the same kind of file, so the sites come from the path (the hub's cache keeps the repository's name), or are None.
+Those of the embedding read the table's rows, which Gemma multiplies by sqrt(d) later. Transcoders read before the gain.
 """
 
 from __future__ import annotations

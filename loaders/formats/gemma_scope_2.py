@@ -1,10 +1,12 @@
 """Gemma Scope 2, one dictionary: ``params.safetensors``, mostly with ``config.json``; it knows no set of layers.
 
-    pre = x @ w_enc + b_enc        f = relu(pre) * (pre > threshold)        y = f @ w_dec + b_dec
+    pre = x @ w_enc + b_enc        f = relu(pre) * (pre > threshold)
+    y = f @ w_dec + b_dec (+ x @ affine_skip_connection, not transposed)
 
 Nothing is subtracted from the input or normalised. The folder attn_out holds dictionaries of z. Transcoders read the
 MLP's input behind the norm's gain (those of Gemma Scope 1 read it before the gain). Without a config, the repository's
-and the folder's name in the path give model and sites. Cross-layer transcoders and crosscoders are refused.
+and the folder's name in the path give model and sites. Affine transcoders are described only; cross-layer transcoders
+and crosscoders are refused.
 """
 
 from __future__ import annotations
@@ -36,16 +38,15 @@ def draft(place: Path) -> Draft | None:
     if place not in (folder, file, config) or not file.is_file():
         return None
     weights = open_arrays(file)
+    sites, model = _from_path(file.absolute().parts)
     if config.is_file():
-        sites, model = _from_config(config, read_json(config))
-    else:
-        sites, model = _from_path(file.absolute().parts)
+        sites, model = _from_config(config, read_json(config), sites, model)
     return Draft(
         weights,
         _KEYS,
         "jumprelu",
         optional={"skip": "affine_skip_connection"},
-        transposed={"w_enc"},
+        transposed={"w_enc", "skip"},
         configs=(config,) if config.is_file() else (),
         below_zero="raised",
         sites=sites,
@@ -53,14 +54,18 @@ def draft(place: Path) -> Draft | None:
     )
 
 
-def _from_config(file: Path, cfg: dict[str, Any]) -> tuple[Sites, str | None]:
+def _from_config(file: Path, cfg: dict[str, Any], sites: Sites, model: str | None) -> tuple[Sites, str | None]:
+    """What the config says, and for what it leaves out, what the path says."""
     for key, known in (("architecture", ("jump_relu",)), ("type", ("sae", "transcoder"))):
         if cfg.get(key, known[0]) not in known:
             raise wrong(file, key, repr(cfg[key]), f"{' or '.join(known)}: others are not served")
     hooks = [text(file, cfg, f"hf_hook_point_{side}") for side in ("in", "out")]
     read, written = (aliases.from_hugging_face(hook) if hook else None for hook in hooks)
-    model = text(file, cfg, "model_name")
-    return (read, written if hooks[1] else read), _model(model.removeprefix("google/")) if model else None
+    if name := text(file, cfg, "model_name"):
+        model = _model(name.removeprefix("google/"))
+    if hooks[0]:
+        sites = read, read if not hooks[1] and cfg.get("type") != "transcoder" else written
+    return sites, model
 
 
 def _from_path(parts: tuple[str, ...]) -> tuple[Sites, str | None]:

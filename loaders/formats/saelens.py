@@ -5,16 +5,21 @@
 
 standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
 rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. abstopk: the k largest |pre| of
-either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read. The
-subtraction and the factors are folded into the weights. ``info.in_norm`` keeps a norm per token; feature values are
-then normalised.
+either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read; one with
+a skip connection (y += x @ W_skip.T) is described only. The subtraction and the factors are folded into the weights.
+``info.in_norm`` keeps a norm per token; feature values are then normalised.
+
+Some SAEs of GPT-2 were trained on a stream without its mean, as TransformerLens makes it (center_writing_weights): the
+encoder then reads x - mean(x). GPT-2 itself does not see the mean. Older files do not say so, their repositories' names
+are known.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
-covariance_whitening), single heads of z, skip connections, and architectures other than one matrix and one activation.
+covariance_whitening), single heads of z, and architectures other than one matrix and one activation.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import flag, read_json, text, whole_number, wrong
+from saesteer.loaders.files import flag, read_json, section, text, whole_number, wrong
 
 FILES = ("cfg.json", "sae_weights.safetensors")
 # architecture -> the activation that it becomes, and its arrays besides W_enc, W_dec and b_dec
@@ -34,20 +39,22 @@ _ARCHITECTURES: dict[str, tuple[Activation, dict[str, str]]] = {
     "gated": ("jumprelu", {"b_gate": "b_gate", "b_enc": "b_mag", "r_mag": "r_mag"}),
     "transcoder": ("relu", {"b_enc": "b_enc"}),
     "jumprelu_transcoder": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold"}),
+    "skip_transcoder": ("relu", {"b_enc": "b_enc", "skip": "W_skip"}),
+    "jumprelu_skip_transcoder": ("jumprelu", {"b_enc": "b_enc", "threshold": "threshold", "skip": "W_skip"}),
 }
 _REFUSED = {
     "matching_pursuit": "its encoder is iterative",
     "temporal": "it attends over earlier positions",
     "batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
     "matryoshka_batchtopk": "the batch decides what is active: save it for inference, as jumprelu",
-    "skip_transcoder": "skip connections are not served yet",
-    "jumprelu_skip_transcoder": "skip connections are not served yet",
 }
 _NORMS: dict[str, InNorm] = {"none": "none", "layer_norm": "layer_norm", "constant_norm_rescale": "l2_sqrt_d"}
 _NO_NORM = {
     "expected_average_only_in": "its constant is not in the files: save the SAE with the scale folded in",
     "covariance_whitening": "the whitening is not folded in: save the SAE for inference",
 }
+_CENTRED = ("GPT2-Small-SAEs-Reformatted", "GPT2-Small-Feature-Splitting-Experiment-Layer-8")
+_WRITTEN = re.compile(r"(resid_\w+|attn_out|mlp_out)\.\d+")  # the sites at which centred weights write
 _OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -70,7 +77,7 @@ def draft(place: Path) -> Draft | None:
     features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
     k = whole_number(config, cfg, "k") if architecture in ("topk", "abstopk") else None
     in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
-    transcoder = architecture in ("transcoder", "jumprelu_transcoder")
+    transcoder = architecture.endswith("transcoder")
     written = Axis("d_out", whole_number(config, cfg, "d_out")) if transcoder else Axis("d_in", d_in)
     if transcoder and in_norm != "none":
         raise wrong(config, "normalize_activations", in_norm, "none: a transcoder's output has no input statistics")
@@ -79,7 +86,7 @@ def draft(place: Path) -> Draft | None:
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
     if "threshold" in more and "log_threshold" in weights.index:
-        more = {"b_enc": "b_enc", "log_threshold": "log_threshold"}
+        more = {role: key for role, key in more.items() if role != "threshold"} | {"log_threshold": "log_threshold"}
     return Draft(
         weights,
         {"w_enc": "W_enc", "w_dec": "W_dec", "b_dec": "b_dec"} | more | ({"b_in": "b_dec"} if subtract else {}),
@@ -89,6 +96,7 @@ def draft(place: Path) -> Draft | None:
         configs=(config,),
         sizes=(Axis("d_sae", features), Axis("d_in", d_in), written),
         decoder_norm="values" if k is not None and rescaled else "kept",
+        centred=_is_centred(config, about, str(site), in_norm),
         below_zero="raised",
         k=k,
         in_norm=in_norm,
@@ -129,6 +137,18 @@ def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
         why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
         raise wrong(file, "normalize_activations", f"{name!r} ({why})", f"one of {', '.join(_NORMS)}")
     return _NORMS[name]
+
+
+def _is_centred(file: Path, about: dict[str, Any], site: str, in_norm: InNorm) -> bool:
+    """Whether the encoder reads the stream without its mean, which a layer norm takes away by itself."""
+    key = "model_from_pretrained_kwargs"
+    said = section(file, about, key) if about.get(key) is not None else {}
+    by_name = any(name in part for part in file.absolute().parts for name in _CENTRED)
+    if not flag(file, said, "center_writing_weights", default=by_name) or not _WRITTEN.fullmatch(site):
+        return False
+    if in_norm == "l2_sqrt_d":
+        raise wrong(file, key, "center_writing_weights, with a norm of the centred input", "one of the two")
+    return in_norm == "none"
 
 
 def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ the output of the module mlp depends on the model: its name is looked for in ../
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from saesteer.dictionaries.coder import Activation
@@ -39,7 +40,8 @@ def draft(place: Path) -> Draft | None:
     width = Axis("d_in", whole_number(config, cfg, "d_in"))
     features = whole_number(config, cfg, "num_latents", at_least=0) if cfg.get("num_latents") else 0
     features = features or width.size * whole_number(config, cfg, "expansion_factor")
-    run = folder.parent / "config.json"
+    module = folder.parent if re.fullmatch(r"seed\d+", folder.name) else folder  # runs of several seeds: layers.3/seed1
+    run = module.parent / "config.json"
     model = text(run, read_json(run), "model") if run.is_file() else None
     return Draft(
         open_arrays(file),
@@ -49,7 +51,7 @@ def draft(place: Path) -> Draft | None:
         configs=(config, run) if run.is_file() else (config,),
         sizes=(Axis("num_latents", features), width, width),
         k=whole_number(config, cfg, "k"),
-        sites=_sites(folder, model, transcode or "transcoder" in str(folder.absolute())),
+        sites=_sites(module, model, transcode or "transcoder" in str(folder.absolute())),
         model=model,
     )
 

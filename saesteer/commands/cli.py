@@ -69,6 +69,7 @@ def serve(
     max_edits: Annotated[int | None, _flag("max_edits")] = None,
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
+    registers: Annotated[int | None, _flag("registers")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     saesteer_config: Settings = None,
@@ -95,6 +96,7 @@ def serve(
         max_edits=max_edits,
         pool_rows=pool_rows,
         inline_rows=inline_rows,
+        registers=registers,
         max_dose=max_dose,
         max_dose_action=max_dose_action,
     )
@@ -103,7 +105,9 @@ def serve(
 
 @app.command()
 def inspect(
-    place: Annotated[str, typer.Argument(metavar="PLACE", help="A file, a folder or a hub id (org/repo/folder).")],
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+    ],
 ) -> None:
     """Describe a weight file: format, site, shapes, activation, units. Reads no weights."""
     from saesteer.commands.inspect import report

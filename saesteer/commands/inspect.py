@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from saesteer.config.assets import unserved
+from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError
@@ -16,6 +18,11 @@ from saesteer.loaders.vectors import read_vectors
 
 def report(place: str | Path) -> str:
     """Describe a weight file line by line, and list what cannot be served from it.
+
+    Reads headers and small files alone: a file of more than 64 MB is not hashed.
+
+    Args:
+        place: a dictionary or a file of vectors, as ``PATH_OR_REPO[@SITE]``.
 
     Raises:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
@@ -30,8 +37,9 @@ def report(place: str | Path) -> str:
 
 def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
     """A .safetensors or .pt file may be either; if it is neither, the error says why it is no dictionary."""
+    source = DictionarySource(str(place)) if Path(place).exists() else DictionarySource.from_argument(str(place))
     try:
-        info = describe(place)
+        info = describe(source.path, site=source.site, hashed=False)
     except LoadError:
         if not str(place).endswith((".safetensors", ".pt")):
             raise
@@ -40,6 +48,7 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
         except LoadError:
             pass
         raise
+    info = _placed(info, source.site)
     lines = [(name, value) for name, value in _facts(info) if value]
     return lines + [("not served", note) for note in _not_served(info)]
 
@@ -63,6 +72,13 @@ def _listed(layers: tuple[int, ...]) -> str:
     return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
 
 
+def _placed(info: CoderInfo, site: str | None) -> CoderInfo:
+    """With the site that was given, where the files name none."""
+    if site is None or info.site_in is not None or info.site_out is not None:
+        return info
+    return replace(info, site_in=site, site_out=site)
+
+
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
     site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}"
     if info.site_in is None or info.site_out is None:
@@ -71,10 +87,11 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
     return [
         ("source", info.source),
         ("format", info.format),
+        ("kind", _kind(info)),
         ("model", info.model or "not stated in the files"),
         ("site", str(site)),
         ("features", f"{info.features:,}{_ids(info)}"),
-        ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]"),
+        ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]{_skip(info)}"),
         ("activation", _activation(info)),
         ("input norm", info.in_norm if info.in_norm == "none" else f"{info.in_norm}, of each token"),
         ("unit", f"{info.feature_unit} feature values"),
@@ -82,8 +99,25 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
         ("on disk", _size(info.bytes_on_disk)),
-        ("fingerprint", info.fingerprint[:16]),
+        ("in memory", f"{_size(whole(info, 2))} in float16 or bfloat16, {_size(whole(info, 4))} in float32"),
+        ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
+
+
+def _kind(info: CoderInfo) -> str:
+    unsaid = info.site_in is None and info.site_out is None and info.kind == "SAE"
+    return "SAE, unless it is a transcoder of equal widths" if unsaid else info.kind
+
+
+def _skip(info: CoderInfo) -> str:
+    return f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
+
+
+def whole(info: CoderInfo, size: int) -> int:
+    """Bytes of a dictionary in memory whose matrices have items of this size: what loading it needs, and keeps."""
+    rows = info.features * ((info.d_in + info.d_out) * size + 4)
+    thresholds, max_act = info.activation == "jumprelu", info.has_max_act
+    return rows + 4 * (info.features * (thresholds + max_act) + info.d_out)
 
 
 def _activation(info: CoderInfo) -> str:

@@ -109,6 +109,8 @@ class Assets:
 def unserved(info: CoderInfo) -> str | None:
     """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
     reads, writes, not_served = info.site_in, info.site_out, "which is not served by this version"
+    if info.skip:
+        return f"adds an affine skip connection, {not_served}; served: dictionaries without one"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
     if reads is None or writes is None:
@@ -123,9 +125,9 @@ def unserved(info: CoderInfo) -> str | None:
 
 
 def _placed(name: str, source: DictionarySource) -> CoderInfo:
-    info = describe(source.path)
+    reads, both, writes = (source.site or "").partition(":")
+    info = describe(source.path, site=reads or None)
     if source.site:
-        reads, both, writes = source.site.partition(":")
         for site in (reads, writes) if both else (reads,):
             parse(site)
         if not both and info.site_in is not None and info.site_in != info.site_out:

@@ -57,6 +57,7 @@ class CoderInfo:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
     model: str | None = None  # the language model that it was trained on, if the files say
+    skip: bool = False  # y += x @ w_skip.T as well; such files are described, and not loaded yet
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
 
@@ -74,6 +75,13 @@ class CoderInfo:
         if self.feature_ids is not None:
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
             assert self.activation not in RANKED, "ranking inside a subset of the features is wrong"
+
+    @property
+    def kind(self) -> str:
+        """What a dictionary is called that reads and writes these places."""
+        if self.skip:
+            return "skip transcoder"
+        return "SAE" if self.site_in == self.site_out and self.d_in == self.d_out else "transcoder"
 
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""

@@ -129,7 +129,7 @@ def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int,
     """
     base, out, number = rows
     centred = info.in_norm == "layer_norm"
-    coder = load(path, dtype=torch.float32 if centred else reads.w_enc.dtype)
+    coder = load(path, dtype=torch.float32 if centred else reads.w_enc.dtype, site=info.site_in)
     end = base + coder.info.features
     _copy(reads.w_enc[base:end], coder.w_enc, centred=centred)
     _copy(writes.w_dec[out : out + coder.info.features], coder.w_dec)

@@ -9,8 +9,8 @@ import torch
 from saesteer.loaders import aliases, describe, load
 from saesteer.loaders.formats import own
 from tests.loaders import writers
+from tests.loaders.every import CASES
 from tests.loaders.formats import gemma_scope_2, llamascopium
-from tests.loaders.test_formats import CASES
 from tests.loaders.writers import SEEN, D, F
 
 X = writers.tokens()
@@ -72,7 +72,7 @@ BLOCKED = (
     "saelens-v6-gated",
     "saelens-v6-topk-rescaled",
     "manifest-full",
-    "own-topk",
+    "saesteer-topk",
     "dictionary_learning-AutoEncoder",
     "llama_scope-r",
     "apollo-pre",

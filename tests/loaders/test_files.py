@@ -25,8 +25,8 @@ from saesteer.loaders.files import fetch
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
 from tests.loaders.case import Case
-from tests.loaders.formats import circuit_tracer, llama_scope, torch_files
-from tests.loaders.test_formats import every_case
+from tests.loaders.every import every_case
+from tests.loaders.formats import circuit_tracer, connor_rob, llama_scope, qwen_scope
 
 LEAF = "layer_20/width_16k/average_l0_71"
 WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}
@@ -104,7 +104,7 @@ def test_fake_hub_gives_one_layer_of_a_set(fake_hub: FakeHub) -> None:
 
 def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:
     circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS, (1, 3))
-    torch_files.qwen(fake_hub.root / "org" / "qwen", torch_files.QWEN, (1, 3))
+    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (1, 3))
     for place, config in (("org/set", "config.yaml"), ("org/qwen", "config.json")):
         with pytest.raises(LoadError, match="0 files and none chosen"):
             describe(place)
@@ -112,11 +112,11 @@ def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:
 
 
 def test_fake_hub_gives_a_torch_file_with_its_config(fake_hub: FakeHub) -> None:
-    torch_files.qwen(fake_hub.root / "org" / "qwen", torch_files.QWEN, (1, 3))
+    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (1, 3))
     assert describe("org/qwen/layer3.sae.pt").site_in == "resid_post.3"
     assert fake_hub.given == ["config.json", "layer3.sae.pt"]
-    torch_files.kissane(fake_hub.root / "org" / "z", torch_files.Z)
-    torch_files.kissane(fake_hub.root / "org" / "z" / "deeper", torch_files.Z)
+    connor_rob.write(fake_hub.root / "org" / "z", connor_rob.ARRAYS)
+    connor_rob.write(fake_hub.root / "org" / "z" / "deeper", connor_rob.ARRAYS)
     assert describe("org/z/gpt2-small_L3.pt").site_in == "z.3"
     assert fake_hub.given == ["gpt2-small_L3.pt", "gpt2-small_L3_cfg.json"]
 
@@ -218,6 +218,19 @@ def test_the_same_files_are_the_same_dictionary_on_every_node(tmp_path: Path) ->
 def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:
     name = "1f" * 32
     assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name
+
+
+def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "1f" * 32
+    places = [writers.gemma_scope(tmp_path / "a", writers.raw()), in_hub_cache(tmp_path / "hub", digest=name)]
+    assert f"fingerprint   {describe(places[0]).fingerprint[:16]}" in report(places[0])
+    monkeypatch.setattr("saesteer.loaders.draft.UNASKED", 0)
+    assert "fingerprint   not computed: it takes" in report(places[0])
+    assert f"fingerprint   {name[:16]}" in report(places[1])
+    max_act.write(places[0], load(places[0]), torch.ones(writers.F), tokens=1)
+    said = describe(places[0], hashed=False)
+    assert (said.fingerprint, said.has_max_act) == ("", True)
+    assert replace(describe(places[0]), fingerprint="") == said
 
 
 def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:

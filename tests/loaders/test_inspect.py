@@ -1,13 +1,18 @@
 """What `saesteer inspect` says of a file, held against what plans and configs do with the same dictionary."""
 
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
-from saesteer.commands.inspect import report
+from saesteer.commands.inspect import report, whole
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import RANKED, Activation, InNorm
@@ -18,8 +23,8 @@ from saesteer.loaders.formats import own
 from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.windows import windows
 from tests.loaders import writers
-from tests.loaders.case import Case
-from tests.loaders.test_formats import CASES, every_case
+from tests.loaders.case import Case, Told
+from tests.loaders.every import CASES, DESCRIBED, SAMPLES, every_case
 
 ACTIVATIONS = get_args(Activation)
 CLAMP = {"op": "clamp", "dictionary": "d", "feature": 2, "value": 1.0}
@@ -155,7 +160,7 @@ def test_what_a_file_is(tmp_path: Path) -> None:
     assert said["site"] == ["mlp_in_pregain.19 -> mlp_out.19"]
     assert said["shapes"] == ["w_enc [40, 24]  w_dec [40, 12]"]
     assert (said["activation"], said["dtype"]) == (["jumprelu"], ["float32"])
-    assert lines(cases["own-no-metadata"])["max_act"] == ["known"]
+    assert lines(cases["saesteer-no-metadata"])["max_act"] == ["known"]
     assert lines(cases["saelens-v6-topk"])["activation"] == ["topk, k = 5"]
     assert lines(cases["saelens-v6-standard-layer_norm"])["input norm"] == ["layer_norm, of each token"]
     assert lines(cases["manifest-jumprelu"])["features"] == ["3 of a larger dictionary: 17, 2, 30"]
@@ -183,3 +188,79 @@ def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
     assert said["vectors"] == ["one for each layer of 3"]
     with pytest.raises(LoadError, match=r"nothing\.pt"):
         report(writers.torch_file(tmp_path / "nothing.pt", {"a": np.ones(8), "b": np.ones(8)}))
+
+
+def test_kinds_and_memory(tmp_path: Path) -> None:
+    cases = {case.name: str(case.write(tmp_path / case.name)) for case in CASES}
+    assert lines(cases["gemma_scope-res"])["kind"] == ["SAE"]
+    assert lines(cases["gemma_scope-transcoder"])["kind"] == ["transcoder"]
+    assert lines(cases["gemma_scope-no-name"])["kind"] == ["SAE, unless it is a transcoder of equal widths"]
+    assert lines(f"{cases['gemma_scope-no-name']}@resid_post.3")["site"] == ["resid_post.3"]
+    assert "it reads z.3 and writes z.3" in lines(f"{cases['gemma_scope-no-name']}@z.3")["not served"][0]
+    for name in ("gemma_scope-res", "manifest-relu", "saesteer-topk", "saesteer-no-metadata"):
+        for size, dtype in ((2, torch.float16), (4, torch.float32)):
+            one = load(cases[name], dtype=dtype)
+            held = [one.w_enc, one.w_dec, one.b_enc, one.b_dec, one.threshold, one.max_act]
+            assert whole(one.info, size) == sum(each.nbytes for each in held if each is not None)
+    assert lines(cases["gemma_scope-res"])["in memory"] == ["4.3 KB in float16 or bfloat16, 8.1 KB in float32"]
+
+
+@pytest.mark.parametrize("told", DESCRIBED, ids=lambda told: told[0])
+def test_a_skip_transcoder(told: Told, tmp_path: Path) -> None:
+    place = told[1](tmp_path)
+    said = lines(place)
+    assert said["kind"] == ["skip transcoder"]
+    assert said["shapes"][0].endswith(f"w_skip [{told[2].get('d_out', writers.D)}, {writers.D}]")
+    [note] = said["not served"]
+    assert note.startswith("this dictionary, in a server: it adds an affine skip connection, which is not served")
+
+
+def a_sparse_file(folder: Path) -> Path:
+    """19 GB that are empty behind the header."""
+    shapes = {"W_enc": [2304, 1 << 20], "W_dec": [1 << 20, 2304], "b_dec": [2304]}
+    shapes |= {"b_enc": [1 << 20], "threshold": [1 << 20]}
+    header: dict[str, Any] = {}
+    end = 0
+    for key, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    with (folder / "sae_weights.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(head)) + head)
+        stream.truncate(8 + len(head) + end)
+    writers.config(folder / "cfg.json", writers.saelens_cfg("jumprelu", d_in=2304, d_sae=1 << 20))
+    return folder
+
+
+def zeros(arrays: Mapping[str, Any], features: int = 400_000) -> dict[str, Any]:
+    """Arrays as these, with more features: 77 MB."""
+    return {
+        key: np.zeros([features if size == writers.F else size for size in one.shape], np.float32)
+        for key, one in arrays.items()
+    }
+
+
+def an_npz(folder: Path) -> Path:
+    return writers.gemma_scope(folder, zeros(writers.raw()))
+
+
+def a_torch_file(folder: Path) -> Path:
+    return writers.torch_file(folder / "a.pth", zeros(SAMPLES["goodfire"].arrays))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads, others do not")
+@pytest.mark.parametrize("write", [a_sparse_file, an_npz, a_torch_file])
+def test_no_more_than_headers_are_read_of_a_large_file(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """All bytes that this process reads are counted, whatever it calls for them."""
+    place = write(tmp_path)
+    report(place)  # what Python imports is read here
+    before = read_so_far()
+    said = lines(place)
+    assert read_so_far() - before < 256 << 10
+    assert said["fingerprint"] == ["not computed: it takes reading the whole file once"]
+    if write == a_sparse_file:
+        assert said["in memory"] == ["9.7 GB in float16 or bfloat16, 19.3 GB in float32"]
+
+
+def read_so_far() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])

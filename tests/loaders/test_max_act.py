@@ -12,7 +12,7 @@ from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.files import fetch
 from tests.loaders import writers
-from tests.loaders.test_formats import CASES
+from tests.loaders.every import CASES
 
 
 def values(features: int) -> torch.Tensor:

@@ -131,7 +131,9 @@ def manifest(folder: Path, arrays: Mapping[str, Array], *, layers: tuple[tuple[i
     document |= {"layers": [list(item) for item in layers], "clampable_features": SEEN} | more
     (folder / "manifest.json").write_text(json.dumps(document))
     for number, (layer, hook) in enumerate(layers):
-        shifted = {key: value + np.float32(number) if key == "encoder_bias" else value for key, value in arrays.items()}
+        shifted = {
+            key: value + value.dtype.type(number) if key == "encoder_bias" else value for key, value in arrays.items()
+        }
         save_file(shifted, folder / f"layer_{layer}_{hook}.safetensors")
     return folder
 

@@ -1,5 +1,6 @@
 """Sets of circuit-tracer and what they mean: W_enc is [F, d], thresholds may be below 0, hooks stand in the config."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import yaml
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, jumprelu, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, jumprelu, relu, topk
 from tests.loaders.writers import D
 
 R = writers.raw(d_out=12, seed=19)
@@ -35,6 +36,12 @@ def write(folder: Path, arrays: dict[str, Any], layers: tuple[int, ...] = (3,), 
     return folder
 
 
+def unsaid(folder: Path, arrays: dict[str, Any], layers: tuple[int, ...] = (3,)) -> Path:
+    """A set without its config."""
+    (write(folder, arrays, layers) / "config.yaml").unlink()
+    return folder
+
+
 def cases() -> list[Case]:
     def case(name: str, act: str, sites: tuple[Any, Any], suffix: str = "", **more: Any) -> Case:
         arrays = ARRAYS | (JUMP if act == "jumprelu" else {})
@@ -55,8 +62,17 @@ def cases() -> list[Case]:
     def hooks(read: str, written: str = "hook_mlp_out") -> dict[str, Any]:
         return {"feature_input_hook": read, "feature_output_hook": written}
 
+    def bare(name: str, place: str, act: str, sites: tuple[Any, Any], model: str | None) -> Case:
+        one = case(name, act, sites, model_name=model)
+        arrays = ARRAYS | (JUMP if act == "jumprelu" else {})
+        return replace(one, write=lambda folder: Path(f"{unsaid(folder / place, arrays, (1, 3))}#layer_3"))
+
     both, gemma = ("mlp_in.3", "mlp_out.3"), "google/gemma-3-1b-it"
+    named = "models--mwhanna--qwen3-14b-transcoders-lowl0/snapshots/abc"
     return [
+        bare("no-config", "any", "relu", (None, None), None),
+        bare("no-config-jumprelu", "any", "jumprelu", (None, None), None),
+        bare("qwen3-14b", named, "relu", both, "Qwen/Qwen3-14B"),
         case("relu", "relu", both),
         case("jumprelu", "jumprelu", both),
         case("topk", "topk", both, activation="topk", k=K),
@@ -82,13 +98,28 @@ def wrong() -> list[Row]:
     listed = ["hf://google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz"]
     skip = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
     return [
-        *wrong_arrays("circuit_tracer", "layer_3.safetensors", write, ARRAYS),
         row("skip", "layer_3.safetensors: W_skip: an affine skip connection; expected a transcoder", skip),
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
         row("clt", "config.yaml: model_kind: 'cross_layer_transcoder', which", model_kind="cross_layer_transcoder"),
         row("list", "config.yaml: transcoders: a list: ['hf://google/gemma-scope-2b-pt", transcoders=listed),
         row("none-chosen", "layer_*.safetensors: 2 files and none chosen; expected", layers=(0, 1)),
         row("topk", "config.yaml: k: None; expected a whole number", activation="topk"),
+        row("unsaid-topk", "layer_3.safetensors: k: an unknown key", ARRAYS | {"k": np.array(5)}),
+        (
+            "circuit_tracer-no-config-topk",
+            lambda folder: unsaid(folder, ARRAYS | {"k": np.array(5)}),
+            "layer_3.safetensors: k: an unknown key",
+        ),
+        (
+            "circuit_tracer-no-config-none-chosen",
+            lambda folder: unsaid(folder, ARRAYS, (1, 3)),
+            "layer_*.safetensors: 2 files and none chosen; expected",
+        ),
+        (
+            "circuit_tracer-crv",
+            lambda folder: write(folder / "models--facebook--crv-8b-instruct-transcoders" / "snapshots", ARRAYS),
+            "config.yaml: k: 128; expected at most F = 40",
+        ),
         (
             "circuit_tracer-missing",
             lambda folder: Path(f"{write(folder, ARRAYS, (1, 3))}#layer_2"),
@@ -101,5 +132,11 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS | JUMP) / "layer_3.safetensors"
+def described() -> list[Told]:
+    arrays = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
+    hooks: dict[str, Any] = {"feature_input_hook": "hook_resid_mid", "feature_output_hook": "hook_mlp_out"}
+    facts = {"site_in": "resid_mid.3", "site_out": "mlp_out.3", "d_out": 12}
+    return [("circuit_tracer-skip", lambda folder: write(folder, arrays, **hooks), facts)]
+
+
+SAMPLE = Sample("layer_3.safetensors", write, ARRAYS | JUMP, config="config.yaml", optional=set(JUMP))

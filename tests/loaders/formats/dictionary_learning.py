@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=12)
@@ -111,11 +111,7 @@ def wrong() -> list[Row]:
 
     # A view into a storage, which claims the same bytes over and over.
     wide = torch.ones(1).expand(F)
-    needed = {key: value for key, value in TOP_K.items() if key != "k"}
     return [
-        *wrong_arrays(
-            "dictionary_learning", "ae.pt", lambda folder, r: write(folder, r, config("BatchTopKSAE")), needed
-        ),
         row("class", "config.json: trainer.dict_class: 'Other'; expected one of AutoEncoder,", dict_class="Other"),
         row("other-class", "ae.pt: W_dec: missing among", dict_class="MatryoshkaBatchTopKSAE"),
         row("no-k", "config.json: k: None; expected a whole number", dict_class="AutoEncoderTopK", k=None),
@@ -134,10 +130,14 @@ def wrong() -> list[Row]:
 
 
 def write_list(folder: Path) -> Path:
-    place = good(folder)
-    torch.save([1], place)
+    place = write(folder, TOP_K, config("BatchTopKSAE"))
+    torch.save([1], place / "ae.pt")
     return place
 
 
-def good(folder: Path) -> Path:
-    return write(folder, TOP_K, config("BatchTopKSAE")) / "ae.pt"
+SAMPLE = Sample(
+    "ae.pt",
+    lambda folder, arrays: write(folder, arrays, config("BatchTopKSAE")),
+    {key: value for key, value in TOP_K.items() if key != "k"},
+    config="config.json",
+)

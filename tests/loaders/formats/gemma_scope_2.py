@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, relu
 from tests.loaders.writers import D, F
 
 NAMES = {"W_enc": "w_enc", "W_dec": "w_dec"}
@@ -56,12 +56,15 @@ def cases() -> list[Case]:
     mlp, both = "post_feedforward_layernorm", ("mlp_in.7", "mlp_out.7")
     repository, cached = "gemma-scope-2-1b-pt", "models--google--gemma-scope-2-12b-it/snapshots/abc"
     transcoder = config("pre_feedforward_layernorm.output", mlp, type="transcoder", affine_connection=False)
+    into = config("pre_feedforward_layernorm.output", type="transcoder")
     return [
         case("res", "any", ("resid_post.7", "resid_post.7"), pt, config("output")),
         case("attn", f"attn_out/{LEAF}", z, pt, config("self_attn.o_proj.input")),
         case("mlp", "any", ("mlp_out.7", "mlp_out.7"), pt, config(f"{mlp}.output", mlp)),
         case("transcoder", "any", both, pt, transcoder, d_out=12),
         case("smallest", "any", (None, None), "google/gemma-3-270m", CONFIG | {"model_name": "google/gemma-3-270m-pt"}),
+        case("half-config", f"{repository}/resid_post/{LEAF}", ("resid_post.7", "resid_post.7"), pt, {"type": "sae"}),
+        case("no-output", "any", ("mlp_in.7", None), pt, into, d_out=12),
         case("path-res", f"{cached}/resid_post_all/{LEAF}", ("resid_post.7", "resid_post.7"), "google/gemma-3-12b-it"),
         case("path-attn", f"{repository}/attn_out/{LEAF}", z, pt),
         case("path-transcoder", f"{repository}/transcoder_all/{LEAF}", both, pt, d_out=12),
@@ -77,7 +80,6 @@ def wrong() -> list[Row]:
     affine = {"affine_skip_connection": np.triu(np.ones((D, D), np.float32))}
     one_of_a_set = "params_layer_0.safetensors: params_layer_*.safetensors: features that write to several layers"
     return [
-        *wrong_arrays("gemma_scope_2", FILE, write, arrays()),
         row(
             "affine",
             f"{FILE}: affine_skip_connection: an affine skip connection; expected a transcoder without",
@@ -99,5 +101,18 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, arrays(), CONFIG) / FILE
+def described() -> list[Told]:
+    def told(name: str, place: str, config: Any, **facts: Any) -> Told:
+        more = {"affine_skip_connection": np.triu(np.ones((D, 12), np.float32))}
+        return f"gemma_scope_2-{name}", lambda folder: write(folder / place, arrays(12) | more, config), facts
+
+    both: dict[str, Any] = {"site_in": "mlp_in.7", "site_out": "mlp_out.7", "d_in": D, "d_out": 12}
+    norms = {"in": "pre_feedforward_layernorm", "out": "post_feedforward_layernorm"}
+    hooks = {f"hf_hook_point_{side}": f"model.layers.7.{norm}.output" for side, norm in norms.items()}
+    return [
+        told("affine", "any", CONFIG | hooks | {"type": "transcoder", "affine_connection": True}, **both),
+        told("path-affine", f"gemma-scope-2-1b-pt/transcoder_all/{LEAF}_affine", None, **both),
+    ]
+
+
+SAMPLE = Sample(FILE, lambda folder, r: write(folder, r, CONFIG), arrays(), config="config.json")

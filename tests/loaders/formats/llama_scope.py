@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=14)
@@ -79,9 +79,7 @@ def wrong() -> list[Row]:
             f"hyperparams.json: {words}",
         )
 
-    optional = "llama_scope-no-decoder.bias"
     return [
-        *(one for one in wrong_arrays("llama_scope", FILE, write, ARRAYS) if one[0] != optional),
         row("relu", "act_fn: 'relu'; expected jumprelu, or topk with a threshold", act_fn="relu"),
         row("topk", "jump_relu_threshold: 0.0; expected a number above 0", act_fn="topk", jump_relu_threshold=0.0),
         row("glu", "use_glu_encoder: True; expected False: nothing else is served", use_glu_encoder=True),
@@ -93,5 +91,4 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS) / "checkpoints" / FILE
+SAMPLE = Sample(f"checkpoints/{FILE}", write, ARRAYS, config="hyperparams.json", optional={"decoder.bias"})

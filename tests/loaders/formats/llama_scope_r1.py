@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=15)
@@ -62,7 +62,6 @@ def wrong() -> list[Row]:
 
     length = f"dataset_average_activation_norm.{HOOK}"
     return [
-        *wrong_arrays("llama_scope_r1", FILE, write, ARRAYS),
         row("norm", "norm_activation: 'token-wise'; expected 'dataset-wise'", norm_activation="token-wise"),
         row("act", "config.json: act_fn: 'topk'; expected 'jumprelu'", act_fn="topk"),
         row("factor", "config.json: expansion_factor: '8'; expected a number above 0", expansion_factor="8"),
@@ -72,5 +71,4 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS) / FILE
+SAMPLE = Sample(FILE, write, ARRAYS, config="config.json")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, jumprelu, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, jumprelu, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=16)
@@ -98,7 +98,6 @@ def wrong() -> list[Row]:
         return name, lambda folder: write(folder, PLAIN | LOGS, CONFIG | config), f"config.json: {words}"
 
     return [
-        *wrong_arrays("llamascopium", FILE, write, PLAIN | LOGS),
         row(
             "clt",
             "sae_type: 'clt' (it writes to several layers, which is not served yet); expected 'sae'",
@@ -114,5 +113,4 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, PLAIN | LOGS) / FILE
+SAMPLE = Sample(FILE, write, PLAIN | LOGS, config="config.json")

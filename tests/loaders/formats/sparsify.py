@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, relu, topk, wrong_arrays
+from tests.loaders.case import Array, Case, Row, Sample, Told, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=17)
@@ -19,7 +19,8 @@ LLAMA = "EleutherAI/sae-llama-3.1-8b-64x"
 def write(folder: Path, arrays: dict[str, Any], config: dict[str, Any] = CONFIG, model: str | None = None) -> Path:
     writers.config(folder / "cfg.json", config)
     if model:
-        writers.config(folder.parent / "config.json", {"model": model, "sae": config})
+        run = folder.parent.parent if folder.name.startswith("seed") else folder.parent
+        writers.config(run / "config.json", {"model": model, "sae": config})
     return writers.tensors(folder / FILE, arrays).parent
 
 
@@ -62,6 +63,8 @@ def cases() -> list[Case]:
         case("gpt2", "mine/h.3.mlp", mlp, model="openai-community/gpt2"),
         case("post-norm", "mine/layers.3.mlp", ("mlp_out_raw.3", "mlp_out_raw.3"), model="google/gemma-2-2b"),
         case("unknown-model", "mine/layers.3.mlp", ("mlp_out_raw.3", "mlp_out_raw.3")),
+        case("seed", f"{LLAMA}/layers.10/seed1", post),
+        case("seed-model", "mine/h.3.mlp/seed2", mlp, model="openai-community/gpt2"),
         case("elsewhere", f"{LLAMA}/embed_tokens", (None, None)),
         case("transcoder", f"{LLAMA}/layers.3.mlp", through, transcode=True),
         case("old-transcoder", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", through),
@@ -74,7 +77,6 @@ def wrong() -> list[Row]:
 
     skip = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
     return [
-        *wrong_arrays("sparsify", FILE, write, ARRAYS),
         row("skip", f"{FILE}: W_skip: an affine skip connection; expected a transcoder without", skip, transcode=True),
         row("activation", "cfg.json: activation: 'relu'; expected one of topk, groupmax", activation="relu"),
         row("no-k", "cfg.json: k: None; expected a whole number", k=None),
@@ -86,5 +88,17 @@ def wrong() -> list[Row]:
     ]
 
 
-def good(folder: Path) -> Path:
-    return write(folder, ARRAYS) / FILE
+def described() -> list[Told]:
+    arrays = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
+
+    def told(name: str, place: str, **config: Any) -> Told:
+        facts = {"site_in": "mlp_in.3", "site_out": "mlp_out.3", "k": K}
+        return f"sparsify-{name}", lambda folder: write(folder / place, arrays, CONFIG | config), facts
+
+    return [
+        told("skip", f"{LLAMA}/layers.3.mlp", transcode=True, skip_connection=True),
+        told("old-skip", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", skip_connection=True),
+    ]
+
+
+SAMPLE = Sample(FILE, write, ARRAYS, config="cfg.json")

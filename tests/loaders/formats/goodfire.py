@@ -1,0 +1,52 @@
+"""Files of Goodfire and what they mean: two linear layers, and a name that ends in the layer."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.loaders import writers
+from tests.loaders.case import Array, Case, Row, Sample, relu
+
+R = writers.raw(seed=18)
+
+
+def linear(encoder: str, decoder: str) -> dict[str, Any]:
+    arrays: dict[str, Any] = {f"{encoder}.weight": R["W_enc"].T, f"{encoder}.bias": R["b_enc"]}
+    return arrays | {f"{decoder}.weight": R["W_dec"].T, f"{decoder}.bias": R["b_dec"]}
+
+
+ARRAYS = linear("encoder_linear", "decoder_linear")
+
+
+def pre(x: Array) -> Array:
+    return np.asarray(x @ R["W_enc"] + R["b_enc"])
+
+
+def plain(f: Array, x: Array) -> Array:
+    return np.asarray(f @ R["W_dec"] + R["b_dec"])
+
+
+def cases() -> list[Case]:
+    def case(name: str, file: str, arrays: dict[str, Any], site: str | None, model: str | None) -> Case:
+        facts = {"activation": "relu", "site_in": site, "site_out": site, "model": model}
+        return Case(
+            f"goodfire-{name}",
+            lambda folder: writers.torch_file(folder / file, arrays),
+            lambda x: relu(pre(x)),
+            plain,
+            facts,
+        )
+
+    llama, r1 = "Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B"
+    return [
+        case("8b", f"{llama}-SAE-l19.pth", ARRAYS, "resid_post.19", llama),
+        case("qresearch", f"{r1}-SAE-l19.pt", linear("encoder", "decoder"), "resid_post.19", r1),
+        case("copied", "mine.pt", ARRAYS, None, None),
+    ]
+
+
+def wrong() -> list[Row]:
+    return []
+
+
+SAMPLE = Sample("a.pth", lambda folder, arrays: writers.torch_file(folder / "a.pth", arrays), ARRAYS)
