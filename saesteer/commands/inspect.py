@@ -146,9 +146,11 @@ def _not_served(info: CoderInfo) -> list[str]:
         notes.append("reconstruct with error drop: the file lacks the output bias or some features")
     elif info.activation == "groupmax":
         notes.append("reconstruct with error drop, for groupmax")
+    elif info.site_in != info.site_out:
+        notes.append("reconstruct with error drop, for a dictionary that writes to another site")
     if not info.has_max_act:
         notes.append("values in unit max_act, until it is calibrated")
-    if info.activation in RANKED:
+    if info.activation in RANKED and info.site_in == info.site_out:
         notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes
 

@@ -64,6 +64,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "modules": {},
             "pool_rows": 64,
             "inline_rows": 1,
+            "registers": 64,
             "max_dose": None,
             "max_dose_action": None,
         }
@@ -80,7 +81,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words = ["--port", "1", "--vector", f"happy={tmp_path}/happy.npy", "--module", f"calm={tmp_path}/calm.json"]
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
-    words += ["--max-dose", "0.5", "--max-dose-action", "refuse"]
+    words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8"]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -95,6 +96,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "max_edits": 16,
         "pool_rows": 9,
         "inline_rows": 2,
+        "registers": 8,
         "max_dose": 0.5,
         "max_dose_action": "refuse",
     }

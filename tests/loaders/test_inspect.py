@@ -105,14 +105,14 @@ def test_every_format_is_told_as_it_is_served(case: Case, tmp_path: Path) -> Non
     assert said["fingerprint"] == [info.fingerprint[:16]]
 
 
-@pytest.mark.parametrize("site", ["embed", "mlp_out.3", "z.3"])
+@pytest.mark.parametrize("site", ["embed", "mlp_in_pregain.3", "z.3"])
 def test_a_site_that_is_not_served(site: str, tmp_path: Path) -> None:
     said = lines(written(tmp_path, site_in=site, site_out=site))
     assert said["site"] == [site]
     [note] = said["not served"]
     assert note == (
         f"this dictionary, in a server: it reads {site} and writes {site}, which is not served by this version; "
-        "served: one of resid_pre, resid_mid, resid_post read and written"
+        "served: resid_pre, attn_in, attn_out, resid_mid, mlp_in, mlp_out, resid_post"
     )
     with pytest.raises(ConfigError, match=f"dictionary 'd' reads {site} and writes {site}, which is not served"):
         Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{tmp_path}/made.safetensors"}}))
