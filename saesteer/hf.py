@@ -96,7 +96,7 @@ class Model:
         self.engine = Engine(
             Assets.open(self._config),
             width=text.hidden_size,
-            layers=len(trunk.layers),
+            layers=len(getattr(trunk, family.layers)),
             dtype=model.dtype,
             device=model.device,
             max_rows=1,

@@ -5,6 +5,7 @@ Data, and the one way to find a family's layers in a model. Knows no vLLM, no Tr
 
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from saesteer.errors import UnsupportedError
@@ -23,11 +24,7 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Where a site lies in each library.
-
-    In vLLM, a norm adds the last part to the stream before it reads the stream, and returns the sum: before the norm,
-    the stream is two tensors; after it, one, which stock vLLM has already rounded.
-    """
+    """Where a site lies in each library."""
 
     vllm: Tap
     transformers: Tap
@@ -38,8 +35,27 @@ LLAMA = {
     "resid_mid": Taps(Tap("post_attention_layernorm", "in"), Tap("post_attention_layernorm", "in")),
     "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
-# Gemma's post_attention_layernorm is another norm: it comes after attention, before the stream is added.
+# Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
+# added.
 GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
+# Transformers adds the features of an image (DeepStack) to the stream behind the first layers, vLLM before the next norm.
+QWEN3_VL = LLAMA | {"resid_post": Taps(LLAMA["resid_post"].vllm, Tap("", "in", next=True))}
+GPT2 = {
+    "resid_pre": Taps(Tap("ln_1", "in"), Tap("", "in")),
+    "resid_mid": Taps(Tap("ln_2", "in"), Tap("ln_2", "in")),
+    "resid_post": Taps(Tap("ln_1", "in", next=True), Tap("", "out")),
+}
+# Attention and the MLP read the same stream, so there is none between them.
+NEOX = {
+    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
+    "resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out")),
+}
+# The norms come after attention and the MLP, which read the stream as it is.
+OLMO = {
+    "resid_pre": Taps(Tap("self_attn", "in"), Tap("", "in")),
+    "resid_mid": Taps(Tap("mlp", "in"), Tap("mlp", "in")),
+    "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
+}
 SERVED_KINDS = tuple(LLAMA)
 
 
@@ -51,6 +67,11 @@ class Family:
     vllm: str  # class of the decoder layer
     transformers: str  # the same in Transformers
     sites: Mapping[str, Taps]  # by kind
+    # In vLLM, most norms add the last part to the stream before they read it, and return the sum: before such a norm,
+    # the stream is two tensors; after it, one, which stock vLLM has already rounded. Otherwise it is one tensor always.
+    fused: bool = True
+    layers: str = "layers"  # attribute of the trunk
+    norm: str = "norm"  # the final one
 
     def find(self, trunk: Any, library: Library, kind: str, layer: int) -> tuple[Any, str]:
         """The module at a site, and its side where the stream is.
@@ -60,26 +81,47 @@ class Family:
             library: the library that its classes come from.
             kind: the kind of the site.
             layer: the layer of the site.
+
+        Raises:
+            UnsupportedError: layers of this family have no such site.
         """
+        if kind not in self.sites:
+            raise UnsupportedError(f"{self.name} layers have no {kind}.{layer}; served: {', '.join(self.sites)}")
         tap: Tap = getattr(self.sites[kind], library)
-        place = layer + tap.next
-        if place == len(trunk.layers):
-            return trunk.norm, tap.side
-        return getattr(trunk.layers[place], tap.module) if tap.module else trunk.layers[place], tap.side
+        layers, place = getattr(trunk, self.layers), layer + tap.next
+        if place == len(layers):
+            return getattr(trunk, self.norm), tap.side
+        return getattr(layers[place], tap.module) if tap.module else layers[place], tap.side
 
 
+# vLLM runs OLMo and GPT-NeoX by Transformers' own layers, under the same names. Where two rows share a class, their
+# sites agree, and the first row speaks for both.
 FAMILIES = (
     Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", LLAMA),
     Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", LLAMA),
+    Family("Mixtral", "MixtralDecoderLayer", "MixtralDecoderLayer", LLAMA),
+    Family("Phi-3", "LlamaDecoderLayer", "Phi3DecoderLayer", LLAMA),
     Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", LLAMA),
+    Family("Qwen2-MoE", "Qwen2MoeDecoderLayer", "Qwen2MoeDecoderLayer", LLAMA),
+    Family("Qwen2-VL", "Qwen2DecoderLayer", "Qwen2VLDecoderLayer", LLAMA),
     Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
+    Family("Qwen3-MoE", "Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer", LLAMA),
+    Family("Qwen3-VL", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer", QWEN3_VL),
+    Family("Qwen3-Next", "Qwen3NextDecoderLayer", "Qwen3NextDecoderLayer", LLAMA),
+    Family("Qwen3.5", "Qwen3_5DecoderLayer", "Qwen3_5DecoderLayer", LLAMA),
+    Family("Gemma", "GemmaDecoderLayer", "GemmaDecoderLayer", LLAMA),
     Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
     Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
+    Family("GPT-OSS", "TransformerBlock", "GptOssDecoderLayer", LLAMA),
+    Family("OLMo 2", "Olmo2DecoderLayer", "Olmo2DecoderLayer", OLMO, fused=False),
+    Family("OLMo 3", "Olmo3DecoderLayer", "Olmo3DecoderLayer", OLMO, fused=False),
+    Family("GPT-2", "GPT2Block", "GPT2Block", GPT2, fused=False, layers="h", norm="ln_f"),
+    Family("GPT-NeoX", "GPTNeoXLayer", "GPTNeoXLayer", NEOX, fused=False, norm="final_layer_norm"),
 )
 
 
 def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
-    """The module that holds the decoder's ``layers`` and the final ``norm``, and the family of all its layers.
+    """The module that holds the decoder's layers and the final norm, and the family of all its layers.
 
     Args:
         model: a torch module of either library.
@@ -88,11 +130,13 @@ def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
     Raises:
         UnsupportedError: the layers belong to no known family, or to more than one.
     """
-    known = {getattr(family, library): family for family in FAMILIES}
+    known: dict[str, Family] = {}
+    for family in FAMILIES:
+        known.setdefault(getattr(family, library), family)
     others: set[str] = set()
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers) and hasattr(module, "norm")):
+    for module, (name, norm) in product(model.modules(), dict.fromkeys((one.layers, one.norm) for one in FAMILIES)):
+        layers = getattr(module, name, None)
+        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers) and hasattr(module, norm)):
             continue
         classes = {type(layer).__name__ for layer in layers}
         if len(classes) == 1 and classes <= known.keys():

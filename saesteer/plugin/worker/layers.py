@@ -1,14 +1,19 @@
 """Where the layers of a vLLM model offer the sites, and how the op gets there. Knows norms and streams, not requests.
 
-A vLLM decoder layer passes (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
-goes around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
+In most families a vLLM decoder layer passes (hidden, residual) on, and the norm that consumes them returns (normed,
+stream). So the op goes around norms, whose class is swapped on the instance: names of parameters, LoRA and draft models
+stay untouched.
 
     resid_post.L   after the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
                    tensor that stock vLLM has already rounded, and vLLM's own fusions do not change
     resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
     resid_pre.0    before layer 0's input norm: the embedding
+
+In the others the stream is one tensor everywhere. The op goes before the first module that reads it at a site: all that
+comes behind, the addition of the layer's part included, reads the same tensor.
 """
 
+import inspect
 from dataclasses import fields
 from typing import Any
 
@@ -24,7 +29,7 @@ from saesteer.models.families import Family, find_trunk
 
 
 class _Edited(nn.Module):
-    """Mixin of a swapped norm. Its tensors are buffers, so compiled graphs take them as inputs with fixed addresses."""
+    """Mixin of a swapped module. Its tensors are buffers, so compiled graphs take them as inputs with fixed addresses."""
 
     saesteer_index: Tensor
     saesteer_counts: Tensor
@@ -32,15 +37,15 @@ class _Edited(nn.Module):
     saesteer_published: Tensor
     saesteer_weight_offset: float
     saesteer_last: bool
+    saesteer_argument: int
     weight: Tensor
     variance_epsilon: float
 
     def edit(self, stream: Tensor, second: Tensor | None, form: int) -> None:
-        """Call the op on the stream of this norm's site; after the last site, publish the counts."""
-        weight = self.weight.data if form == layout.NORMED else None
+        """Call the op on the stream of this module's site; after the last site, publish the counts."""
         counts, site = self.saesteer_counts, self.saesteer_index
-        eps, offset = self.variance_epsilon, self.saesteer_weight_offset
-        torch.ops.saesteer.edit_(stream, second, weight, counts, site, form, eps, offset)
+        weight, eps = (self.weight.data, self.variance_epsilon) if form == layout.NORMED else (None, 0.0)
+        torch.ops.saesteer.edit_(stream, second, weight, counts, site, form, eps, self.saesteer_weight_offset)
         if self.saesteer_last:
             torch.ops.saesteer.publish_(counts, site, self.saesteer_steps, self.saesteer_published)
 
@@ -61,16 +66,32 @@ class _BeforeNorm(_Edited):
         return super().forward(x, residual)
 
 
+class _BeforeModule(_Edited):
+    """Not by ``forward``: vLLM puts another one on instances of Transformers' modules."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stream = kwargs["hidden_states"] if "hidden_states" in kwargs else args[self.saesteer_argument]
+        self.edit(stream.view(-1, stream.shape[-1]), None, layout.BARE)
+        return super().__call__(*args, **kwargs)
+
+
+_FORMS: dict[type[_Edited], tuple[int, ...]] = {
+    _AfterNorm: (layout.NORMED,),
+    _BeforeNorm: (layout.PAIR, layout.BARE),
+    _BeforeModule: (layout.BARE,),
+}
+
+
 def attach(model: nn.Module, engine: Engine) -> None:
     """Put the op at every site of the engine.
 
     Raises:
-        UnsupportedError: the model's family or a norm is not known.
+        UnsupportedError: the model's family or a norm is not known, or the family has no such site.
     """
     trunk, family = find_trunk(model, "vllm")
     for site in engine.sites.values():
-        norm, mixin = _place(trunk, family, site)
-        _swap(norm, mixin, site, engine)
+        module, mixin = _place(trunk, family, site)
+        _swap(module, mixin, site, engine)
 
 
 def warm_up(model: nn.Module, engine: Engine) -> None:
@@ -80,33 +101,35 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     trunk, family = find_trunk(model, "vllm")
     with engine.warming() as sizes:
         for site in engine.sites.values():
-            norm: Any = _place(trunk, family, site)[0]
+            module: Any
+            module, mixin = _place(trunk, family, site)
             for tokens in sizes:
                 stream = torch.zeros(tokens, engine.width, dtype=site.w_enc.dtype, device=engine.device)
-                forms = (layout.NORMED,) if isinstance(norm, _AfterNorm) else (layout.PAIR, layout.BARE)
-                for form in forms:
-                    norm.edit(stream, None if form == layout.BARE else stream.clone(), form)
+                for form in _FORMS[mixin]:
+                    module.edit(stream, None if form == layout.BARE else stream.clone(), form)
             # These calls are ours: only the model's own forward pass counts.
             ops.hits.pop(site.index.data_ptr(), None)
         ops.hits.pop(engine.published.data_ptr(), None)
 
 
 def _place(trunk: Any, family: Family, site: Site) -> tuple[nn.Module, type[_Edited]]:
-    norm, side = family.find(trunk, "vllm", *parse(site.name))
-    return norm, _AfterNorm if side == "out" else _BeforeNorm
+    module, side = family.find(trunk, "vllm", *parse(site.name))
+    return module, (_AfterNorm if side == "out" else _BeforeNorm) if family.fused else _BeforeModule
 
 
-def _swap(norm: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
-    if type(norm) not in (RMSNorm, GemmaRMSNorm):
-        raise UnsupportedError(f"the norm at {site.name} is a {type(norm).__name__}, expected RMSNorm or GemmaRMSNorm")
+def _swap(module: nn.Module, mixin: type[_Edited], site: Site, engine: Engine) -> None:
+    cls = type(module)
+    if mixin is not _BeforeModule and cls not in (RMSNorm, GemmaRMSNorm):
+        raise UnsupportedError(f"the norm at {site.name} is a {cls.__name__}, expected RMSNorm or GemmaRMSNorm")
     # The graph reads four of them. vLLM's sleep mode, at level 2, restores only buffers.
     held = {field.name: getattr(site, field.name) for field in fields(site)}
     held |= {"counts": engine.counts, "steps": engine.steps, "published": engine.published}
     for name, tensor in held.items():
         if isinstance(tensor, Tensor):
-            norm.register_buffer(f"saesteer_{name}", tensor, persistent=False)
-    cls = type(norm)
-    norm.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
-    edited: Any = norm
+            module.register_buffer(f"saesteer_{name}", tensor, persistent=False)
+    names = list(inspect.signature(module.forward).parameters)
+    module.__class__ = type(f"Edited{cls.__name__}", (mixin, cls), {})
+    edited: Any = module
     edited.saesteer_weight_offset = 1.0 if cls is GemmaRMSNorm else 0.0
     edited.saesteer_last = site is list(engine.sites.values())[-1]
+    edited.saesteer_argument = names.index("hidden_states") if "hidden_states" in names else 0
