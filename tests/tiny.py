@@ -48,6 +48,11 @@ class Tiny:
     vision: dict[str, Any] | None = None  # of a checkpoint that sees, of which the text part is served
     whole: dict[str, Any] = field(default_factory=dict)  # of its whole
 
+    @property
+    def torchvision(self) -> bool:
+        """Whether vLLM's file of this model imports torchvision, which saesteer's own set-up leaves out."""
+        return self.vision is not None or self.model.startswith("Qwen3_5")
+
 
 ROWS = {
     "Llama": Tiny("LlamaForCausalLM", "LlamaConfig"),

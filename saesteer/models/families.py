@@ -136,10 +136,10 @@ def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
     others: set[str] = set()
     for module, (name, norm) in product(model.modules(), dict.fromkeys((one.layers, one.norm) for one in FAMILIES)):
         layers = getattr(module, name, None)
-        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers) and hasattr(module, norm)):
+        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers)):
             continue
         classes = {type(layer).__name__ for layer in layers}
-        if len(classes) == 1 and classes <= known.keys():
+        if hasattr(module, norm) and len(classes) == 1 and classes <= known.keys():
             return module, known[classes.pop()]
         others |= classes
     found = f"with layers of the class {', '.join(sorted(others))}" if others else "without decoder layers"
