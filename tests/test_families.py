@@ -17,8 +17,8 @@ from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
 from tests import tiny
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-# In GLM-4 the MLP's norm has another name than in others; Cohere 2's attention and MLP read the same; most of the others
-# are like Llama's today, but nobody has looked whether they stay so.
+# In GLM-4 the MLP's norm has another name; in Cohere 2 attention and the MLP read the same; most of the others are like
+# Llama's today, but nobody has looked whether they stay so.
 UNKNOWN = ["Glm4", "Granite", "Cohere2", "StableLm", "Olmo", "Olmoe", "Phi", "OPT"]
 
 
@@ -78,9 +78,7 @@ def test_each_family_has_each_site_but_where_attention_and_the_mlp_read_the_same
     parallel = next(family for family in FAMILIES if family.name == "GPT-NeoX")
     assert tuple(parallel.sites) == ("resid_pre", "resid_post")
     assert all(family.sites.keys() == set(SERVED_KINDS) for family in FAMILIES if family is not parallel)
-    with pytest.raises(
-        UnsupportedError, match=r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, resid_post$"
-    ):
+    with pytest.raises(UnsupportedError, match=r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, resid_post$"):
         hf.Model(tiny.made("GPT-NeoX"), sites=["resid_mid.1"])
 
 
@@ -131,6 +129,19 @@ def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(row: str) -> N
     torch.testing.assert_close(steered.logits(IDS, steer=edit), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(steered.logits(IDS), before, atol=1e-5, rtol=1e-4)
     assert (expected - before)[1:].abs().max() > 1e-3
+
+
+@each_row
+def test_a_family_is_loaded_from_its_files_and_continues_token_by_token(row: str, tmp_path: Path) -> None:
+    """What a cache keeps gives the tokens that one pass over all of them gives."""
+    tiny.made(row).save_pretrained(tmp_path)
+    model = hf.Model(tmp_path, tokenizer=object(), sites=["resid_post.1"])
+    assert next(model.model.parameters()).dtype == torch.float32
+    torch.testing.assert_close(model.logits(IDS), tiny.made(row)(torch.tensor([IDS])).logits[0].detach())
+    edit = {"op": "add", "vector": [1.0] * tiny.WIDTH, "site": "resid_post.1"}
+    made = model.generate(IDS, steer=edit, max_tokens=8)
+    whole = model.logits(IDS + made, steer=edit, prompt_len=len(IDS)).argmax(-1)
+    assert made and made == whole[len(IDS) - 1 : -1].tolist()
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -188,16 +199,24 @@ SOURCES = {
     "GPT-2": (
         "vllm",
         "gpt2",
-        ["residual=hidden_stateshidden_states=self.ln_1(hidden_states)", "self.attn(", "=attn_output+residual"]
-        + ["residual=hidden_stateshidden_states=self.ln_2(hidden_states)", "self.mlp("],
+        [
+            "residual=hidden_stateshidden_states=self.ln_1(hidden_states)",
+            "self.attn(",
+            "=attn_output+residual",
+            "residual=hidden_stateshidden_states=self.ln_2(hidden_states)",
+            "self.mlp(",
+        ],
     ),
     "OLMo 2": ("transformers", "olmo2", OLMO),
     "OLMo 3": ("transformers", "olmo3", OLMO),
     "GPT-NeoX": (
         "transformers",
         "gpt_neox",
-        ["self.attention(self.input_layernorm(hidden_states)"]
-        + ["self.mlp(self.post_attention_layernorm(hidden_states))", "=mlp_output+attn_output+hidden_states"],
+        [
+            "self.attention(self.input_layernorm(hidden_states)",
+            "self.mlp(self.post_attention_layernorm(hidden_states))",
+            "=mlp_output+attn_output+hidden_states",
+        ],
     ),
 }
 
@@ -311,8 +330,13 @@ def test_the_stream_is_found_among_the_arguments_of_a_module() -> None:
     model.layers[0].self_attn, model.layers[0].mlp = Attention(), nn.ReLU()
     layers.attach(model, hf.Model(tiny.made("OLMo 3"), sites=["resid_pre.0", "resid_mid.0", "resid_post.0"]).engine)
     seen: list[tuple[int, ...]] = []
+
+    def edit(stream: Tensor, *_: object) -> None:
+        seen.append(tuple(stream.shape))
+        stream += 1
+
     for module in (model.layers[0].self_attn, model.layers[0].mlp, model.norm):
-        module.edit = lambda stream, *_: (seen.append(tuple(stream.shape)), stream.add_(1))
+        module.edit = edit
     positions, stream = torch.arange(4), torch.zeros(1, 4, tiny.WIDTH)
     assert (model.layers[0].self_attn(positions, stream[0]) == 2).all() and (stream == 1).all()
     assert (model.layers[0].self_attn(positions, hidden_states=stream) == 4).all() and (stream == 2).all()

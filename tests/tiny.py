@@ -34,6 +34,7 @@ _LINEAR = {  # of layers that keep a state instead of keys and values
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+_FULL = {**_LINEAR, "layer_types": ["full_attention"] * LAYERS}
 _MROPE = {"rope_type": "default", "type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _QWEN_TOKENS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
 
@@ -47,6 +48,7 @@ class Tiny:
     text: dict[str, Any] = field(default_factory=dict)  # what differs from _TEXT, or with None is left out
     vision: dict[str, Any] | None = None  # of a checkpoint that sees, of which the text part is served
     whole: dict[str, Any] = field(default_factory=dict)  # of its whole
+    dtype: str = "float32"  # vLLM's linear attention has only bfloat16 on a CPU
 
     @property
     def torchvision(self) -> bool:
@@ -85,8 +87,10 @@ ROWS = {
         },
         _QWEN_TOKENS,
     ),
-    "Qwen3-Next": Tiny("Qwen3NextForCausalLM", "Qwen3NextConfig", _HEADS | _SHARED | _LINEAR),
-    "Qwen3.5": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _LINEAR),
+    "Qwen3-Next": Tiny("Qwen3NextForCausalLM", "Qwen3NextConfig", _HEADS | _SHARED | _LINEAR, dtype="bfloat16"),
+    "Qwen3-Next, full attention": Tiny("Qwen3NextForCausalLM", "Qwen3NextConfig", _HEADS | _SHARED | _FULL),
+    "Qwen3.5": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _LINEAR, dtype="bfloat16"),
+    "Qwen3.5, full attention": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _FULL),
     "Gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _HEADS),
     "Gemma 2": Tiny("Gemma2ForCausalLM", "Gemma2Config", _HEADS),
     "Gemma 3": Tiny("Gemma3ForCausalLM", "Gemma3TextConfig", _HEADS),
@@ -104,9 +108,7 @@ ROWS = {
         },
         {"mm_tokens_per_image": 4, "image_token_index": 50, "boi_token_index": 51, "eoi_token_index": 52},
     ),
-    "GPT-OSS": Tiny(
-        "GptOssForCausalLM", "GptOssConfig", _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "GPT-OSS": Tiny("GptOssForCausalLM", "GptOssConfig", _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "OLMo 2": Tiny("Olmo2ForCausalLM", "Olmo2Config"),
     "OLMo 3": Tiny("Olmo3ForCausalLM", "Olmo3Config"),
     "GPT-2": Tiny("GPT2LMHeadModel", "GPT2Config", {"num_key_value_heads": None, "n_inner": 96}),
@@ -120,18 +122,22 @@ def family_of(row: str) -> Family:
 
 
 def made(row: str) -> Any:
-    """The model of a row, with norms that are not all ones, and logits that differ."""
+    """The model of a row, with norms that are not all ones, and logits that differ.
+
+    It computes in float32; in a row of another dtype its weights are numbers of that dtype.
+    """
     import transformers
 
     tiny = ROWS[row]
-    text = {key: value for key, value in (_TEXT | tiny.text).items() if value is not None}
-    config_class = getattr(transformers, tiny.config)
-    config = config_class(**text) if tiny.vision is None else config_class(text_config=text, vision_config=tiny.vision, **tiny.whole)
+    sizes = {key: value for key, value in (_TEXT | tiny.text).items() if value is not None}
+    if tiny.vision is not None:
+        sizes = {"text_config": sizes, "vision_config": tiny.vision, **tiny.whole}
     torch.manual_seed(1)
-    model = getattr(transformers, tiny.model)(config)
+    model = getattr(transformers, tiny.model)(getattr(transformers, tiny.config)(**sizes))
     for key, weight in model.named_parameters():
         if "norm" in key or "ln_" in key:
             nn.init.normal_(weight, mean=0.5, std=0.3)
         elif weight.dim() > 1:
             nn.init.normal_(weight, std=0.25 if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
+        weight.data = weight.data.to(getattr(torch, tiny.dtype)).float()
     return model.eval()

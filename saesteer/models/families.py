@@ -38,7 +38,7 @@ LLAMA = {
 # Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
 # added.
 GEMMA = LLAMA | {"resid_mid": Taps(Tap("pre_feedforward_layernorm", "in"), Tap("pre_feedforward_layernorm", "in"))}
-# Transformers adds the features of an image (DeepStack) to the stream behind the first layers, vLLM before the next norm.
+# Behind the first layers an image's features (DeepStack) are added: in Transformers outside of the layer.
 QWEN3_VL = LLAMA | {"resid_post": Taps(LLAMA["resid_post"].vllm, Tap("", "in", next=True))}
 GPT2 = {
     "resid_pre": Taps(Tap("ln_1", "in"), Tap("", "in")),

@@ -29,7 +29,7 @@ from saesteer.models.families import Family, find_trunk
 
 
 class _Edited(nn.Module):
-    """Mixin of a swapped module. Its tensors are buffers, so compiled graphs take them as inputs with fixed addresses."""
+    """Mixin of a swapped module. Its tensors are buffers: compiled graphs take them as inputs with fixed addresses."""
 
     saesteer_index: Tensor
     saesteer_counts: Tensor
