@@ -192,7 +192,7 @@ SOURCES = {
     "Mixtral": ("vllm", "mixtral", ["self.self_attn(", ADDED, "self.block_sparse_moe("]),
     "Phi-3": ("vllm", "llama", STEPS),
     "Qwen2-VL": ("vllm", "qwen2", STEPS),
-    "Qwen3-VL": ("vllm", "qwen3", STEPS),
+    "Qwen3-VL": ("vllm", "qwen3_vl", STEPS),
     "Qwen3-Next": ("vllm", "qwen3_next", HYBRID),
     "Qwen3.5": ("vllm", "qwen3_5", HYBRID),
     "GPT-OSS": ("vllm", "gpt_oss", ["self.attn(", ADDED, "self.mlp("]),

@@ -31,8 +31,8 @@ _LINEAR = {  # of layers that keep a state instead of keys and values
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # vLLM has no kernel for 32 on a CPU
+    "linear_value_head_dim": 128,
 }
 _FULL = {**_LINEAR, "layer_types": ["full_attention"] * LAYERS}
 _MROPE = {"rope_type": "default", "type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
@@ -138,6 +138,6 @@ def made(row: str) -> Any:
         if "norm" in key or "ln_" in key:
             nn.init.normal_(weight, mean=0.5, std=0.3)
         elif weight.dim() > 1:
-            nn.init.normal_(weight, std=0.25 if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
+            nn.init.normal_(weight, std=0.1 if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
         weight.data = weight.data.to(getattr(torch, tiny.dtype)).float()
     return model.eval()

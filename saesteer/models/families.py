@@ -106,7 +106,7 @@ FAMILIES = (
     Family("Qwen2-VL", "Qwen2DecoderLayer", "Qwen2VLDecoderLayer", LLAMA),
     Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
     Family("Qwen3-MoE", "Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer", LLAMA),
-    Family("Qwen3-VL", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer", QWEN3_VL),
+    Family("Qwen3-VL", "Qwen3VLDecoderLayer", "Qwen3VLTextDecoderLayer", QWEN3_VL),
     Family("Qwen3-Next", "Qwen3NextDecoderLayer", "Qwen3NextDecoderLayer", LLAMA),
     Family("Qwen3.5", "Qwen3_5DecoderLayer", "Qwen3_5DecoderLayer", LLAMA),
     Family("Gemma", "GemmaDecoderLayer", "GemmaDecoderLayer", LLAMA),
