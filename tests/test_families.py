@@ -314,35 +314,16 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
     assert missing <= {engine._nobody.data_ptr(), engine._numbers.data_ptr()}, "which hold numbers of a batch alone"
 
 
-class Attention(nn.Module):
-    """As in the OLMo 3 of vLLM 0.26, which has layers of its own."""
-
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        return hidden_states * 2
-
-
-def test_the_stream_is_found_among_the_arguments_of_a_module() -> None:
-    """vLLM calls OLMo's attention with other arguments before the stream, Transformers calls it by name."""
+def test_layers_that_share_out_the_tokens_of_the_stream_are_refused() -> None:
+    """As Qwen3-Next's may, where each rank has an expert: the op's tokens are those of a whole batch."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from saesteer.plugin.worker import layers
 
-    model = vllm_model("Olmo3DecoderLayer")
-    model.layers[0].self_attn, model.layers[0].mlp = Attention(), nn.ReLU()
-    layers.attach(model, hf.Model(tiny.made("OLMo 3"), sites=["resid_pre.0", "resid_mid.0", "resid_post.0"]).engine)
-    seen: list[tuple[int, ...]] = []
-
-    def edit(stream: Tensor, *_: object) -> None:
-        seen.append(tuple(stream.shape))
-        stream += 1
-
-    for module in (model.layers[0].self_attn, model.layers[0].mlp, model.norm):
-        module.edit = edit
-    positions, stream = torch.arange(4), torch.zeros(1, 4, tiny.WIDTH)
-    assert (model.layers[0].self_attn(positions, stream[0]) == 2).all() and (stream == 1).all()
-    assert (model.layers[0].self_attn(positions, hidden_states=stream) == 4).all() and (stream == 2).all()
-    model.layers[0].mlp.forward = lambda x: x * 3  # vLLM sets one on instances
-    assert (model.layers[0].mlp(stream) == 9).all() and (model.norm(stream) == 4).all()
-    assert seen == [(4, tiny.WIDTH)] * 4
+    engine: Any = None
+    model = vllm_model("Qwen3NextDecoderLayer")
+    model.layers[0].use_attn_reduce_scatter_for_moe = True
+    with pytest.raises(UnsupportedError, match="cannot serve Qwen3-Next with sequence-parallel experts"):
+        layers.attach(model, engine)
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:

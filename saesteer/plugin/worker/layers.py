@@ -86,9 +86,13 @@ def attach(model: nn.Module, engine: Engine) -> None:
     """Put the op at every site of the engine.
 
     Raises:
-        UnsupportedError: the model's family or a norm is not known, or the family has no such site.
+        UnsupportedError: the model's family or a norm is not known, the family has no such site, or its layers pass on
+            a part of the tokens.
     """
     trunk, family = find_trunk(model, "vllm")
+    if any(getattr(layer, "use_attn_reduce_scatter_for_moe", False) for layer in getattr(trunk, family.layers)):
+        option = "sequence-parallel experts (expert parallelism beside tensor and data parallelism)"
+        raise UnsupportedError(f"saesteer cannot serve {family.name} with {option} in this version; switch them off")
     for site in engine.sites.values():
         module, mixin = _place(trunk, family, site)
         _swap(module, mixin, site, engine)
