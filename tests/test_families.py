@@ -315,7 +315,7 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
 
 
 def test_layers_that_share_out_the_tokens_of_the_stream_are_refused() -> None:
-    """As Qwen3-Next's may, where each rank has an expert: the op's tokens are those of a whole batch."""
+    """As Qwen3-Next's may with experts on several ranks: the op's tokens are those of a whole batch."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from saesteer.plugin.worker import layers
 
@@ -324,6 +324,16 @@ def test_layers_that_share_out_the_tokens_of_the_stream_are_refused() -> None:
     model.layers[0].use_attn_reduce_scatter_for_moe = True
     with pytest.raises(UnsupportedError, match="cannot serve Qwen3-Next with sequence-parallel experts"):
         layers.attach(model, engine)
+
+
+def test_transformers_layers_in_vllm_are_refused_where_the_row_is_for_vllm_s_own() -> None:
+    """They have the same name, and a stream of one tensor."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    engine: Any = None
+    with pytest.raises(UnsupportedError, match=r"cannot serve Llama with Transformers' layers \(--model-impl"):
+        layers.attach(tiny.made("Llama"), engine)
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import hf
 from saesteer.engine.engine import Engine
-from saesteer.language.spec import as_spec
+from saesteer.language.spec import Spec, as_spec
 from saesteer.planning.planner import plan
 from saesteer.planning.wire import encode
 from saesteer.plugin.worker import layers
@@ -67,7 +67,8 @@ def engine() -> Engine:
 def steer(engine: Engine, spec: Any) -> None:
     """All tokens of IDS belong to one request."""
     count = IDS.numel()
-    row = engine.make_row(encode(plan(as_spec(spec), engine.catalog, count), engine.catalog, dose=False))
+    found = plan(as_spec(spec) or Spec(), engine.catalog, count)
+    row = engine.make_row(encode(found, engine.catalog, dose=False))
     assert row is not None
     engine.fill(1, row)
     engine.positions[:count] = torch.arange(count)
@@ -95,7 +96,8 @@ def test_the_stream_is_found_among_the_arguments_of_a_module(engine: Engine) -> 
 @torch.no_grad()
 def test_a_compiled_model_is_edited_at_every_site_as_an_eager_one(engine: Engine) -> None:
     """An edit reaches what the site's module reads, and what the layer's part is added to."""
-    plain, edited = Olmo3Model(), Olmo3Model()
+    plain: Any = Olmo3Model()
+    edited = Olmo3Model()
     layers.attach(edited, engine)
     compiled = torch.compile(edited, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(IDS), plain(IDS))
@@ -110,10 +112,11 @@ def test_a_compiled_model_is_edited_at_every_site_as_an_eager_one(engine: Engine
             stream = stream + (pushed if site == f"resid_mid.{number}" else 0)
             stream = stream + torch.tanh(layer.mlp(stream))
             stream = stream + (pushed if site == f"resid_post.{number}" else 0)
-        return plain.norm(stream)
+        normed: Tensor = plain.norm(stream)
+        return normed
 
     for site in SITES:
         edit = {"op": "add", "vector": push.tolist(), "site": site, "scale": 1.0}
         for run in (edited, compiled):
             steer(engine, edit)
-            torch.testing.assert_close(run(IDS), expected(site), msg=lambda text, site=site: f"{site}: {text}")
+            torch.testing.assert_close(run(IDS), expected(site))

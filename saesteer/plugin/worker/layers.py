@@ -86,16 +86,27 @@ def attach(model: nn.Module, engine: Engine) -> None:
     """Put the op at every site of the engine.
 
     Raises:
-        UnsupportedError: the model's family or a norm is not known, the family has no such site, or its layers pass on
-            a part of the tokens.
+        UnsupportedError: the model's family or a norm is not known, the family has no such site, or an option of vLLM
+            makes its layers others.
     """
     trunk, family = find_trunk(model, "vllm")
-    if any(getattr(layer, "use_attn_reduce_scatter_for_moe", False) for layer in getattr(trunk, family.layers)):
-        option = "sequence-parallel experts (expert parallelism beside tensor and data parallelism)"
-        raise UnsupportedError(f"saesteer cannot serve {family.name} with {option} in this version; switch them off")
+    for layer in getattr(trunk, family.layers):
+        _refuse(layer, family)
     for site in engine.sites.values():
         module, mixin = _place(trunk, family, site)
         _swap(module, mixin, site, engine)
+
+
+def _refuse(layer: nn.Module, family: Family) -> None:
+    found = {
+        "Transformers' layers (--model-impl transformers)": family.fused
+        and type(layer).__module__.startswith("transformers."),
+        # Each rank has its own part of the stream's tokens, and the work list counts all.
+        "sequence-parallel experts": getattr(layer, "use_attn_reduce_scatter_for_moe", False),
+    }
+    for option, on in found.items():
+        if on:
+            raise UnsupportedError(f"saesteer cannot serve {family.name} with {option} in this version; switch it off")
 
 
 def warm_up(model: nn.Module, engine: Engine) -> None:
