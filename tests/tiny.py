@@ -87,7 +87,12 @@ ROWS = {
         },
         _QWEN_TOKENS,
     ),
-    "Qwen3-Next": Tiny("Qwen3NextForCausalLM", "Qwen3NextConfig", _HEADS | _SHARED | _LINEAR, dtype="bfloat16"),
+    "Qwen3-Next": Tiny(  # with all experts at work: which are chosen turns over with the last bit of a bfloat16
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        _HEADS | _SHARED | _LINEAR | {"num_experts_per_tok": 4},
+        dtype="bfloat16",
+    ),
     "Qwen3-Next, full attention": Tiny("Qwen3NextForCausalLM", "Qwen3NextConfig", _HEADS | _SHARED | _FULL),
     "Qwen3.5": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _LINEAR, dtype="bfloat16"),
     "Qwen3.5, full attention": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _FULL),
@@ -138,6 +143,8 @@ def made(row: str) -> Any:
         if "norm" in key or "ln_" in key:
             nn.init.normal_(weight, mean=0.5, std=0.3)
         elif weight.dim() > 1:
-            nn.init.normal_(weight, std=0.1 if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
+            # A token's own logit stands out where the embedding is the output layer, too.
+            vocabulary = 0.05 if model.config.get_text_config().tie_word_embeddings else 0.1
+            nn.init.normal_(weight, std=vocabulary if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
         weight.data = weight.data.to(getattr(torch, tiny.dtype)).float()
     return model.eval()
