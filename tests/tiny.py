@@ -144,7 +144,7 @@ def made(row: str) -> Any:
             nn.init.normal_(weight, mean=0.5, std=0.3)
         elif weight.dim() > 1:
             # A token's own logit stands out where the embedding is the output layer, too.
-            vocabulary = 0.05 if model.config.get_text_config().tie_word_embeddings else 0.1
+            vocabulary = 0.05 if model.config.tie_word_embeddings else 0.1
             nn.init.normal_(weight, std=vocabulary if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
         weight.data = weight.data.to(getattr(torch, tiny.dtype)).float()
     return model.eval()
