@@ -74,10 +74,13 @@ class Model:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if isinstance(model, str) or hasattr(model, "__fspath__"):
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+            import transformers
 
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(model)
+            config = transformers.AutoConfig.from_pretrained(model)
+            of_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            auto = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+            model = auto.from_pretrained(model, dtype=dtype)
         self.model = model.eval()
         self.tokenizer = tokenizer
         trunk, family = find_trunk(model, "transformers")
@@ -96,7 +99,7 @@ class Model:
         self.engine = Engine(
             Assets.open(self._config),
             width=text.hidden_size,
-            layers=len(trunk.layers),
+            layers=len(getattr(trunk, family.layers)),
             dtype=model.dtype,
             device=model.device,
             max_rows=1,
@@ -200,7 +203,7 @@ class Model:
         ends = self.model.generation_config.eos_token_id
         stop = set(ends if isinstance(ends, list) else [ends])
         made: list[int] = []
-        cache = DynamicCache()
+        cache = DynamicCache(config=self.model.config.get_text_config())  # not every layer keeps keys and values
         with self._steered(prompt, steer) as (ids, *_):
             fresh = ids
             while len(made) < max_tokens:

@@ -1,8 +1,10 @@
 """Model families: the classes exist in both libraries, resid_mid is what it should be, all others are refused."""
 
+import ast
 from collections.abc import Callable
 from dataclasses import fields
-from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,115 +14,105 @@ from torch import Tensor, nn
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
+from tests import tiny
 
-WIDTH, LAYERS = 32, 3
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-SERVED = {
-    "Llama": ("Llama", {}),
-    "Mistral": ("Mistral", {}),
-    "Qwen2": ("Qwen2", {}),
-    "Qwen3": ("Qwen3", {"head_dim": 16}),
-    "Gemma 2": ("Gemma2", {"head_dim": 16}),
-    "Gemma 3": ("Gemma3", {"head_dim": 16}),
-}
-# Behind attention Olmo2 and Olmo3 have a norm by the name that in front of the MLP others have; GLM-4 has norms at both
-# places; the others are like Llama's today, but nobody has looked whether they stay so.
-UNKNOWN = ["Olmo2", "Olmo3", "Glm4", "Phi3", "Granite", "Cohere2", "StableLm"]
+# In GLM-4 the MLP's norm has another name; in Cohere 2 attention and the MLP read the same; most of the others are like
+# Llama's today, but nobody has looked whether they stay so.
+UNKNOWN = ["Glm4", "Granite", "Cohere2", "StableLm", "Olmo", "Olmoe", "Phi", "OPT"]
 
 
-def tiny(name: str, **more: Any) -> Any:
-    """A random model of a family of Transformers, with norms that are not all ones."""
+def unknown(name: str) -> Any:
+    """A random model that is not served."""
     import transformers
 
-    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
-    torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForCausalLM")(config(**SIZES, **more))
-    for key, weight in model.named_parameters():
-        if "norm" in key:
-            nn.init.normal_(weight, mean=0.5, std=0.3)
-    return model.eval()
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
+    if name == "OPT":
+        sizes |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).eval()
 
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+each_row = pytest.mark.parametrize("row", tiny.ROWS)
+each_row_with_resid_mid = pytest.mark.parametrize(
+    "row", [row for row in tiny.ROWS if "resid_mid" in tiny.family_of(row).sites]
+)
 
 
-def made(family: Family) -> Any:
-    name, more = SERVED[family.name]
-    return tiny(name, **more)
-
-
-def attention_part(family: Family, block: Any) -> Any:
-    """The module whose output attention adds to the stream: in Gemma a norm, else attention itself."""
-    return block.post_attention_layernorm if family.name.startswith("Gemma") else block.self_attn
-
-
-def norms_name(family: Family) -> str:
-    """Of the norm in front of the MLP."""
-    return family.sites["resid_mid"].vllm.module
+def attention_part(row: str, block: Any) -> Any:
+    """The module whose output attention adds to the stream: in some families a norm, else attention itself."""
+    if row.startswith(("Gemma 2", "Gemma 3", "OLMo")):
+        return block.post_attention_layernorm
+    return next(getattr(block, name) for name in ("self_attn", "linear_attn", "attn") if hasattr(block, name))
 
 
 def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-@each_family
-def test_the_layers_of_each_family_are_found(family: Family) -> None:
-    model = made(family)
+@each_row
+def test_the_layers_of_each_family_are_found(row: str) -> None:
+    model, family = tiny.made(row), tiny.family_of(row)
     trunk, found = find_trunk(model, "transformers")
-    assert (trunk, found) == (model.model, family)
-    norms = {}
-    for kind in SERVED_KINDS:
-        norms[kind], side = family.find(trunk, "vllm", kind, 0)  # whose layers' norms have the same names
-        assert isinstance(norms[kind], nn.Module) and side == family.sites[kind].vllm.side
-    assert norms["resid_pre"] is trunk.layers[0].input_layernorm
-    assert norms["resid_post"] is trunk.layers[1].input_layernorm
-    assert family.find(trunk, "vllm", "resid_post", LAYERS - 1) == (trunk.norm, "out")
-    assert family.find(trunk, "transformers", "resid_mid", 1) == (getattr(trunk.layers[1], norms_name(family)), "in")
-    assert family.find(trunk, "transformers", "resid_pre", 0) == (trunk.layers[0], "in")
-    assert family.find(trunk, "transformers", "resid_post", 2) == (trunk.layers[2], "out")
+    assert (trunk, found) == (model.get_decoder(), family)
+    layers, norm = getattr(trunk, family.layers), getattr(trunk, family.norm)
+    assert len(layers) == tiny.LAYERS
+    for kind in family.sites:
+        module, side = family.find(trunk, "vllm", kind, 0)  # whose layers' modules have the same names
+        assert isinstance(module, nn.Module) and side == family.sites[kind].vllm.side
+    entry = family.sites["resid_pre"].vllm.module
+    assert family.find(trunk, "vllm", "resid_pre", 0) == (getattr(layers[0], entry), "in")
+    assert family.find(trunk, "vllm", "resid_post", 0)[0] is getattr(layers[1], entry)
+    last = family.find(trunk, "vllm", "resid_post", tiny.LAYERS - 1)
+    assert last == (norm, "out" if family.fused else "in")
+    assert family.find(trunk, "transformers", "resid_pre", 0) == (layers[0], "in")
+    late = row == "Qwen3-VL"  # whose layers are followed by an addition
+    assert family.find(trunk, "transformers", "resid_post", 2) == ((norm, "in") if late else (layers[2], "out"))
+    if "resid_mid" in family.sites:
+        name = family.sites["resid_mid"].transformers.module
+        assert family.find(trunk, "transformers", "resid_mid", 1) == (getattr(layers[1], name), "in")
 
 
-def test_each_family_has_each_site() -> None:
-    assert all(family.sites.keys() == set(SERVED_KINDS) for family in FAMILIES)
+def test_each_family_has_each_site_but_where_attention_and_the_mlp_read_the_same() -> None:
+    parallel = next(family for family in FAMILIES if family.name == "GPT-NeoX")
+    assert tuple(parallel.sites) == ("resid_pre", "resid_post")
+    assert all(family.sites.keys() == set(SERVED_KINDS) for family in FAMILIES if family is not parallel)
+    with pytest.raises(UnsupportedError, match=r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, resid_post$"):
+        hf.Model(tiny.made("GPT-NeoX"), sites=["resid_mid.1"])
 
 
-@each_family
-def test_resid_mid_is_the_stream_behind_attention(family: Family) -> None:
-    model = made(family)
+@each_row
+def test_resid_mid_is_the_stream_behind_attention(row: str) -> None:
+    model, family = tiny.made(row), tiny.family_of(row)
     seen: dict[str, Tensor] = {}
 
     def watch(name: str, module: Any) -> None:
         module.register_forward_hook(lambda _m, _i, out: seen.__setitem__(name, first(out)[0].clone()))
 
-    for layer, block in enumerate(model.model.layers):
-        watch(f"attention {layer}", attention_part(family, block))
+    between = "resid_mid" in family.sites
+    for layer, block in enumerate(getattr(model.get_decoder(), family.layers)):
+        if between:
+            watch(f"attention {layer}", attention_part(row, block))
         watch(f"block {layer}", block)
-    wanted = [f"{kind}.{layer}" for kind in ("resid_mid", "resid_post") for layer in range(LAYERS)]
+    kinds = ("resid_mid", "resid_post") if between else ("resid_post",)
+    wanted = [f"{kind}.{layer}" for kind in kinds for layer in range(tiny.LAYERS)]
     steered = hf.Model(model, sites=["resid_pre.0", *wanted])
     streams = steered.streams(IDS)
-    for layer in range(LAYERS):
-        before = streams["resid_pre.0" if layer == 0 else f"resid_post.{layer - 1}"]
-        expected = before + seen[f"attention {layer}"]
-        torch.testing.assert_close(streams[f"resid_mid.{layer}"], expected)
-        assert (expected - before).norm() > 0.01 * before.norm(), "attention adds too little to tell"
+    for layer in range(tiny.LAYERS):
         torch.testing.assert_close(streams[f"resid_post.{layer}"], seen[f"block {layer}"])
+        if between:
+            before = streams["resid_pre.0" if layer == 0 else f"resid_post.{layer - 1}"]
+            expected = before + seen[f"attention {layer}"]
+            torch.testing.assert_close(streams[f"resid_mid.{layer}"], expected)
+            assert (expected - before).norm() > 0.01 * before.norm(), "attention adds too little to tell"
 
 
-@each_family
-def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(family: Family) -> None:
+@each_row_with_resid_mid
+def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(row: str) -> None:
     """It is as if attention had added the vector: the MLP reads it, and the stream carries it on."""
-    plain, steered = made(family), hf.Model(made(family), sites=["resid_mid.1"])
-    push = torch.randn(WIDTH, generator=torch.Generator().manual_seed(2))
+    plain, steered = tiny.made(row), hf.Model(tiny.made(row), sites=["resid_mid.1"])
+    push = torch.randn(tiny.WIDTH, generator=torch.Generator().manual_seed(2))
 
     def pushed(_module: Any, _inputs: Any, out: Any) -> Any:
         added = first(out).clone()
@@ -130,7 +122,8 @@ def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(family: Family
     tokens = torch.tensor([IDS])
     with torch.no_grad():
         before = plain(tokens).logits[0]
-        attention_part(family, plain.model.layers[1]).register_forward_hook(pushed)
+        block = getattr(plain.get_decoder(), tiny.family_of(row).layers)[1]
+        attention_part(row, block).register_forward_hook(pushed)
         expected = plain(tokens).logits[0]
     edit = {"edits": [{"op": "add", "vector": push.tolist(), "site": "resid_mid.1", "scale": 1.0}]}
     torch.testing.assert_close(steered.logits(IDS, steer=edit), expected, atol=1e-5, rtol=1e-4)
@@ -138,11 +131,24 @@ def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(family: Family
     assert (expected - before)[1:].abs().max() > 1e-3
 
 
+@each_row
+def test_a_family_is_loaded_from_its_files_and_continues_token_by_token(row: str, tmp_path: Path) -> None:
+    """What a cache keeps gives the tokens that one pass over all of them gives."""
+    tiny.made(row).save_pretrained(tmp_path)
+    model = hf.Model(tmp_path, tokenizer=object(), sites=["resid_post.1"])
+    assert next(model.model.parameters()).dtype == torch.float32
+    torch.testing.assert_close(model.logits(IDS), tiny.made(row)(torch.tensor([IDS])).logits[0].detach())
+    edit = {"op": "add", "vector": [1.0] * tiny.WIDTH, "site": "resid_post.1"}
+    made = model.generate(IDS, steer=edit, max_tokens=8)
+    whole = model.logits(IDS + made, steer=edit, prompt_len=len(IDS)).argmax(-1)
+    assert made and made == whole[len(IDS) - 1 : -1].tolist()
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("sites", [["resid_mid.1"], []], ids=["mid", "none"])
 def test_other_families_are_refused_by_name(name: str, sites: list[str]) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        hf.Model(tiny(name), sites=sites)
+        hf.Model(unknown(name), sites=sites)
     told = str(caught.value)
     assert f"model {name}ForCausalLM with layers of the class {name}DecoderLayer is not served" in told
     assert all(family.transformers in told for family in FAMILIES)
@@ -152,8 +158,8 @@ def test_other_families_are_refused_by_name(name: str, sites: list[str]) -> None
 def test_models_without_decoder_layers_or_with_several_kinds_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="Linear without decoder layers is not served"):
         find_trunk(nn.Linear(2, 2), "transformers")
-    model = tiny("Llama")
-    model.model.layers[1] = tiny("Qwen2").model.layers[1]
+    model = tiny.made("Llama")
+    model.model.layers[1] = tiny.made("Qwen2").model.layers[1]
     with pytest.raises(UnsupportedError, match="the class LlamaDecoderLayer, Qwen2DecoderLayer is not served"):
         hf.Model(model)
 
@@ -165,52 +171,115 @@ def test_a_trunk_inside_a_model_with_other_layers_is_found() -> None:
         def __init__(self, text: Any) -> None:
             super().__init__()
             self.layers = 12
-            self.tower = tiny("Phi3").model
+            self.tower = unknown("Granite").model
             self.language_model = text
 
-    text = tiny("Llama").model
+    text = tiny.made("Llama").model
     assert find_trunk(Seeing(text), "transformers")[0] is text
 
 
-@each_family
-def test_the_installed_vllm_has_the_class_and_the_norm(family: Family) -> None:
-    """In its source the stream is summed in this norm, after attention, and goes normed to the MLP."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    import inspect
+MODULES = {"vllm": "vllm.model_executor.models.{}", "transformers": "transformers.models.{0}.modeling_{0}"}
+ADDED = "hidden_states,residual=self.{norm}(hidden_states,residual)"
+STEPS = ["self.self_attn(", ADDED, "self.mlp("]
+HYBRID = ["hidden_states=self.linear_attn(", "hidden_states=self.self_attn(", ADDED, "self.mlp(hidden_states)"]
+OLMO = [
+    "self.self_attn(hidden_states=hidden_states,",
+    "hidden_states=self.post_attention_layernorm(hidden_states)hidden_states=residual+hidden_states",
+    "residual=hidden_stateshidden_states=self.mlp(hidden_states)",
+]
+# Which source vLLM runs a family by, and where it does what, if that differs from Llama's.
+SOURCES = {
+    "Mixtral": ("vllm", "mixtral", ["self.self_attn(", ADDED, "self.block_sparse_moe("]),
+    "Phi-3": ("vllm", "llama", STEPS),
+    "Qwen2-VL": ("vllm", "qwen2", STEPS),
+    "Qwen3-VL": ("vllm", "qwen3_vl", STEPS),
+    "Qwen3-Next": ("vllm", "qwen3_next", HYBRID),
+    "Qwen3.5": ("vllm", "qwen3_5", HYBRID),
+    "GPT-OSS": ("vllm", "gpt_oss", ["self.attn(", ADDED, "self.mlp("]),
+    "GPT-2": (
+        "vllm",
+        "gpt2",
+        [
+            "residual=hidden_stateshidden_states=self.ln_1(hidden_states)",
+            "self.attn(",
+            "=attn_output+residual",
+            "residual=hidden_stateshidden_states=self.ln_2(hidden_states)",
+            "self.mlp(",
+        ],
+    ),
+    "OLMo 2": ("transformers", "olmo2", OLMO),
+    "OLMo 3": ("transformers", "olmo3", OLMO),
+    "GPT-NeoX": (
+        "transformers",
+        "gpt_neox",
+        [
+            "self.attention(self.input_layernorm(hidden_states)",
+            "self.mlp(self.post_attention_layernorm(hidden_states))",
+            "=mlp_output+attn_output+hidden_states",
+        ],
+    ),
+}
 
-    module = import_module(f"vllm.model_executor.models.{family.name.replace(' ', '').lower()}")
-    layer = getattr(module, family.vllm)
-    assert layer.__name__ == family.vllm
-    source = "".join(inspect.getsource(layer.forward).split())
-    steps = [
-        "self.self_attn(",
-        f"hidden_states,residual=self.{norms_name(family)}(hidden_states,residual)",
-        "self.mlp(",
+
+def forward_of(module: str, name: str) -> str:
+    """The source of a class's forward, its own or its first parent's; without an import, which can need torchvision."""
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text()
+    tree = ast.parse(source)
+    [layer] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    for node in layer.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            return str(ast.get_source_segment(source, node))
+    parent = ast.unparse(layer.bases[0])
+    [origin] = [
+        node.module for node in tree.body if isinstance(node, ast.ImportFrom) and parent in {a.name for a in node.names}
     ]
+    return forward_of(f"{module.rpartition('.')[0]}.{origin}", parent)
+
+
+@each_family
+def test_the_installed_source_adds_to_the_stream_where_the_row_says(family: Family) -> None:
+    """Attention's part comes to the stream before the module at resid_mid reads it, and the MLP comes after."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"), STEPS)
+    library, name, steps = SOURCES.get(family.name, usual)
+    source = "".join(forward_of(MODULES[library].format(name), family.vllm).split())
+    norm = family.sites["resid_mid"].vllm.module if "resid_mid" in family.sites else ""
+    steps = [step.format(norm=norm) for step in steps]
     places = [source.index(step) for step in steps]
     assert places == sorted(places)
-    assert [source.count(step) for step in steps] == [1, 1, 1]
+    assert {source.count(step) for step in steps} == {1}
 
 
 class Layer(nn.Module):
     """Stands for a decoder layer of vLLM, of which the name is what counts here."""
 
 
-def vllm_model(*classes: str) -> Any:
+def vllm_model(*classes: str, layers: str = "layers", norm: str = "norm") -> Any:
     model = nn.Module()
-    model.norm = nn.Identity()
-    model.layers = nn.ModuleList([type(name, (Layer,), {})() for name in classes])
+    setattr(model, norm, nn.Identity())
+    setattr(model, layers, nn.ModuleList([type(name, (Layer,), {})() for name in classes]))
     return model
 
 
 @each_family
 def test_vllm_s_layers_are_found(family: Family) -> None:
-    model = vllm_model(family.vllm, family.vllm)
-    assert find_trunk(model, "vllm") == (model, family)
+    model = vllm_model(family.vllm, family.vllm, layers=family.layers, norm=family.norm)
+    trunk, found = find_trunk(model, "vllm")
+    assert trunk is model
+    # Families may share vLLM's class; then all that is read of either is the same.
+    assert (found.vllm, found.layers, found.norm, found.fused) == (
+        family.vllm,
+        family.layers,
+        family.norm,
+        family.fused,
+    )
+    assert {k: taps.vllm for k, taps in found.sites.items()} == {k: taps.vllm for k, taps in family.sites.items()}
 
 
 @pytest.mark.parametrize(
-    "classes", [("Olmo2DecoderLayer",), ("LlamaDecoderLayer", "Olmo2DecoderLayer")], ids=["other", "mixed"]
+    "classes", [("GraniteDecoderLayer",), ("GraniteDecoderLayer", "LlamaDecoderLayer")], ids=["other", "mixed"]
 )
 def test_vllm_s_other_layers_are_refused_by_name(classes: tuple[str, ...]) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -234,7 +303,7 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
         variance_epsilon = 1e-6
 
     monkeypatch.setattr(layers, "RMSNorm", Norm)
-    engine = hf.Model(tiny("Llama"), sites=["resid_mid.0", "resid_post.0", "resid_post.1"]).engine
+    engine = hf.Model(tiny.made("Llama"), sites=["resid_mid.0", "resid_post.0", "resid_post.1"]).engine
     model = vllm_model("LlamaDecoderLayer", "LlamaDecoderLayer")
     model.norm = Norm()
     for layer in model.layers:
@@ -247,11 +316,33 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
     assert missing <= {engine._nobody.data_ptr(), engine._numbers.data_ptr()}, "which hold numbers of a batch alone"
 
 
+def test_layers_that_share_out_the_tokens_of_the_stream_are_refused() -> None:
+    """As Qwen3-Next's may with experts on several ranks: the op's tokens are those of a whole batch."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    engine: Any = None
+    model = vllm_model("Qwen3NextDecoderLayer")
+    model.layers[0].use_attn_reduce_scatter_for_moe = True
+    with pytest.raises(UnsupportedError, match="cannot serve Qwen3-Next with sequence-parallel experts"):
+        layers.attach(model, engine)
+
+
+def test_transformers_layers_in_vllm_are_refused_where_the_row_is_for_vllm_s_own() -> None:
+    """They have the same name, and a stream of one tensor."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    engine: Any = None
+    with pytest.raises(UnsupportedError, match=r"cannot serve Llama with Transformers' layers \(--model-impl"):
+        layers.attach(tiny.made("Llama"), engine)
+
+
 def test_a_module_that_no_request_could_use_is_refused() -> None:
     def opened(*edits: Any) -> hf.Model:
-        return hf.Model(tiny("Llama"), sites=["resid_post.all"], modules={"m": {"edits": list(edits)}})
+        return hf.Model(tiny.made("Llama"), sites=["resid_post.all"], modules={"m": {"edits": list(edits)}})
 
-    add = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_post.2"}
+    add = {"op": "add", "vector": [1.0] * tiny.WIDTH, "site": "resid_post.2"}
     assert (
         opened(add, {**add, "scope": {"positions": [[-1, None]]}})
         .logits(IDS, steer={"op": "use", "module": "m"})[0]

@@ -117,15 +117,18 @@ def vector_files() -> str:
 
 
 def families() -> str:
-    """The model families."""
+    """The model families, with the rows of tests/tiny.py that show all cells of a family in a real engine."""
     head = ("family", "decoder layer in vLLM", "in Transformers", *(f"`{kind}` in vLLM" for kind in SERVED_KINDS))
-    return table(
-        head,
-        (
-            (one.name, code(one.vllm), code(one.transformers), *(_tap(one.sites[kind].vllm) for kind in SERVED_KINDS))
-            for one in FAMILIES
-        ),
-    )
+    tested = [ast.literal_eval(key) for key in _value("tests/tiny.py", "ROWS").keys if key is not None]
+    rows = []
+    for one in FAMILIES:
+        shown = [row for row in tested if row.partition(",")[0] == one.name]
+        assert shown, f"no row of tests/tiny.py shows {one.name}"
+        cells = (_tap(one.sites[kind].vllm) if kind in one.sites else "none" for kind in SERVED_KINDS)
+        rows.append(
+            (one.name, code(one.vllm), code(one.transformers), *cells, ", ".join(code(f"[{n}]") for n in shown))
+        )
+    return table((*head, "test"), rows)
 
 
 def _tap(tap: Tap) -> str:
@@ -270,12 +273,17 @@ def _tree(file: str) -> ast.Module:
 
 def _constant(file: str, name: str) -> Any:
     """A constant, read without importing its file: that needs vLLM, which takes seconds to import."""
+    return ast.literal_eval(_value(file, name))
+
+
+def _value(file: str, name: str) -> Any:
+    """What a file assigns to a name, as syntax."""
     [value] = [
         node.value
         for node in _tree(file).body
         if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == [name]
     ]
-    return ast.literal_eval(value)
+    return value
 
 
 def _calls(file: str, name: str) -> Iterator[ast.Call]:

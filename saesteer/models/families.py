@@ -5,6 +5,7 @@ Data, and the one way to find a family's layers in a model. Knows no vLLM, no Tr
 
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from saesteer.errors import UnsupportedError
@@ -23,11 +24,7 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Where a site lies in each library.
-
-    In vLLM, a norm adds the last part to the stream before it reads the stream, and returns the sum: before the norm,
-    the stream is two tensors; after it, one, which stock vLLM has already rounded.
-    """
+    """Where a site lies in each library."""
 
     vllm: Tap
     transformers: Tap
@@ -38,21 +35,42 @@ def _both(module: str, side: Literal["in", "out"]) -> Taps:
     return Taps(Tap(module, side), Tap(module, side))
 
 
-LLAMA = {
+STREAM = {
     "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
-    "attn_in": _both("input_layernorm", "out"),
-    "attn_out": _both("self_attn", "out"),
     "resid_mid": _both("post_attention_layernorm", "in"),
-    "mlp_in": _both("post_attention_layernorm", "out"),
-    "mlp_out": _both("mlp", "out"),
     "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
-# Gemma's post_attention_layernorm is another norm: it comes after attention, before the stream is added.
+LLAMA = STREAM | {
+    "attn_in": _both("input_layernorm", "out"),
+    "attn_out": _both("self_attn", "out"),
+    "mlp_in": _both("post_attention_layernorm", "out"),
+    "mlp_out": _both("mlp", "out"),
+}
+# Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
+# added.
 GEMMA = LLAMA | {
     "attn_out": _both("post_attention_layernorm", "out"),
     "resid_mid": _both("pre_feedforward_layernorm", "in"),
     "mlp_in": _both("pre_feedforward_layernorm", "out"),
     "mlp_out": _both("post_feedforward_layernorm", "out"),
+}
+# Behind the first layers an image's features (DeepStack) are added: in Transformers outside of the layer.
+QWEN3_VL = STREAM | {"resid_post": Taps(STREAM["resid_post"].vllm, Tap("", "in", next=True))}
+GPT2 = {
+    "resid_pre": Taps(Tap("ln_1", "in"), Tap("", "in")),
+    "resid_mid": _both("ln_2", "in"),
+    "resid_post": Taps(Tap("ln_1", "in", next=True), Tap("", "out")),
+}
+# Attention and the MLP read the same stream, so there is none between them.
+NEOX = {
+    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
+    "resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out")),
+}
+# The norms come after attention and the MLP, which read the stream as it is.
+OLMO = {
+    "resid_pre": Taps(Tap("self_attn", "in"), Tap("", "in")),
+    "resid_mid": _both("mlp", "in"),
+    "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
 }
 SERVED_KINDS = tuple(LLAMA)
 
@@ -65,6 +83,11 @@ class Family:
     vllm: str  # class of the decoder layer
     transformers: str  # the same in Transformers
     sites: Mapping[str, Taps]  # by kind
+    # In vLLM, most norms add the last part to the stream before they read it, and return the sum: before such a norm,
+    # the stream is two tensors; after it, one, which stock vLLM has already rounded. Otherwise it is one tensor always.
+    fused: bool = True
+    layers: str = "layers"  # attribute of the trunk
+    norm: str = "norm"  # the final one
 
     def find(self, trunk: Any, library: Library, kind: str, layer: int) -> tuple[Any, str]:
         """The module at a site, and its side where the stream is.
@@ -74,26 +97,47 @@ class Family:
             library: the library that its classes come from.
             kind: the kind of the site.
             layer: the layer of the site.
+
+        Raises:
+            UnsupportedError: layers of this family have no such site.
         """
+        if kind not in self.sites:
+            raise UnsupportedError(f"{self.name} layers have no {kind}.{layer}; served: {', '.join(self.sites)}")
         tap: Tap = getattr(self.sites[kind], library)
-        place = layer + tap.next
-        if place == len(trunk.layers):
-            return trunk.norm, tap.side
-        return getattr(trunk.layers[place], tap.module) if tap.module else trunk.layers[place], tap.side
+        layers, place = getattr(trunk, self.layers), layer + tap.next
+        if place == len(layers):
+            return getattr(trunk, self.norm), tap.side
+        return getattr(layers[place], tap.module) if tap.module else layers[place], tap.side
 
 
+# vLLM runs OLMo and GPT-NeoX by Transformers' own layers, under the same names. Where two rows share a class, their
+# sites agree, and the first row speaks for both.
 FAMILIES = (
     Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", LLAMA),
     Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", LLAMA),
+    Family("Mixtral", "MixtralDecoderLayer", "MixtralDecoderLayer", STREAM),
+    Family("Phi-3", "LlamaDecoderLayer", "Phi3DecoderLayer", LLAMA),
     Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", LLAMA),
+    Family("Qwen2-MoE", "Qwen2MoeDecoderLayer", "Qwen2MoeDecoderLayer", STREAM),
+    Family("Qwen2-VL", "Qwen2DecoderLayer", "Qwen2VLDecoderLayer", LLAMA),
     Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
+    Family("Qwen3-MoE", "Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer", STREAM),
+    Family("Qwen3-VL", "Qwen3VLDecoderLayer", "Qwen3VLTextDecoderLayer", QWEN3_VL),
+    Family("Qwen3-Next", "Qwen3NextDecoderLayer", "Qwen3NextDecoderLayer", STREAM),
+    Family("Qwen3.5", "Qwen3_5DecoderLayer", "Qwen3_5DecoderLayer", STREAM),
+    Family("Gemma", "GemmaDecoderLayer", "GemmaDecoderLayer", LLAMA),
     Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
     Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
+    Family("GPT-OSS", "TransformerBlock", "GptOssDecoderLayer", STREAM),
+    Family("OLMo 2", "Olmo2DecoderLayer", "Olmo2DecoderLayer", OLMO, fused=False),
+    Family("OLMo 3", "Olmo3DecoderLayer", "Olmo3DecoderLayer", OLMO, fused=False),
+    Family("GPT-2", "GPT2Block", "GPT2Block", GPT2, fused=False, layers="h", norm="ln_f"),
+    Family("GPT-NeoX", "GPTNeoXLayer", "GPTNeoXLayer", NEOX, fused=False, norm="final_layer_norm"),
 )
 
 
 def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
-    """The module that holds the decoder's ``layers`` and the final ``norm``, and the family of all its layers.
+    """The module that holds the decoder's layers and the final norm, and the family of all its layers.
 
     Args:
         model: a torch module of either library.
@@ -102,14 +146,16 @@ def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
     Raises:
         UnsupportedError: the layers belong to no known family, or to more than one.
     """
-    known = {getattr(family, library): family for family in FAMILIES}
+    known: dict[str, Family] = {}
+    for family in FAMILIES:
+        known.setdefault(getattr(family, library), family)
     others: set[str] = set()
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers) and hasattr(module, "norm")):
+    for module, (name, norm) in product(model.modules(), dict.fromkeys((one.layers, one.norm) for one in FAMILIES)):
+        layers = getattr(module, name, None)
+        if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers)):
             continue
         classes = {type(layer).__name__ for layer in layers}
-        if len(classes) == 1 and classes <= known.keys():
+        if hasattr(module, norm) and len(classes) == 1 and classes <= known.keys():
             return module, known[classes.pop()]
         others |= classes
     found = f"with layers of the class {', '.join(sorted(others))}" if others else "without decoder layers"

@@ -107,15 +107,17 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
     return Dictionaries(folder)
 
 
-def random_coder(activation: Any, seed: int, features: int = 96, in_norm: Any = "none") -> SparseCoder:
-    """A random dictionary of the model's width, with unit decoder rows and asymmetric values."""
+def random_coder(
+    activation: Any, seed: int, features: int = 96, in_norm: Any = "none", width: int = WIDTH
+) -> SparseCoder:
+    """A random dictionary of a model's width, with unit decoder rows and asymmetric values."""
     draw = torch.Generator().manual_seed(seed)
-    w_dec = torch.randn(features, WIDTH, generator=draw)
+    w_dec = torch.randn(features, width, generator=draw)
     w_dec /= w_dec.norm(dim=1, keepdim=True)
     info = CoderInfo(
         format="saesteer",
-        d_in=WIDTH,
-        d_out=WIDTH,
+        d_in=width,
+        d_out=width,
         features=features,
         activation=activation,
         k=8 if activation in RANKED else None,
@@ -129,10 +131,10 @@ def random_coder(activation: Any, seed: int, features: int = 96, in_norm: Any = 
         fingerprint="",
     )
     return SparseCoder(
-        w_enc=torch.randn(features, WIDTH, generator=draw) / WIDTH**0.5,
+        w_enc=torch.randn(features, width, generator=draw) / width**0.5,
         b_enc=torch.randn(features, generator=draw) * 0.1,
         w_dec=w_dec.contiguous(),
-        b_dec=torch.randn(WIDTH, generator=draw) * 0.1,
+        b_dec=torch.randn(width, generator=draw) * 0.1,
         info=info,
         threshold=torch.rand(features, generator=draw) * 0.2 if activation == "jumprelu" else None,
         max_act=torch.rand(features, generator=draw) + 1.0,

@@ -1,15 +1,21 @@
 """Where the layers of a vLLM model offer the sites, and how the op gets there. Knows norms and streams, not requests.
 
-A vLLM decoder layer passes (hidden, residual) on, and the norm that consumes them returns (normed, stream). So the op
-goes around modules, whose class is swapped on the instance: names of parameters, LoRA and draft models stay untouched.
+In most families a vLLM decoder layer passes (hidden, residual) on, and the norm that consumes them returns (normed,
+stream). The op goes around modules, whose class is swapped on the instance: names of parameters, LoRA and draft models
+stay untouched.
 
     resid_post.L   after the norm that consumes it (layer L+1's input norm, or the final norm): there the stream is one
                    tensor that stock vLLM has already rounded, and vLLM's own fusions do not change
     resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
     resid_pre.0    before layer 0's input norm: the embedding
-    other kinds    the first tensor that goes into the module of the site or comes out of it
+    other kinds    the tensor that goes into the module of the site or comes out of it
+
+In the others the stream is one tensor everywhere. The op goes before the first module that reads it at a site: all that
+comes behind, the addition of the layer's part included, reads the same tensor.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +27,7 @@ from saesteer.engine.engine import Engine, Site
 from saesteer.errors import UnsupportedError
 from saesteer.kernels import layout, ops
 from saesteer.language.sites import parse
-from saesteer.models.families import find_trunk
+from saesteer.models.families import Family, find_trunk
 
 
 class Op(nn.Module):
@@ -31,6 +37,7 @@ class Op(nn.Module):
         site: what it edits.
         engine: the engine of the site.
         norm: the norm that has consumed the stream, where the op comes behind it.
+        paired: whether the stream may still be the sum of two tensors.
     """
 
     index: Tensor
@@ -38,7 +45,7 @@ class Op(nn.Module):
     steps: Tensor
     published: Tensor
 
-    def __init__(self, site: Site, engine: Engine, norm: Any = None) -> None:
+    def __init__(self, site: Site, engine: Engine, norm: Any, *, paired: bool) -> None:
         super().__init__()
         # The graph reads four of them. vLLM's sleep mode, at level 2, restores only buffers.
         held = {field.name: getattr(site, field.name) for field in fields(site)}
@@ -46,8 +53,7 @@ class Op(nn.Module):
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
                 self.register_buffer(name, tensor, persistent=False)
-        self.of_stream = parse(site.name)[0].startswith("resid")
-        self.normed = norm is not None
+        self.paired, self.normed = paired, norm is not None
         self.eps = norm.variance_epsilon if self.normed else 0.0
         self.offset = 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
         self.last = site is list(engine.sites.values())[-1]
@@ -55,6 +61,7 @@ class Op(nn.Module):
     def forward(self, stream: Tensor, second: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Edit one tensor, a stream that is the sum of two, or a stream and its norm; after the last site, publish."""
         form = layout.NORMED if self.normed else layout.BARE if second is None else layout.PAIR
+        stream = stream.view(-1, stream.shape[-1])  # Transformers' modules have a batch in front
         torch.ops.saesteer.edit_(stream, second, weight, self.counts, self.index, form, self.eps, self.offset)
         if self.last:
             torch.ops.saesteer.publish_(self.counts, self.index, self.steps, self.published)
@@ -65,13 +72,18 @@ class _Tapped(nn.Module):
 
     saesteer_before: nn.ModuleList
     saesteer_after: nn.ModuleList
+    saesteer_argument: int  # place of the tensor among the arguments
     weight: Tensor
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def between(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module itself between its ops."""
         for op in self.saesteer_before:
-            addend = args[1] if op.of_stream and len(args) > 1 else None
-            op(*((args[0], None) if addend is None else (addend, args[0])))
-        out = super().forward(*args, **kwargs)
+            x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[self.saesteer_argument]
+            if op.paired and len(args) > 1 and args[1] is not None:
+                op(args[1], x)
+            else:
+                op(x)
+        out = inner(*args, **kwargs)
         for op in self.saesteer_after:
             if op.normed:
                 op(out[1], out[0], self.weight.data)
@@ -80,42 +92,75 @@ class _Tapped(nn.Module):
         return out
 
 
+class _ByForward(_Tapped):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.between(super().forward, args, kwargs)
+
+
+class _ByCall(_Tapped):
+    """Not by ``forward``: vLLM puts another one on instances of Transformers' modules."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.between(super().__call__, args, kwargs)
+
+
 def attach(model: nn.Module, engine: Engine) -> None:
     """Put the op at every site of the engine.
 
     Raises:
-        UnsupportedError: the model's family or a norm is not known.
+        UnsupportedError: the model's family or a norm is not known, the family has no such site, or an option of vLLM
+            makes its layers others.
     """
     trunk, family = find_trunk(model, "vllm")
+    for layer in getattr(trunk, family.layers):
+        _refuse(layer, family)
     for site in engine.sites.values():
-        kind, layer = parse(site.name)
-        module, side = family.find(trunk, "vllm", kind, layer)
-        cls, of_stream, after = type(module), kind.startswith("resid"), side == "out"
-        if not issubclass(cls, _Tapped):
-            if of_stream and cls not in (RMSNorm, GemmaRMSNorm):
-                found = f"the norm at {site.name} is a {cls.__name__}"
-                raise UnsupportedError(f"{found}, expected RMSNorm or GemmaRMSNorm")
-            module.__class__ = type(f"Tapped{cls.__name__}", (_Tapped, cls), {})
-            module.saesteer_before, module.saesteer_after = nn.ModuleList(), nn.ModuleList()
-        op = Op(site, engine, module if of_stream and after else None)
+        kind, number = parse(site.name)
+        module, side = family.find(trunk, "vllm", kind, number)
+        fused, after = family.fused and kind.startswith("resid"), side == "out"
+        if not isinstance(module, _Tapped):
+            _swap(module, family, site.name if fused else None)
+        op = Op(site, engine, module if fused and after else None, paired=fused and not after)
         (module.saesteer_after if after else module.saesteer_before).append(op)
+
+
+def _refuse(layer: nn.Module, family: Family) -> None:
+    found = {
+        "Transformers' layers (--model-impl transformers)": family.fused
+        and type(layer).__module__.startswith("transformers."),
+        # Each rank has its own part of the stream's tokens, and the work list counts all.
+        "sequence-parallel experts": getattr(layer, "use_attn_reduce_scatter_for_moe", False),
+    }
+    for option, on in found.items():
+        if on:
+            raise UnsupportedError(f"saesteer cannot serve {family.name} with {option} in this version; switch it off")
+
+
+def _swap(module: Any, family: Family, norm_of: str | None) -> None:
+    cls = type(module)
+    if norm_of and cls not in (RMSNorm, GemmaRMSNorm):
+        raise UnsupportedError(f"the norm at {norm_of} is a {cls.__name__}, expected RMSNorm or GemmaRMSNorm")
+    names = list(inspect.signature(module.forward).parameters)
+    module.__class__ = type(f"Tapped{cls.__name__}", (_ByForward if family.fused else _ByCall, cls), {})
+    module.saesteer_before, module.saesteer_after = nn.ModuleList(), nn.ModuleList()
+    module.saesteer_argument = names.index("hidden_states") if "hidden_states" in names else 0
 
 
 def warm_up(model: nn.Module, engine: Engine) -> None:
     """Compile every kernel that a step can launch, before a step does; there is nothing to do on a CPU."""
     if engine.device.type != "cuda":
         return
+    tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
     with engine.warming() as sizes:
-        for module in (one for one in model.modules() if isinstance(one, _Tapped)):
-            for op in (*module.saesteer_before, *module.saesteer_after):
-                for tokens in sizes:
-                    stream = torch.zeros(tokens, engine.width, dtype=engine.dtype, device=engine.device)
-                    if op.normed:
-                        op(stream, stream.clone(), module.weight.data)
-                        continue
-                    op(stream)
-                    if op in module.saesteer_before and op.of_stream:
-                        op(stream, stream.clone())
-                # These calls are ours: only the model's own forward pass counts.
-                ops.hits.pop(op.index.data_ptr(), None)
+        for module, op in ((one, op) for one in tapped for op in (*one.saesteer_before, *one.saesteer_after)):
+            for tokens in sizes:
+                stream = torch.zeros(tokens, engine.width, dtype=engine.dtype, device=engine.device)
+                if op.normed:
+                    op(stream, stream.clone(), module.weight.data)
+                    continue
+                op(stream)
+                if op.paired:
+                    op(stream, stream.clone())
+            # These calls are ours: only the model's own forward pass counts.
+            ops.hits.pop(op.index.data_ptr(), None)
         ops.hits.pop(engine.published.data_ptr(), None)
