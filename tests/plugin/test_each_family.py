@@ -27,8 +27,7 @@ def test_each_family_has_a_row() -> None:
 def sites_of(row: str) -> list[str]:
     """One of each kind, and the last: behind it comes no layer."""
     served = tiny.family_of(row).sites
-    places = {"resid_pre": 0, "resid_mid": 1, "resid_post": 1}
-    return [*(f"{kind}.{places[kind]}" for kind in served), f"resid_post.{tiny.LAYERS - 1}"]
+    return [*(f"{kind}.{int(kind != 'resid_pre')}" for kind in served), f"resid_post.{tiny.LAYERS - 1}"]
 
 
 def edits(sites: list[str]) -> dict[str, Any]:
