@@ -66,13 +66,14 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         entries = [targets.change(change, group.site, edits + at) for at, change in enumerate(group.changes)]
         here[group.site].append([*chain.from_iterable(entries)])
         edits += len(entries)
+    changed = {group.site for group in plan.groups}
     sites: dict[str, list[Any]] = {}
     lines: list[bytes] = []
     for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
         numbers = sites.setdefault(catalog.op_site(site), [0, 0, False])
         numbers[0] += sum(map(len, here[site]))
         numbers[1] += len(here[site])
-        numbers[2] |= any(group.site == site for group in plan.groups)
+        numbers[2] |= site in changed
         for members in here[site]:
             end = len(lines) + len(members)
             lines += [_LINE(*words, end) for words in members]

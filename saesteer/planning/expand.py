@@ -12,6 +12,9 @@ from saesteer.language.spec import MAX_EDITS, Return, Spec
 MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
 
 
+Found = tuple[str, Strength]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One edit that is not a `use`."""
@@ -19,7 +22,7 @@ class Step:
     edit: Edit
     at: str  # its path in the request; inside a module, it follows the path of the module's name
     scale: float  # product of the scales of the modules that it stands in
-    strength: Strength | None  # one of these scales that is read
+    strength: Found | None  # its path and itself, where the edit's own strength or a scale is read
     run: int  # edits of different runs have a `use` between them
 
 
@@ -48,7 +51,7 @@ class _Walk:
         self.used = 0  # modules used so far, including empty ones
 
     def walk(
-        self, edits: Sequence[Edit], at: str, scale: float, strength: Strength | None, inside: tuple[str, ...]
+        self, edits: Sequence[Edit], at: str, scale: float, strength: Found | None, inside: tuple[str, ...]
     ) -> Iterator[Step]:
         for i, edit in enumerate(edits):
             here = f"{at}.edits[{i}]"
@@ -57,10 +60,10 @@ class _Walk:
                 yield from self._use(edit, f"{here}.module", here, scale, strength, inside)
                 self.run += 1
             else:
-                yield Step(edit, here, scale, strength, self.run)
+                yield Step(edit, here, scale, _only(edit, here, strength), self.run)
 
     def _use(
-        self, edit: Use, at: str, here: str, scale: float, strength: Strength | None, inside: tuple[str, ...]
+        self, edit: Use, at: str, here: str, scale: float, strength: Found | None, inside: tuple[str, ...]
     ) -> Iterator[Step]:
         name = edit.module
         module = self.modules.get(name)
@@ -78,22 +81,19 @@ class _Walk:
         self.used += 1
         if self.used > MAX_EDITS:
             fail(at, "too_many", f"is module {self.used} in a row, expected at most {MAX_EDITS}")
-        product = scale
-        if isinstance(edit.scale, Strength):
-            strength = one_strength(edit.scale, strength, f"{here}.scale")
-        else:
-            product *= edit.scale
+        product = scale if isinstance(edit.scale, Strength) else scale * edit.scale
+        strength = _only(edit, here, strength)
         if abs(product) > FLOAT32_MAX:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
         yield from self.walk(module.edits, at, product, strength, (*inside, name))
 
 
-def one_strength(own: Strength | None, outer: Strength | None, at: str) -> Strength | None:
-    """The only strength that is read for an edit: its own, or that of a `use` around it.
-
-    Raises:
-        SpecError: both are there.
-    """
-    if own is not None and outer is not None:
-        fail(at, "conflict", "is read, inside a module whose scale is read, too; expected a number in one of the two")
-    return own or outer
+def _only(edit: Edit, at: str, outer: Found | None) -> Found | None:
+    """The strength that is read for an edit: its own, or that of a `use` around it."""
+    for key in ("scale", "value"):
+        if isinstance(own := getattr(edit, key, None), Strength):
+            if outer is not None:
+                message = f"is read, inside a module whose scale is read at {outer[0]}"
+                fail(f"{at}.{key}", "conflict", f"{message}; expected a number in one of the two")
+            return f"{at}.{key}", own
+    return outer

@@ -27,15 +27,15 @@ class _Shared:
 
     def __init__(self, most: int, refusal: str) -> None:
         self._most, self._refusal = most, refusal
-        self._fields: dict[Key, str] = {}  # path of the first mention of each
+        self.fields: dict[Key, str] = {}  # path of the first mention of each
         self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit needs it
 
     def __len__(self) -> int:
-        return len(self._fields)
+        return len(self.fields)
 
     def note(self, key: Key, site: str, at: str) -> Key:
         """An edit at a site needs it."""
-        self._fields.setdefault(key, at)
+        self.fields.setdefault(key, at)
         self._last[key] = max(order(site), self._last.get(key, order(site)))
         return key
 
@@ -52,7 +52,7 @@ class _Shared:
             while held and held[0][0] < order(key[0]):
                 free.append(heappop(held)[1])
             if not free:
-                fail(self._fields[key], "too_many", self._refusal.format(self._most + 1, key[0], self._most))
+                fail(self.fields[key], "too_many", self._refusal.format(self._most + 1, key[0], self._most))
             places[key] = free.pop()
             heappush(held, (self._last[key], places[key]))
         return places
@@ -132,9 +132,13 @@ class Reads:
             SpecError: edits wait for too many conditions at a time, or keep too many numbers.
         """
         bits, registers = self._conditions.settle(), self._reads.settle()
-        fields = self._conditions._fields
+        fields = self._conditions.fields
         conditions = {}
         for key, bit in bits.items():
             site, target, (above, below) = key
             conditions[key] = Condition(site, target, above, below, 1 << bit, fields[key])
-        return conditions, {key: Read(*key[:2], register, *key[2]) for key, register in registers.items()}
+        reads = {}
+        for key, register in registers.items():
+            site, target, (scale, shift, low, high) = key
+            reads[key] = Read(site, target, register, scale, shift, low, high, self._reads.fields[key])
+        return conditions, reads

@@ -92,7 +92,7 @@ class Catalog:
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""
-        return site if self.sites is None else op_site(site, self.sites)
+        return site if self.sites is None or site in self.sites else op_site(site, self.sites)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,11 @@ class Read:
     site: str  # canonical
     target: Feature | Direction  # a direction as it was given, not at unit length
     register: int
-    scale: float = 1.0
-    shift: float = 0.0
-    low: float = float("-inf")
-    high: float = float("inf")
+    scale: float
+    shift: float
+    low: float
+    high: float
+    field: str  # path of its first mention in the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, 
 from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.sites import canonical, order
 from saesteer.language.spec import Spec
-from saesteer.planning.expand import Step, one_strength, steps
+from saesteer.planning.expand import Step, steps
 from saesteer.planning.gates import Key, Reads
 from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
 from saesteer.planning.plan import (
@@ -208,15 +208,6 @@ class _Planner:
             fail(f"{at}.scope", "empty_scope", message)
         return found
 
-    def _strength(self, step: Step, site: str) -> Key | None:
-        """What is read as the strength of an edit at a site."""
-        at = step.at
-        own = [(name, one) for name, one in step.edit.sources() if isinstance(one, Strength)]
-        if own:
-            at = f"{at}.{own[0][0]}"
-        one = one_strength(own[0][1] if own else None, step.strength, at)
-        return None if one is None else self.reads.strength(one, site, at)
-
     def _join(self, site: str, of: object, step: Step, change: Change, held: Key | None = None) -> None:
         """Put a change into the last group of its site, or begin another."""
         keys = self.reads.gates(step.edit.when, site, step.at)
@@ -224,8 +215,8 @@ class _Planner:
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run)
             self.groups.append(group)
-        strength = self._strength(step, site)
-        if not _made_band(group, step.edit, change, (*keys, *([strength] if strength else []))):
+        strength = None if step.strength is None else self.reads.strength(step.strength[1], site, step.strength[0])
+        if not _made_band(group, step.edit, change, (*keys, strength)):
             group.members.append(_Member(change, keys, held, strength))
             self.entries += len(change.windows)
         most = self.catalog.max_entries
@@ -279,7 +270,7 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
 
 
-def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key]) -> bool:
+def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key | None]) -> bool:
     """Join a min or max to its other half, with the same windows and gate, as a band; return whether there is one."""
     if not isinstance(edit, Clamp) or edit.mode not in _OTHER:
         return False
@@ -349,27 +340,33 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
     def follow(name: str, at: str) -> NoReturn:
         fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
 
-    fields = {change.held: change.field for group in found.groups for change in group.changes}
-    begun = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
+    def whole(target: object) -> str | None:
+        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target, catalog)):
+            return target.dictionary
+        return None
+
+    apart = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
     reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
     for one in reads:
-        if isinstance(one.target, Feature) and catalog.dictionaries[one.target.dictionary].k is not None:
-            at = one.field if isinstance(one, Condition) else fields[one]
-            settle(one.site, one.target.dictionary, at)
-            if one.site in begun:
-                follow(one.target.dictionary, at)
-    begun = set()
-    for group in sorted(found.groups, key=lambda one: order(one.site)):
+        if name := whole(one.target):
+            settle(one.site, name, one.field)
+            if one.site in apart:
+                follow(name, one.field)
+    here = [change for group in found.groups for change in group.changes if not change.held and whole(change.target)]
+    begun: set[str] = set()
+    for group in sorted(found.groups, key=lambda one: order(one.site)) if here else ():
         site = catalog.op_site(group.site)
         for change in group.changes:
-            if isinstance(change.target, Direction) or change.held:
-                continue
-            name = change.target.dictionary
-            if isinstance(change.target, Whole) or catalog.dictionaries[name].k is not None:
+            name = None if change.held else whole(change.target)
+            if name:
                 settle(site, name, change.field)
                 if site in begun:
                     follow(name, change.field)
         begun.add(site)
+
+
+def _is_ranked(target: Feature, catalog: Catalog) -> bool:
+    return catalog.dictionaries[target.dictionary].k is not None
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:

@@ -362,6 +362,15 @@ def test_what_is_read_is_shared_and_bounded() -> None:
     assert len(plan(Spec(edits=tuple(later)), catalog, P).reads) == 3, "a register is free behind its last edit"
 
 
+def test_a_strength_of_a_ranked_feature_needs_its_dictionary_whole() -> None:
+    infos = {"top": Info("resid_post.7", activation="topk", k=3), "other": Info("resid_post.7", activation="topk", k=3)}
+    catalog = Catalog(infos, frozenset({"resid_post.7", "resid_post.15"}), 64, vectors={"v": from_inline((1.0, 2.0))})
+    scale = {"dictionary": "top", "feature": 3}
+    assert plan(Spec(edits=(add("v", "resid_post.15", scale),)), catalog, P).reads
+    field, code, _ = refusal(add("v", "resid_post.15", scale), clamp("other", 1, 2), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[1].dictionary", "not_served")
+
+
 def test_a_chain_holds_one_strength_that_is_read() -> None:
     scale = {"probe": "v"}
     inner = Spec(edits=(add("v", "resid_post.7", scale),))
