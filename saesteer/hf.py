@@ -50,6 +50,7 @@ class Model:
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
+        default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; larger changes are
             scaled down to it. None: no limit.
         dtype: the dtype to load the model in; by default float32.
@@ -70,6 +71,7 @@ class Model:
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
+        default_module: str | None = None,
         max_dose: float | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -92,6 +94,7 @@ class Model:
                 "vectors": vectors or {},
                 "modules": modules or {},
                 "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
+                "default_module": default_module,
                 "max_dose": max_dose,
             }
         )

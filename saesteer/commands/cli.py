@@ -70,6 +70,7 @@ def serve(
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
     registers: Annotated[int | None, _flag("registers")] = None,
+    default_module: Annotated[str | None, _flag("default_module")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     saesteer_config: Settings = None,
@@ -97,6 +98,7 @@ def serve(
         pool_rows=pool_rows,
         inline_rows=inline_rows,
         registers=registers,
+        default_module=default_module,
         max_dose=max_dose,
         max_dose_action=max_dose_action,
     )

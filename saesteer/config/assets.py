@@ -10,6 +10,7 @@ from saesteer.config.modules import check_modules, read_modules
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
+from saesteer.language.fields import listing
 from saesteer.language.sites import canonical, expand_sites, op_site, order, parse
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
@@ -41,7 +42,11 @@ class Assets:
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        return cls(config, infos, vectors, read_modules(config.modules, dictionaries=infos, vectors=vectors))
+        modules = read_modules(config.modules, dictionaries=infos, vectors=vectors)
+        if config.default_module not in (None, *modules):
+            found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
+            raise ConfigError(f"default_module: {found}")
+        return cls(config, infos, vectors, modules)
 
     def sites(self, layers: int) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
@@ -87,6 +92,7 @@ class Assets:
             width=width,
             inline_rows=self.config.inline_rows,
             registers=self.config.registers,
+            default=self.config.default_module,
         )
         check_modules(catalog)
         return catalog

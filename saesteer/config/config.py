@@ -5,7 +5,7 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
     {"dictionaries": {"gs20": {"path": "org/repo/folder", "site": "resid_post.20"}},
      "vectors": {"happy": {"path": "happy.gguf"}, "sentiment": {"path": "probe.npy", "bias": -0.5}},
      "modules": {"golden-gate": "golden-gate.json", "calm": {"edits": [...]}},
-     "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
+     "default_module": "calm", "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
      "max_dose": 0.5, "max_dose_action": "clamp"}
 """
 
@@ -157,6 +157,12 @@ OPTIONS: dict[str, Option] = {
     "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
     "inline_rows": _limit("inline_rows", "--inline-rows", "Inline vectors for one request at every site", ("LLM",)),
     "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
+    "default_module": Option(
+        "--default-module",
+        "NAME",
+        optional(fields.text),
+        'A module that steers every request, unless it has "defaults": false.',
+    ),
     "max_dose": Option(
         "--max-dose",
         None,
@@ -185,6 +191,7 @@ class SaesteerConfig:
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors of one request at every site
     registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
+    default_module: str | None = None  # the module that every request uses first, unless it opts out
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
 

@@ -152,6 +152,7 @@ class Spec(Record):
 
     edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
     returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
+    defaults: bool = field(default=True, metadata=by(flag))  # whether the server's default module applies
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
 

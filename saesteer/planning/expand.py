@@ -4,6 +4,7 @@ names of dictionaries or vectors.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from saesteer.language.edits import Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
@@ -26,19 +27,26 @@ class Step:
     run: int  # edits of different runs have a `use` between them
 
 
-def steps(edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str, ...] = ()) -> Iterator[Step]:
+def steps(
+    edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str, ...] = (), default: str | None = None
+) -> Iterator[Step]:
     """The edits in the order in which they apply, each found only when the caller asks for it.
 
     Args:
         edits: the edits of a request or a module.
         modules: all modules, by name.
         inside: the modules that the edits stand in, outermost first.
+        default: a module that is used in front of them.
 
     Raises:
         SpecError: a module is unknown or uses itself, modules are nested too deep, there are too many edits, or the
             product of the scales is too large.
     """
-    for count, step in enumerate(_Walk(modules).walk(edits, "saesteer", 1.0, None, inside)):
+    walk = _Walk(modules)
+    found = walk.walk(edits, "saesteer", 1.0, None, inside)
+    if default is not None:
+        found = chain(walk.use(Use(default), "saesteer.defaults", "saesteer.defaults", 1.0, None, inside), found)
+    for count, step in enumerate(found):
         if count == MAX_EDITS:
             fail(step.at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
         yield step
@@ -57,12 +65,11 @@ class _Walk:
             here = f"{at}.edits[{i}]"
             if isinstance(edit, Use):
                 self.run += 1
-                yield from self._use(edit, f"{here}.module", here, scale, strength, inside)
-                self.run += 1
+                yield from self.use(edit, f"{here}.module", here, scale, strength, inside)
             else:
                 yield Step(edit, here, scale, _only(edit, here, strength), self.run)
 
-    def _use(
+    def use(
         self, edit: Use, at: str, here: str, scale: float, strength: Found | None, inside: tuple[str, ...]
     ) -> Iterator[Step]:
         name = edit.module
@@ -78,6 +85,8 @@ class _Walk:
             fail(at, "too_many", message)
         if module.returns != Return():
             fail(at, "not_served", f"module {name!r} reads values out, which is not served by this version")
+        if not module.defaults:
+            fail(at, "conflict", f"module {name!r} has defaults false, which only a request may have")
         self.used += 1
         if self.used > MAX_EDITS:
             fail(at, "too_many", f"is module {self.used} in a row, expected at most {MAX_EDITS}")
@@ -86,6 +95,7 @@ class _Walk:
         if abs(product) > FLOAT32_MAX:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
         yield from self.walk(module.edits, at, product, strength, (*inside, name))
+        self.run += 1
 
 
 def _only(edit: Edit, at: str, outer: Found | None) -> Found | None:

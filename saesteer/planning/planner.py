@@ -66,7 +66,8 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     """
     assert prompt_len >= 0
     planner = _Planner(catalog, prompt_len)
-    for step in steps(spec.edits, catalog.modules):
+    default = catalog.default if spec.defaults else None
+    for step in steps(spec.edits, catalog.modules, default=default):
         _ADD[type(step.edit)](planner, step)
     for name in ("features", "probes", "activations"):
         if getattr(spec.returns, name):

@@ -98,6 +98,7 @@ worker vllm.v1.worker.gpu.model_states.interface:ModelState
   prepare_inputs(input_batch)  instance worker.worker:_wrap_v2  V2
 offline vllm.entrypoints.llm:LLM
   _run_engine(output_type)  results.failures:_raising  its caller gets the error, offline
+  beam_search(prompts, params)  door.frontend:_refusing_beam_search_offline  refused under a default module
 http vllm.entrypoints.serve.utils.request_logger:RequestLogger
   log_request_body(request)  late door.logs:_of_body  logs hold no vectors
 http vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat

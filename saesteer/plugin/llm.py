@@ -29,6 +29,7 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors that one request may bring for each site.
+        default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
@@ -50,6 +51,7 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
+        default_module: str | None = None,
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         **kwargs: Any,
@@ -62,6 +64,7 @@ class LLM(vllm.LLM):
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
+            "default_module": default_module,
             "max_dose": max_dose,
             "max_dose_action": max_dose_action,
         }

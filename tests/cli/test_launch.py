@@ -65,6 +65,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "pool_rows": 64,
             "inline_rows": 1,
             "registers": 64,
+            "default_module": None,
             "max_dose": None,
             "max_dose_action": None,
         }
@@ -82,6 +83,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
     words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8"]
+    words += ["--default-module", "calm"]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -97,6 +99,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "pool_rows": 9,
         "inline_rows": 2,
         "registers": 8,
+        "default_module": "calm",
         "max_dose": 0.5,
         "max_dose_action": "refuse",
     }

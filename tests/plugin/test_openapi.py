@@ -71,7 +71,7 @@ def test_all_references_lead_somewhere(document: Any) -> None:
     clamp = schemas["SaesteerClamp"]
     assert clamp["required"] == ["op", "dictionary", "feature", "value"]
     assert clamp["properties"]["mode"] == {"enum": ["set", "add", "scale", "min", "max"], "default": "set"}
-    assert set(schemas["SaesteerSpec"]["properties"]) == {"edits", "return", "version"}
+    assert set(schemas["SaesteerSpec"]["properties"]) == {"edits", "return", "defaults", "version"}
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,12 @@ returns = st.builds(
     ),
     dose=st.booleans(),
 )
-specs = st.builds(Spec, edits=st.lists(edits, max_size=4).map(tuple), returns=st.just(Return()) | returns)
+specs = st.builds(
+    Spec,
+    edits=st.lists(edits, max_size=4).map(tuple),
+    returns=st.just(Return()) | returns,
+    defaults=st.booleans(),
+)
 
 junk: st.SearchStrategy[Any] = st.one_of(
     st.none(),

@@ -379,3 +379,16 @@ def test_a_chain_holds_one_strength_that_is_read() -> None:
     field, code, message = refusal(use("m", scale), catalog=catalog)
     assert (field, code) == ("saesteer.edits[0].module.edits[0].scale", "conflict")
     assert "expected a number in one of the two" in message
+
+
+def test_a_default_module_stands_in_front_of_every_request() -> None:
+    inner = Spec(edits=(add("v", "resid_post.7"),))
+    catalog = replace(CATALOG, vectors={"v": from_inline((1.0, 2.0))}, modules={"m": inner}, width=2, default="m")
+    own = clamp("gs15", 1, 2)
+    assert [group.site for group in plan(Spec(edits=(own,)), catalog, P).groups] == ["resid_post.7", "resid_post.15"]
+    (alone,) = plan(Spec(), catalog, P).groups
+    assert [change.field for change in alone.changes] == ["saesteer.defaults.edits[0]"]
+    assert plan(Spec(defaults=False), catalog, P) == Plan()
+    assert plan(Spec(edits=(own,), defaults=False), catalog, P) == plan(Spec(edits=(own,)), CATALOG, P)
+    both = plan(Spec(edits=(add("v", "resid_post.7"),)), catalog, P)
+    assert [len(group.changes) for group in both.groups] == [1, 1], "as a use in front of the edits: two groups"

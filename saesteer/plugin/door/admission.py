@@ -52,6 +52,7 @@ class Door:
 
     def __init__(self, server: str = "", config: SaesteerConfig | None = None) -> None:
         self.config = config
+        self.default = None if config is None else config.default_module
         self._server = server
         self._catalog: Catalog | None = None
         self._kept: dict[Any, Meaning] = {}

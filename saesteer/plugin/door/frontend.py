@@ -57,6 +57,11 @@ def fingerprint(assets: Assets) -> str:
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
+# A beam is another request for each token, whose prompt is all of the last one.
+_NO_BEAMS = "beam search cannot be steered; expected sampling, on a server without a default module"
+_default: set[str] = set()  # the default module of this process's server, for what does not know the server
+
+
 @around
 def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> str:
     stock = original(self, *args, **kwargs)
@@ -73,6 +78,8 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         refuse_unservable(vllm_config)
     self.saesteer_names = None if assets is None else _names(assets, vllm_config)
     self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config)
+    if self.saesteer_door.default:
+        _default.add(self.saesteer_door.default)
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -139,8 +146,10 @@ def _checking(
         taken = request.sampling_params
         if taken is not None:
             taken.extra_args = without_ours(taken.extra_args)
+        names, door = self.saesteer_names, self.saesteer_door
+        if spec is None and taken is not None and door.default:
+            spec = language.Spec()
         if spec is not None:
-            names, door = self.saesteer_names, self.saesteer_door
             held = None if names is None else names.hold()
             spec = door.admit(spec, None if held is None else held.catalog, request, conversation_of(prompt))
             if held is not None:
@@ -211,9 +220,15 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
 
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}):
-        message = "beam search cannot be steered; expected sampling (use_beam_search false)"
-        raise SpecRefused(SpecError(message, field=KEY, code="not_served"))
+    if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}) or _default:
+        raise SpecRefused(SpecError(_NO_BEAMS, field=KEY, code="not_served"))
+    return original(self, *args, **kwargs)
+
+
+@around
+def _refusing_beam_search_offline(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.llm_engine.input_processor.saesteer_door.default:
+        raise SpecError(_NO_BEAMS, field=KEY, code="not_served")
     return original(self, *args, **kwargs)
 
 

@@ -74,6 +74,8 @@ def check_gone(name: Name, catalog: Catalog) -> None:
     if own not in known:
         found = f"got {show(own)}{closest(own, known)}, expected one of: {listing(known)}"
         raise SpecError(found, field="name", code="unknown_name")
+    if name == ("module", catalog.default):
+        raise RegistryError(f"module {own!r} steers every request of this server; replace it instead", code="in_use")
     users = users_of([name], catalog.modules, direct=True)
     if users:
         raise RegistryError(f"{kind} {own!r} is used by module {listing(users)}; delete that first", code="in_use")

@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any
 
 from saesteer.errors import RegistryError
+from saesteer.language.edits import Use
 from saesteer.language.fields import text
 from saesteer.language.spec import Spec
 from saesteer.planning.digests import Kind, Name, names_in
@@ -87,7 +88,9 @@ class Names:
 
     def count(self, version: Version, spec: Spec) -> None:
         """Count a request that was admitted with a version."""
-        used = [version.puts[name] for name in names_in(spec.edits, version.catalog.modules)]
+        default = version.catalog.default if spec.defaults else None
+        edits = spec.edits if default is None else (Use(default), *spec.edits)
+        used = [version.puts[name] for name in names_in(edits, version.catalog.modules)]
         with self._lock:
             if self._board is None:
                 self._uses.update(used)
