@@ -111,6 +111,7 @@ class Batches:
             "positions": (1 + torch.cat([torch.arange(length) for length in case.lengths])).to(self.device),
             "kinds": torch.tensor([kinds], dtype=torch.int32),
             "cells": torch.zeros(case.tokens, dtype=torch.int32, device=self.device),
+            "registers": torch.zeros(case.tokens, 1, device=self.device),
         }
         index = torch.zeros(1, dtype=torch.int32, device=self.device)
         dense_size = self.features if case.whole or case.dense else 0

@@ -79,6 +79,7 @@ class Layers:
             "positions": torch.arange(TOKENS, device=own.device),
             "kinds": torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32),
             "cells": torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
+            "registers": torch.zeros(TOKENS, 1, device=own.device),
         }
         bound = [own.bound(table, site, 0, **of_all) for site in sites[:, :1]]
         stream = self._stream, self._second

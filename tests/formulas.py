@@ -114,6 +114,8 @@ class Token:
         scale = self.number(scale, site)
         if edit["op"] == "add":
             v = unit * np.linalg.norm(x) if edit.get("norm") == "match" else vector
+            if edit.get("scales"):
+                v = v * edit["scales"][places(edit, self.world).index(site)]
             return x + scale * self.number(edit.get("scale", 1.0), site) * v
         strength = scale * edit.get("strength", 1.0)
         if edit["op"] == "ablate":

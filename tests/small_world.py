@@ -117,6 +117,8 @@ def edits(draw: Any) -> Any:
         found["only_if_active"] = draw(st.booleans())
     elif op == "add":
         found |= {"scale": draw(strengths()), "norm": draw(st.sampled_from(["none", "match"]))}
+        if found["site"] == "resid_post":
+            found["scales"] = draw(st.none() | st.lists(values, min_size=2, max_size=2))
     elif op == "cap":
         low, high = sorted((draw(values), draw(values)))
         found |= draw(st.sampled_from([{"min": low}, {"max": high}, {"min": low, "max": high}]))

@@ -27,6 +27,7 @@ from saesteer.language.fields import (
     text,
 )
 from saesteer.language.inline import Vector, vector
+from saesteer.language.sites import MAX_LAYER
 
 MAX_POSITIONS = 4096  # intervals in one scope, and in all scopes of a spec together
 MAX_CONDITIONS = 16  # in one `when`
@@ -167,6 +168,7 @@ def strength(value: Any, at: str) -> float | Strength:
     return read(Strength, value, at) if isinstance(value, Strength | Mapping) else number(value, at)
 
 
+_scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))
 _gates = list_of(record(Gate), MAX_CONDITIONS)
 
 
@@ -261,6 +263,11 @@ class Add(VectorEdit):
 
     scale: float | Strength = field(default=1.0, metadata=by(strength))
     norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
+    scales: tuple[float, ...] | None = field(default=None, metadata=by(optional(_scales)))  # more factors, by layer
+
+    def _whole(self, at: str) -> None:
+        if self.scales is not None and "." in "".join(self.site):
+            fail(f"{at}.scales", "conflict", "is one number for each layer, expected a kind alone as site")
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,15 +244,18 @@ def add(
     site: Sites,
     scale: Number = 1.0,
     norm: Literal["none", "match"] = "none",
+    scales: Sequence[float] | None = None,
     when: When = None,
     scope: Within = None,
 ) -> Add:
     """Adds a vector at one site or several; ``norm="match"`` first scales it to the stream's length.
 
+    ``scales`` holds one more factor for each layer of a vector that is added at all of its layers.
+
     Raises:
         SpecError: a value is wrong.
     """
-    return Add(_any(vector), _any(site), _any(scale), norm, when=_any(when), scope=_any(scope))
+    return Add(_any(vector), _any(site), _any(scale), norm, _any(scales), when=_any(when), scope=_any(scope))
 
 
 def cap(

@@ -35,17 +35,16 @@ def _both(module: str, side: Literal["in", "out"]) -> Taps:
     return Taps(Tap(module, side), Tap(module, side))
 
 
-STREAM = {
+LLAMA = {
     "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
-    "resid_mid": _both("post_attention_layernorm", "in"),
-    "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
-}
-LLAMA = STREAM | {
     "attn_in": _both("input_layernorm", "out"),
     "attn_out": _both("self_attn", "out"),
+    "resid_mid": _both("post_attention_layernorm", "in"),
     "mlp_in": _both("post_attention_layernorm", "out"),
     "mlp_out": _both("mlp", "out"),
+    "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
+STREAM = {kind: LLAMA[kind] for kind in ("resid_pre", "resid_mid", "resid_post")}
 # Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
 # added.
 GEMMA = LLAMA | {

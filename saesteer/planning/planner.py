@@ -120,12 +120,18 @@ class _Planner:
         assert isinstance(edit, Add)
         plain = edit.norm == "none"
         spans = self._windows(edit.scope, step.at)
-        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+        places = [*places_of(self.catalog, edit.vector, edit.site, step.at)]
+        scales = edit.scales or (1.0,) * len(places)
+        if len(scales) != len(places):
+            found = f"got {len(scales)} numbers for the {len(places)} layers of the vector, expected one for each"
+            fail(f"{step.at}.scales", "conflict", found)
+        scale = 1.0 if isinstance(edit.scale, Strength) else edit.scale
+        for (site, target), factor in zip(places, scales, strict=True):
             change = Change(
                 target,
                 spans,
                 step.at,
-                shift=1.0 if isinstance(edit.scale, Strength) else edit.scale,
+                shift=scale * factor,
                 unit="vector" if plain else "stream",
                 gain=step.scale,
                 op=edit.op,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +33,11 @@ if not torch.cuda.is_available():
 def device() -> torch.device:
     """The GPU, or the CPU for the interpreter and the reference."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(params=[None, "TOKEN", "TILED"], ids=["reference", "span1", "tiled"])
+def run(request: pytest.FixtureRequest) -> Any:
+    """One call of the op by each way: see ``exact.edit``."""
+    from tests.kernels import exact, harness  # they import Triton
+
+    return partial(exact.edit, request.param and getattr(harness, request.param))

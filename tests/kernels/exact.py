@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
 from saesteer.kernels.layout import BARE
-from tests.kernels.harness import TILED, TOKEN, Call, Path, State, kinds_of, work_of
+from tests.kernels.harness import TOKEN, Call, Path, State, kinds_of, work_of
 from tests.kernels.tables import Groups, make_positions, make_table, write_row
 
 WIDTH = 8
@@ -70,11 +68,6 @@ def edit(
     else:
         call.kernel(state, path)
     return state
-
-
-@pytest.fixture(params=[None, TOKEN, TILED], ids=["reference", "span1", "tiled"])
-def run(request: pytest.FixtureRequest) -> Run:
-    return partial(edit, request.param)
 
 
 def ramp(*firsts: float) -> Rows:

@@ -133,6 +133,13 @@ def caps(draw: st.DrawFn) -> Cap:
 
 
 adds = st.builds(Add, vectors, placed, strengths, st.sampled_from(["none", "match"]), when=whens, scope=all_scopes)
+adds |= st.builds(
+    Add,
+    vectors,
+    st.sampled_from(KINDS).map(lambda one: (one,)),
+    scales=st.lists(numbers, min_size=1, max_size=3).map(tuple),
+    scope=all_scopes,
+)
 ablates = st.builds(Ablate, vectors, placed, numbers, when=whens, scope=all_scopes)
 reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), when=whens, scope=all_scopes)
 uses = st.builds(Use, names, strengths)

@@ -392,3 +392,18 @@ def test_a_default_module_stands_in_front_of_every_request() -> None:
     assert plan(Spec(edits=(own,), defaults=False), catalog, P) == plan(Spec(edits=(own,)), CATALOG, P)
     both = plan(Spec(edits=(add("v", "resid_post.7"),)), catalog, P)
     assert [len(group.changes) for group in both.groups] == [1, 1], "as a use in front of the edits: two groups"
+
+
+def test_a_vector_of_several_layers_may_have_a_factor_for_each() -> None:
+    rows = Set(layers=(7, 15), digests={7: "0" * 64, 15: "1" * 64})
+    catalog = replace(CATALOG, vectors={"v": rows})
+    found = plan(Spec(edits=(add("v", "resid_post", 2.0, scales=[1.0, -3.0]),)), catalog, P)
+    assert [(group.site, group.changes[0].shift) for group in found.groups] == [
+        ("resid_post.7", 2.0),
+        ("resid_post.15", -6.0),
+    ]
+    field, code, message = refusal(add("v", "resid_post", scales=[1.0]), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[0].scales", "conflict")
+    assert "got 1 numbers for the 2 layers" in message
+    with pytest.raises(SpecError, match=r"add\.scales: is one number for each layer, expected a kind alone"):
+        add("v", "resid_post.7", scales=[1.0])
