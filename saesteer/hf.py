@@ -19,7 +19,7 @@ from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical, parse
+from saesteer.language.sites import PREGAIN, canonical, parse, reading_site
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk
@@ -300,7 +300,10 @@ class Model:
         """
         coder = self.coder(dictionary)
         site = self.engine.catalog.dictionaries[dictionary].site_in
-        return coder.encode(self.stream(prompt, str(site), steer=steer))
+        x = self.stream(prompt, reading_site(canonical(str(site))), steer=steer)
+        if str(site).startswith(PREGAIN):
+            x = x / x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+        return coder.encode(x)
 
     def features(self, prompt: str | Sequence[int], dictionary: str, *, top_k: int = 5) -> list[list[ActiveFeature]]:
         """The strongest features of each token, strongest first; position 0, an outlier, is left out.

@@ -88,6 +88,8 @@ class Token:
         arriving = x if one.reads == one.site else self.before[one.reads]
         f = self.encode(one, arriving, None if dropped else [edit["feature"] for edit, _ in group])
         grow = {"none": 1.0, "layer_norm": x.std(ddof=1), "l2_sqrt_d": np.linalg.norm(x) / np.sqrt(x.size)}[one.in_norm]
+        if one.reads != one.site:  # what it writes is no image of what it reads
+            grow = 1.0
         delta = np.zeros_like(x)
         bands: dict[int, float] = {}
         # min and max of one feature make a band, whichever stands first

@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "inside": ("jumprelu", None, "none", "mlp_in.1"),
     "across": ("jumprelu", None, "none", "mlp_in.1:mlp_out.1"),
     "best": ("topk", 3, "none", "mlp_in.1:mlp_out.1"),
+    "pregain": ("relu", None, "none", "mlp_in_pregain.1:mlp_out.1"),
     "ahead": ("relu", None, "none", "resid_post.1:resid_post.2"),
 }
 CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},

@@ -46,13 +46,14 @@ def world() -> World:
         arrays: dict[str, Any] = {
             key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
         }
+        reads, _, site = KINDS[name][3].rpartition(":")
         arrays_of: Any = {key: None if value is None else value.double().numpy() for key, value in arrays.items()}
         return Dict(
-            site=KINDS[name][3].split(":")[-1],
-            reads=KINDS[name][3].split(":")[0],
+            site=site,
+            reads=(reads or site).replace("mlp_in_pregain", "resid_mid"),
             activation=one.info.activation,
             k=one.info.k or 0,
-            in_norm=one.info.in_norm,
+            in_norm="l2_sqrt_d" if "pregain" in reads else one.info.in_norm,
             skip_first=one.info.skip_first,
             **arrays_of,
         )

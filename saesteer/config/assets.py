@@ -11,7 +11,7 @@ from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
-from saesteer.language.sites import canonical, expand_sites, op_site, order, parse
+from saesteer.language.sites import canonical, expand_sites, op_site, order, parse, reading_site
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
@@ -54,7 +54,9 @@ class Assets:
         They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites. A
         dictionary that writes to a part of the stream needs no op there, if it reads somewhere else.
         """
-        wanted = [str(info.site_in) for info in self.infos.values()] + [*expand_sites(self.config.sites, layers)]
+        wanted = [reading_site(str(info.site_in)) for info in self.infos.values()] + [
+            *expand_sites(self.config.sites, layers)
+        ]
         wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
         found = {canonical(site) for site in wanted}
         return tuple(sorted(found | {self.ends(name, found)[1] for name in self.infos}, key=order))
@@ -62,7 +64,7 @@ class Assets:
     def ends(self, name: str, sites: Collection[str]) -> tuple[str, str]:
         """The sites whose ops read and write for a dictionary."""
         info = self.infos[name]
-        return canonical(str(info.site_in)), op_site(canonical(str(info.site_out)), sites)
+        return reading_site(canonical(str(info.site_in))), op_site(canonical(str(info.site_out)), sites)
 
     def catalog(self, *, width: int, layers: int) -> Catalog:
         """What requests may name on a server with this model.
@@ -121,7 +123,8 @@ def unserved(info: CoderInfo) -> str | None:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
     if reads is None or writes is None:
         return None
-    if not {site.partition(".")[0] for site in (reads, writes)} <= set(SERVED_KINDS):
+    places = (reads if reads == writes else reading_site(reads), writes)
+    if not {site.partition(".")[0] for site in places} <= set(SERVED_KINDS):
         return f"reads {reads} and writes {writes}, {not_served}; served: {', '.join(SERVED_KINDS)}"
     if order(reads) > order(writes):
         return f"reads {reads} and writes {writes}, which comes before it; expected the same site or a later one"

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from saesteer.errors import LoadError
+from saesteer.language.sites import PREGAIN
 
 Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
@@ -82,6 +83,11 @@ class CoderInfo:
         if self.skip:
             return "skip transcoder"
         return "SAE" if self.site_in == self.site_out and self.d_in == self.d_out else "transcoder"
+
+    @property
+    def reads_pregain(self) -> bool:
+        """Whether it reads mlp_in_pregain, for which the op of resid_mid normalises the stream."""
+        return self.site_in is not None and self.site_in.startswith(PREGAIN)
 
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""

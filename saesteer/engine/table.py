@@ -32,7 +32,7 @@ class Placement:
     @property
     def norm(self) -> int:
         """The bit of its input norm, or 0."""
-        return _NORMS[self.info.in_norm]
+        return layout.L2_NORM if self.info.reads_pregain else _NORMS[self.info.in_norm]
 
     @property
     def flags(self) -> int:

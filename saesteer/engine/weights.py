@@ -45,11 +45,12 @@ class Room:
     dense: int = 0  # features of the largest dictionary that an edit here may need whole
     norms: bool = False
 
-    def reading(self, info: CoderInfo) -> int:
-        """Room for the encoder of a dictionary; its first row."""
+    def reading(self, info: CoderInfo, *, writes: bool) -> int:
+        """Room for the encoder of a dictionary, which may write here, too; its first row."""
         self.enc += info.features
-        self.dense = max(self.dense, dense_size(info))
-        self.norms |= info.in_norm != "none"
+        if writes or info.activation in RANKED:
+            self.dense = max(self.dense, dense_size(info))
+        self.norms |= info.in_norm != "none" or info.reads_pregain
         return self.enc - info.features
 
     def writing(self, info: CoderInfo) -> tuple[int, int]:
@@ -75,7 +76,7 @@ def rooms(
         for key, info in infos.items():
             first, last = ends[key]
             if (first == last) == alike:
-                places[key] = found[first].reading(info), *found[last].writing(info)
+                places[key] = found[first].reading(info, writes=alike), *found[last].writing(info)
         for site, pool in pools.items() if alike else ():
             room = found[site]
             room.pool = room.enc

@@ -20,6 +20,7 @@ KINDS = (
     "mlp_out",
     "resid_post",
 )
+PREGAIN = "mlp_in_pregain"
 MAX_LAYER = 9999
 # What adds to the stream, and the place of the stream that is the first to hold the sum.
 SUMS = {"attn_out": "resid_mid", "mlp_out": "resid_post"}
@@ -72,6 +73,15 @@ def op_site(name: str, sites: Collection[str]) -> str:
     """
     kind, layer = parse(name)
     return name if name in sites or kind not in SUMS else f"{SUMS[kind]}.{layer}"
+
+
+def reading_site(name: str) -> str:
+    """The site whose op reads a canonical site: its own, but for mlp_in_pregain.
+
+    x / rms(x), the norm before its gain, is x · sqrt(d) / |x| up to the norm's epsilon: the op of resid_mid reads that.
+    """
+    kind, layer = parse(name)
+    return f"resid_mid.{layer}" if kind == PREGAIN else name
 
 
 def expand_sites(sites: Iterable[str], layers: int) -> tuple[str, ...]:

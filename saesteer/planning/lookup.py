@@ -5,6 +5,7 @@ Every refusal names the field, the value and what is available. Knows no prompt 
 
 from collections.abc import Iterator, Sequence
 
+from saesteer.language import sites
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.sites import canonical, parse
@@ -49,7 +50,7 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
         SpecError: it has no such site, or the site is not instrumented.
     """
     named = info.site_in or info.site_out
-    site = None if named is None else canonical(named)
+    site = None if named is None else sites.reading_site(canonical(named))
     if site is None or not _instrumented(catalog, site):
         place = f"dictionary {name!r} reads {site}, where this server has no op"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
