@@ -23,6 +23,7 @@ from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.language.sites import order
 from saesteer.language.spec import from_json
+from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
@@ -95,6 +96,7 @@ def edited_at(found: Plan, catalog: Catalog, position: int) -> Any:
                 numbers(one.target, catalog),
                 (one.scale, one.shift, one.low, one.high, one.unit, one.only_if_active, one.gain),
                 gates(one.gates, group.site, found.conditions, catalog),
+                *(read and reading(read, catalog) for read in (one.held, one.strength)),
             )
             for one in group.changes
             if any(lo <= position < hi for lo, hi in one.windows)
@@ -110,6 +112,11 @@ def numbers(target: Any, catalog: Catalog) -> Any:
     vectors: Any = catalog.vectors
     rows = vectors[target.vector].rows if isinstance(target.vector, str) else rows_of(target.vector)
     return rows[target.layer].tolist()
+
+
+def reading(one: Read, catalog: Catalog) -> Any:
+    """What is read into a register."""
+    return one.site, numbers(one.target, catalog), one.scale, one.shift, one.low, one.high
 
 
 def gates(bits: int, site: str, conditions: tuple[Condition, ...], catalog: Catalog) -> Any:
@@ -160,10 +167,15 @@ def pairs(draw: Any) -> Any:
     elif kind == "swapped":
         second[place - 1], second[place] = second[place], second[place - 1]
     elif kind == "value":
-        second[place] = {**first[place], **{k: -v for k, v in first[place].items() if k in ("value", "scale")}}
+        second[place] = {**first[place], **{k: turned(v) for k, v in first[place].items() if k in ("value", "scale")}}
     elif kind == "vector" and first[place].get("vector") == "any":
         second[place] = {**first[place], "vector": VECTORS["any"][None].tolist()}  # by content it is the same
     return first, second
+
+
+def turned(strength: Any) -> Any:
+    """A number, or what is read to make one, with the other sign."""
+    return {**strength, "slope": -strength.get("slope", 1.0)} if isinstance(strength, dict) else -strength
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
