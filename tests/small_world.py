@@ -29,6 +29,7 @@ CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
                   {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
 MODULES = {
     "calm": CALM,
+    "rebuilt": {"edits": [{"op": "reconstruct", "dictionary": "jump"}]},
     "nested": {
         "edits": [
             {"op": "use", "module": "calm", "scale": -0.5},

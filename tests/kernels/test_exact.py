@@ -160,6 +160,16 @@ def test_a_reconstruction_has_strict_thresholds_and_clamps_and_a_window(run: Run
     assert out.counts[1].tolist() == [2, 2, 0, 0]
 
 
+def test_a_register_scales_a_reconstruction(run: Run) -> None:
+    whole = Entry(0, flags=layout.RECONSTRUCT | layout.SCALED, size=4, factor=1, counter=1)
+    x = [ONE[0]] * 3
+    out = run(
+        x, [[whole]], encoder=along(1.0, 2.0, 3.0, 4.0), dense=(0, 4), registers=[[9.0, f] for f in (0.0, 0.5, 1.0)]
+    )
+    # x = (1, 0, ...) becomes (1, 2, 3, 4, 0, ...) at full strength.
+    assert out.stream[:, :4].tolist() == [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.5, 2.0], [1.0, 2.0, 3.0, 4.0]]
+
+
 @pytest.mark.parametrize("bit", [0, 7, 31])
 def test_gates_are_strict_and_read_x_before_every_edit(run: Run, bit: int) -> None:
     mask = 1 << bit
