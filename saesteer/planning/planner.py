@@ -3,15 +3,12 @@
 Knows no weights, no tensors and no engine. Anything that is not served is refused here by name, never ignored.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NoReturn
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.sites import canonical, order
+from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
 from saesteer.planning.gates import Key, Reads
@@ -30,6 +27,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
+from saesteer.planning.refusals import refuse
 from saesteer.planning.windows import is_relative, windows
 
 __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
@@ -182,17 +180,13 @@ class _Planner:
 
     def finish(self) -> Plan:
         """The plan, once all edits have been added."""
-        for group in self.groups:
-            _refuse_twice([member.change for member in group.members])
         conditions, reads = self.reads.settle()
         groups = tuple(
             Group(group.site, tuple(_settled(member, conditions, reads) for member in group.members))
             for group in self.groups
         )
         found = Plan(groups, (*conditions.values(),), (*reads.values(),), self.relative)
-        _refuse_apart(found, self.catalog)
-        _refuse_dense(found, self.catalog)
-        _refuse_brought(found, self.catalog)
+        refuse(found, self.catalog)
         return found
 
     def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
@@ -300,94 +294,3 @@ def _band(first: Change, second: Change) -> Change:
         message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
         fail(f"{second.field}.value", "conflict", message)
     return replace(first, low=low, high=high)
-
-
-def _refuse_twice(changes: Sequence[Change]) -> None:
-    """Refuse to clamp a feature twice at a position."""
-    spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
-    for place, change in enumerate(changes):
-        if isinstance(change.target, Feature):
-            spans[change.target] += [(lo, hi, place) for lo, hi in change.windows]
-    for target, found in spans.items():
-        found.sort()
-        for (_, end, one), (start, _, two) in pairwise(found):
-            if start < end:
-                first, second = changes[min(one, two)], changes[max(one, two)]
-                what = f"feature {target.feature} of {target.dictionary!r}"
-                message = f"clamps {what} at position {start} as {first.field} does"
-                alike = "a min and a max with the same windows, when, unit and only_if_active"
-                expected = f"windows that do not meet, or {alike}"
-                fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
-
-
-def _refuse_apart(found: Plan, catalog: Catalog) -> None:
-    """Refuse what needs the tensor of a site without an op: the op of the sum can only add to it."""
-    begun: set[str] = set()
-    for group in found.groups:
-        apart = catalog.op_site(group.site) != group.site
-        for change in group.changes if apart else ():
-            added = change.target.__class__ is Direction and change.op == "add" and change.unit == "vector"
-            if group.site in begun or not (added or change.held):
-                message = f"needs the tensor at {group.site}, where this server has no op; there it adds one group of"
-                expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
-                fail(change.field, "not_served", f"{message} {expected}")
-        begun.add(group.site)
-
-
-def _refuse_dense(found: Plan, catalog: Catalog) -> None:
-    """Refuse a second whole encoding at a site: there is only one, of the stream as it arrives there."""
-    dense: dict[str, str] = {}
-    why = "which this version does not serve: such a dictionary is encoded whole, once and before any edit of its site"
-
-    def settle(site: str, name: str, at: str) -> None:
-        first = dense.setdefault(site, name)
-        if first != name:
-            fail(f"{at}.dictionary", "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
-
-    def follow(name: str, at: str) -> NoReturn:
-        fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
-
-    def whole(target: object) -> str | None:
-        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target, catalog)):
-            return target.dictionary
-        return None
-
-    apart = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
-    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
-    for one in reads:
-        if name := whole(one.target):
-            settle(one.site, name, one.field)
-            if one.site in apart:
-                follow(name, one.field)
-    here = [change for group in found.groups for change in group.changes if not change.held and whole(change.target)]
-    begun: set[str] = set()
-    for group in sorted(found.groups, key=lambda one: order(one.site)) if here else ():
-        site = catalog.op_site(group.site)
-        for change in group.changes:
-            name = None if change.held else whole(change.target)
-            if name:
-                settle(site, name, change.field)
-                if site in begun:
-                    follow(name, change.field)
-        begun.add(site)
-
-
-def _is_ranked(target: Feature, catalog: Catalog) -> bool:
-    return catalog.dictionaries[target.dictionary].k is not None
-
-
-def _refuse_brought(found: Plan, catalog: Catalog) -> None:
-    """Refuse a request that brings more vectors for a site than it may."""
-    if catalog.inline_rows is None:
-        return
-    brought: defaultdict[str, set[Direction]] = defaultdict(set)
-    for site, change in ((group.site, change) for group in found.groups for change in group.changes):
-        if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
-            if catalog.pinned and (site, change.target) in catalog.pinned:
-                continue
-            here = brought[catalog.op_site(site)]
-            here.add(change.target)
-            if len(here) > catalog.inline_rows:
-                message = f"is vector {len(here)} that the request brings for {site}"
-                hint = "the server takes more when started with a higher --inline-rows, or with the vectors themselves"
-                fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")

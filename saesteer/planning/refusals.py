@@ -1,0 +1,118 @@
+"""What a plan may not hold though each edit is right: clamps that meet, tensors that nobody has, too many vectors.
+
+Knows plans and catalogs, not how a plan is made.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NoReturn
+
+from saesteer.language.fields import fail
+from saesteer.language.sites import order
+from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
+
+
+def refuse(found: Plan, catalog: Catalog) -> None:
+    """Refuse a plan that the ops cannot carry out as it is meant.
+
+    Raises:
+        SpecError: a feature is clamped twice at a position, an edit needs a tensor where there is no op, a site needs
+            two dictionaries whole, or one after other edits, or the request brings too many vectors for a site.
+    """
+    for group in found.groups:
+        _refuse_twice(group.changes)
+    _refuse_apart(found, catalog)
+    _refuse_dense(found, catalog)
+    _refuse_brought(found, catalog)
+
+
+def _refuse_twice(changes: Sequence[Change]) -> None:
+    """Refuse to clamp a feature twice at a position."""
+    spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, change in enumerate(changes):
+        if isinstance(change.target, Feature):
+            spans[change.target] += [(lo, hi, place) for lo, hi in change.windows]
+    for target, found in spans.items():
+        found.sort()
+        for (_, end, one), (start, _, two) in pairwise(found):
+            if start < end:
+                first, second = changes[min(one, two)], changes[max(one, two)]
+                what = f"feature {target.feature} of {target.dictionary!r}"
+                message = f"clamps {what} at position {start} as {first.field} does"
+                alike = "a min and a max with the same windows, when, unit and only_if_active"
+                expected = f"windows that do not meet, or {alike}"
+                fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
+
+
+def _refuse_apart(found: Plan, catalog: Catalog) -> None:
+    """Refuse what needs the tensor of a site without an op: the op of the sum can only add to it."""
+    begun: set[str] = set()
+    for group in found.groups:
+        apart = catalog.op_site(group.site) != group.site
+        for change in group.changes if apart else ():
+            added = change.target.__class__ is Direction and change.op == "add" and change.unit == "vector"
+            if group.site in begun or not (added or change.held):
+                message = f"needs the tensor at {group.site}, where this server has no op; there it adds one group of"
+                expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
+                fail(change.field, "not_served", f"{message} {expected}")
+        begun.add(group.site)
+
+
+def _refuse_dense(found: Plan, catalog: Catalog) -> None:
+    """Refuse a second whole encoding at a site: there is only one, of the stream as it arrives there."""
+    dense: dict[str, str] = {}
+    why = "which this version does not serve: such a dictionary is encoded whole, once and before any edit of its site"
+
+    def settle(site: str, name: str, at: str) -> None:
+        first = dense.setdefault(site, name)
+        if first != name:
+            fail(f"{at}.dictionary", "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
+
+    def follow(name: str, at: str) -> NoReturn:
+        fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
+
+    def whole(target: object) -> str | None:
+        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target, catalog)):
+            return target.dictionary
+        return None
+
+    apart = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
+    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
+    for one in reads:
+        if name := whole(one.target):
+            settle(one.site, name, one.field)
+            if one.site in apart:
+                follow(name, one.field)
+    here = [change for group in found.groups for change in group.changes if not change.held and whole(change.target)]
+    begun: set[str] = set()
+    for group in sorted(found.groups, key=lambda one: order(one.site)) if here else ():
+        site = catalog.op_site(group.site)
+        for change in group.changes:
+            name = None if change.held else whole(change.target)
+            if name:
+                settle(site, name, change.field)
+                if site in begun:
+                    follow(name, change.field)
+        begun.add(site)
+
+
+def _is_ranked(target: Feature, catalog: Catalog) -> bool:
+    return catalog.dictionaries[target.dictionary].k is not None
+
+
+def _refuse_brought(found: Plan, catalog: Catalog) -> None:
+    """Refuse a request that brings more vectors for a site than it may."""
+    if catalog.inline_rows is None:
+        return
+    brought: defaultdict[str, set[Direction]] = defaultdict(set)
+    for site, change in ((group.site, change) for group in found.groups for change in group.changes):
+        if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
+            if catalog.pinned and (site, change.target) in catalog.pinned:
+                continue
+            here = brought[catalog.op_site(site)]
+            here.add(change.target)
+            if len(here) > catalog.inline_rows:
+                message = f"is vector {len(here)} that the request brings for {site}"
+                hint = "the server takes more when started with a higher --inline-rows, or with the vectors themselves"
+                fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")
