@@ -34,7 +34,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "b_gate": ("F",),  # with r_mag: a gated SAE, whose b_enc is the magnitude's bias
     "r_mag": ("F",),
     "ones": ("F",),  # a factor for each feature, refused unless all are 1
-    "skip": ("d_out", "d_in"),  # y += x @ skip.T: described, and refused by build
+    "skip": ("d_out", "d_in"),  # y += x @ skip.T
     "length_in": ("1",),  # as Draft.lengths, in the file
     "length_out": ("1",),
 }
@@ -174,19 +174,20 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     """The dictionary, with its matrices in dtype (None: as stored).
 
     Raises:
-        LoadError: as ``facts``, or a value is not finite or out of range, or the dictionary can only be described.
+        LoadError: as ``facts``, or a value is not finite or out of range.
     """
     info, weights, held = facts(draft, name), draft.weights, draft.present
-    if info.skip:
-        raise wrong(weights.path, held["skip"], "an affine skip connection", "a transcoder without one")
-    vectors = {role: _vector(draft, role) for role in held if role not in MATRICES}
+    assert not info.skip or (draft.lengths is None and "length_in" not in held), "nobody scales a skip connection yet"
+    vectors = {role: _vector(draft, role) for role in held if role not in (*MATRICES, "skip")}
     folded = _folded(draft, info, vectors)
 
     wanted = dtype or _dtype(draft)
 
-    def matrix(role: str, width: int, scale: Tensor | None, dtype: torch.dtype = wanted) -> Tensor:
-        shape, turned = (info.features, width), role in draft.transposed
-        return weights.matrix(held[role], shape, dtype, transpose=turned, scale=scale)
+    def matrix(
+        role: str, width: int, scale: Tensor | None = None, dtype: torch.dtype = wanted, rows: int = info.features
+    ) -> Tensor:
+        turned = role in draft.transposed
+        return weights.matrix(held[role], (rows, width), dtype, transpose=turned, scale=scale)
 
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
@@ -208,6 +209,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
         info=info,
         threshold=None if threshold is None else ordered(threshold),
         max_act=ordered(vectors["max_act"]) if "max_act" in vectors else None,
+        w_skip=matrix("skip", info.d_in, rows=info.d_out) if info.skip else None,
     )
 
 

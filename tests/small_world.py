@@ -39,9 +39,11 @@ MODULES = {
 }
 
 
-def coder(seed: int, activation: Any, k: int | None, in_norm: Any) -> SparseCoder:
+def coder(seed: int, activation: Any, k: int | None, in_norm: Any, skip: bool) -> SparseCoder:
     draw = torch.Generator().manual_seed(seed)
-    info = CoderInfo("saesteer", WIDTH, WIDTH, FEATURES, activation, k, in_norm, has_max_act=True, skip_first=seed % 3)
+    info = CoderInfo(
+        "saesteer", WIDTH, WIDTH, FEATURES, activation, k, in_norm, has_max_act=True, skip_first=seed % 3, skip=skip
+    )
     return SparseCoder(
         w_enc=torch.randn(FEATURES, WIDTH, generator=draw) / WIDTH**0.5 + 0.1,
         b_enc=torch.randn(FEATURES, generator=draw) * 0.3,
@@ -50,10 +52,11 @@ def coder(seed: int, activation: Any, k: int | None, in_norm: Any) -> SparseCode
         info=info,
         threshold=torch.rand(FEATURES, generator=draw) if activation == "jumprelu" else None,
         max_act=torch.rand(FEATURES, generator=draw) + 1,
+        w_skip=torch.randn(WIDTH, WIDTH, generator=draw) if skip else None,
     )
 
 
-CODERS = {name: coder(seed, *kind[:3]) for seed, (name, kind) in enumerate(KINDS.items())}
+CODERS = {name: coder(seed, *kind[:3], skip=name == "across") for seed, (name, kind) in enumerate(KINDS.items())}
 _DRAW = np.random.default_rng(5)
 VECTORS: dict[str, dict[int | None, Any]] = {
     "any": {None: _DRAW.normal(size=WIDTH).astype(np.float32)},

@@ -4,7 +4,7 @@
 
 act: pre where pre > activation_function.threshold, even where that is below 0; relu where the file has none; or topk by
 the config. circuit-tracer's topk keeps negative values where fewer than k are positive; here they are 0. A set that
-lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder is described only. It
+lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder adds x @ W_skip.T. It
 knows one layer at a time: ``folder#layer_3`` or the layer's file chooses.
 
 Two public sets say less than they mean, so the repository's name counts: that of Qwen3 14B has no config, and reads and

@@ -1,6 +1,7 @@
 """saesteer's own file: one .safetensors for each dictionary, already in canonical form; knows no other library's names.
 
-    W_enc [F, d_in]  W_dec [F, d_out]  b_enc [F]  b_dec [d_out]  [threshold [1 or F]]  [max_act [F]]
+    W_enc [F, d_in]  W_dec [F, d_out]  b_enc [F]  b_dec [d_out]
+    and where it has them threshold [1 or F], max_act [F], W_skip [d_out, d_in] of a skip transcoder
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
@@ -60,7 +61,7 @@ def draft(place: Path) -> Draft | None:
         weights,
         _KEYS | keys,
         activation,
-        optional={"max_act": "max_act"},
+        optional={"max_act": "max_act", "skip": "W_skip"},
         unmistakable=True,
         below_zero="kept",
         k=_number(file, about, "k") if "k" in about else None,
@@ -89,6 +90,8 @@ def write(path: Path | str, coder: SparseCoder) -> None:
         tensors["threshold"] = coder.threshold[:1] if same else coder.threshold
     if coder.max_act is not None:
         tensors["max_act"] = coder.max_act
+    if coder.w_skip is not None:
+        tensors["W_skip"] = coder.w_skip
     write_arrays(Path(path), tensors, _metadata(coder.info))
 
 

@@ -6,7 +6,7 @@
 standard: relu. jumprelu: relu(pre) where pre > threshold, so a threshold below 0 counts as 0. topk: with
 rescale_acts_by_decoder_norm it ranks pre * |W_dec_i| and decodes with rows of length 1. abstopk: the k largest |pre| of
 either sign. gated: becomes a jumprelu. A transcoder never subtracts b_dec, and writes where it does not read; one with
-a skip connection (y += x @ W_skip.T) is described only. The subtraction and the factors are folded into the weights.
+a skip transcoder adds x @ W_skip.T. The subtraction and the factors are folded into the weights.
 ``info.in_norm`` keeps a norm per token; feature values are then normalised.
 
 Some SAEs of GPT-2 were trained on a stream without its mean, as TransformerLens makes it (center_writing_weights): the

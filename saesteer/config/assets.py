@@ -117,8 +117,6 @@ class Assets:
 def unserved(info: CoderInfo) -> str | None:
     """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
     reads, writes, not_served = info.site_in, info.site_out, "which is not served by this version"
-    if info.skip:
-        return f"adds an affine skip connection, {not_served}; served: dictionaries without one"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
     if reads is None or writes is None:
@@ -128,6 +126,10 @@ def unserved(info: CoderInfo) -> str | None:
         return f"reads {reads} and writes {writes}, {not_served}; served: {', '.join(SERVED_KINDS)}"
     if order(reads) > order(writes):
         return f"reads {reads} and writes {writes}, which comes before it; expected the same site or a later one"
+    if canonical(reads) == canonical(writes) and info.skip:
+        return (
+            f"adds a skip connection to {writes}, which it also reads, {not_served}; served: another site that it reads"
+        )
     if canonical(reads) != canonical(writes) and info.in_norm != "none":
         return f"reads {reads} under the input norm {info.in_norm} and writes {writes}, {not_served}"
     return None

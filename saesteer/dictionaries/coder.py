@@ -58,7 +58,7 @@ class CoderInfo:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
     model: str | None = None  # the language model that it was trained on, if the files say
-    skip: bool = False  # y += x @ w_skip.T as well; such files are described, and not loaded yet
+    skip: bool = False  # y += x @ w_skip.T as well
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
 
@@ -123,6 +123,8 @@ class CoderInfo:
 class SparseCoder:
     """An SAE or transcoder: ``f = act(in_norm(x) @ w_enc.T + b_enc)``, ``x_hat = un_norm(f @ w_dec + b_dec)``.
 
+    A skip transcoder, which has no input norm, adds ``x @ w_skip.T``.
+
     The loader folds in whatever a format subtracts, scales or gates, so these two formulas always hold.
     """
 
@@ -133,6 +135,7 @@ class SparseCoder:
     info: CoderInfo
     threshold: Tensor | None = None  # [F] float32, only for jumprelu
     max_act: Tensor | None = None  # [F] float32, the largest activation seen, in info.feature_unit
+    w_skip: Tensor | None = None  # [d_out, d_in], dtype of w_enc; only of a skip transcoder
 
     def __post_init__(self) -> None:
         info = self.info
@@ -142,6 +145,9 @@ class SparseCoder:
             assert weight.is_floating_point(), f"{name} is {weight.dtype}, expected a float dtype"
             assert weight.is_contiguous(), f"{name} is not contiguous"
         assert self.w_enc.dtype == self.w_dec.dtype, (self.w_enc.dtype, self.w_dec.dtype)
+        assert (self.w_skip is not None) == info.skip, "skip contradicts w_skip"
+        if self.w_skip is not None:
+            assert tuple(self.w_skip.shape) == (info.d_out, info.d_in), f"w_skip is {list(self.w_skip.shape)}"
         lengths = {"b_enc": info.features, "b_dec": info.d_out, "threshold": info.features, "max_act": info.features}
         for name, length in lengths.items():
             vector: Tensor | None = getattr(self, name)
@@ -194,14 +200,14 @@ class SparseCoder:
         return torch.where(active, pre, 0.0)
 
     def decode(self, f: Tensor, like: Tensor | None = None) -> Tensor:
-        """The reconstruction ``y = f @ w_dec + b_dec``, with the input norm undone.
+        """The reconstruction ``y = f @ w_dec + b_dec``, with the input norm undone and the skip connection added.
 
         un_norm with the statistics of ``like``: ``none`` y;  ``layer_norm`` y * std(like, ddof=1) + mean(like);
-        ``l2_sqrt_d`` y * |like| / sqrt(d).
+        ``l2_sqrt_d`` y * |like| / sqrt(d). A skip transcoder adds ``like @ w_skip.T``.
 
         Args:
             f: [..., F].
-            like: [..., d_in], the input that f was encoded from; needed unless ``info.in_norm`` is none.
+            like: [..., d_in], the input that f was encoded from; needed with an input norm or a skip connection.
 
         Returns:
             [..., d_out] float32.
@@ -210,6 +216,9 @@ class SparseCoder:
         out = self.b_dec.expand(*f.shape[:-1], -1).clone()
         for rows in blocks(self.info.features):
             out += f[..., rows] @ self.w_dec[rows].float()
+        if self.w_skip is not None:
+            assert like is not None, "decode of a skip transcoder needs like="
+            out += like.float() @ self.w_skip.float().T
         if self.info.in_norm == "none":
             return out
         assert like is not None, f"decode of a dictionary with in_norm {self.info.in_norm} needs like="

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.errors import ConfigError, LoadError
+from saesteer.errors import LoadError
 from saesteer.loaders import describe, load
 from tests.loaders import writers
 from tests.loaders.case import Array, Case, Told
@@ -77,16 +77,19 @@ def test_every_format_has_cases() -> None:
 
 
 @pytest.mark.parametrize("told", DESCRIBED, ids=lambda told: told[0])
-def test_a_skip_transcoder_is_described_and_not_loaded(told: Told, tmp_path: Path) -> None:
-    place = str(told[1](tmp_path))
+def test_a_skip_transcoder_adds_its_input(told: Told, tmp_path: Path) -> None:
+    place, expected = str(told[1](tmp_path)), dict(told[2])
+    w_skip = expected.pop("w_skip")
     info = describe(place)
     assert (info.skip, info.kind) == (True, "skip transcoder")
-    assert {name: getattr(info, name) for name in told[2]} == told[2]
-    with pytest.raises(LoadError, match=r"W_skip|affine_skip_connection: an affine skip connection; expected a transc"):
-        load(place)
-    site = "" if info.site_in else "@resid_post.3"
-    with pytest.raises(ConfigError, match=r"adds an affine skip connection|it cannot be moved to one site"):
-        Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}{site}"}}))
+    assert {name: getattr(info, name) for name in expected} == expected
+    coder = load(place, dtype=torch.float32)
+    assert coder.w_skip is not None
+    np.testing.assert_array_equal(coder.w_skip.numpy(), w_skip)
+    x = torch.randn(5, info.d_in, generator=torch.Generator().manual_seed(1))
+    f = coder.encode(x)
+    plain = f.double().numpy() @ coder.w_dec.double().numpy() + coder.b_dec.double().numpy()
+    np.testing.assert_allclose(coder.decode(f, x).numpy(), plain + x.double().numpy() @ w_skip.T, atol=1e-4)
 
 
 def test_one_of_several_dictionaries_of_a_file_is_chosen_by_its_site(tmp_path: Path) -> None:

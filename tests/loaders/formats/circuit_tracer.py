@@ -96,9 +96,9 @@ def wrong() -> list[Row]:
         return folder
 
     listed = ["hf://google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz"]
-    skip = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
+    skip = ARRAYS | {"W_skip": np.ones((D, 12), np.float32)}
     return [
-        row("skip", "layer_3.safetensors: W_skip: an affine skip connection; expected a transcoder", skip),
+        row("skip", "layer_3.safetensors: W_skip: shape [24, 12]; expected", skip),
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
         row("clt", "config.yaml: model_kind: 'cross_layer_transcoder', which", model_kind="cross_layer_transcoder"),
         row("list", "config.yaml: transcoders: a list: ['hf://google/gemma-scope-2b-pt", transcoders=listed),
@@ -135,7 +135,7 @@ def wrong() -> list[Row]:
 def described() -> list[Told]:
     arrays = ARRAYS | {"W_skip": np.triu(np.ones((12, D), np.float32))}
     hooks: dict[str, Any] = {"feature_input_hook": "hook_resid_mid", "feature_output_hook": "hook_mlp_out"}
-    facts = {"site_in": "resid_mid.3", "site_out": "mlp_out.3", "d_out": 12}
+    facts = {"site_in": "resid_mid.3", "site_out": "mlp_out.3", "d_out": 12, "w_skip": arrays["W_skip"]}
     return [("circuit_tracer-skip", lambda folder: write(folder, arrays, **hooks), facts)]
 
 

@@ -77,12 +77,12 @@ def wrong() -> list[Row]:
     def row(name: str, words: str, more: dict[str, Any], **config: Any) -> Row:
         return f"gemma_scope_2-{name}", lambda folder: write(folder, arrays() | more, CONFIG | config), words
 
-    affine = {"affine_skip_connection": np.triu(np.ones((D, D), np.float32))}
+    affine = {"affine_skip_connection": np.ones((D, D + 1), np.float32)}
     one_of_a_set = "params_layer_0.safetensors: params_layer_*.safetensors: features that write to several layers"
     return [
         row(
             "affine",
-            f"{FILE}: affine_skip_connection: an affine skip connection; expected a transcoder without",
+            f"{FILE}: affine_skip_connection: shape [24, 25]; expected",
             affine,
         ),
         row("clt", "config.json: type: 'clt'; expected sae or transcoder", {}, type="clt"),
@@ -103,7 +103,9 @@ def wrong() -> list[Row]:
 
 def described() -> list[Told]:
     def told(name: str, place: str, config: Any, **facts: Any) -> Told:
-        more = {"affine_skip_connection": np.triu(np.ones((D, 12), np.float32))}
+        affine = np.triu(np.ones((D, 12), np.float32))
+        more = {"affine_skip_connection": affine}
+        facts["w_skip"] = affine.T
         return f"gemma_scope_2-{name}", lambda folder: write(folder / place, arrays(12) | more, config), facts
 
     both: dict[str, Any] = {"site_in": "mlp_in.7", "site_out": "mlp_out.7", "d_in": D, "d_out": 12}

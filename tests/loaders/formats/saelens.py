@@ -222,6 +222,7 @@ def described() -> list[Told]:
         cfg = writers.saelens_cfg(name, hook="blocks.3.mlp.hook_in", d_out=12)
         cfg["metadata"] |= {"hook_name_out": "blocks.3.hook_mlp_out"}
         facts = {"activation": activation, "site_in": "mlp_in.3", "site_out": "mlp_out.3", "d_out": 12}
+        facts["w_skip"] = arrays["W_skip"]
         return f"saelens-{name}", lambda folder: writers.saelens(folder, cfg, arrays), facts
 
     return [

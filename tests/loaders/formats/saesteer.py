@@ -85,7 +85,7 @@ def wrong() -> list[Row]:
         row("deep-ids", "feature_ids", tensors, format="saesteer", feature_ids="[" * 100_000),
         row("few-ids", "__metadata__", tensors, format="saesteer", feature_ids="[1, 2]"),
         row("format", "format: 'other'; expected 'saesteer'", tensors, format="other"),
-        row("skip", "W_skip: an unknown key", tensors | {"W_skip": R["W_enc"]}),
+        row("skip", "W_skip: shape [24, 40]; expected [d_out, d_in] = [24, 24]", tensors | {"W_skip": R["W_enc"]}),
     ]
 
 

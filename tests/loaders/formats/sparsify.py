@@ -75,9 +75,9 @@ def wrong() -> list[Row]:
     def row(name: str, words: str, arrays: dict[str, Any] = ARRAYS, **config: Any) -> Row:
         return f"sparsify-{name}", lambda folder: write(folder, arrays, CONFIG | config), words
 
-    skip = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
+    skip = ARRAYS | {"W_skip": np.ones((D + 1, D), np.float32)}
     return [
-        row("skip", f"{FILE}: W_skip: an affine skip connection; expected a transcoder without", skip, transcode=True),
+        row("skip", f"{FILE}: W_skip: shape [25, 24]; expected [d_in, d_in] = [24, 24]", skip, transcode=True),
         row("activation", "cfg.json: activation: 'relu'; expected one of topk, groupmax", activation="relu"),
         row("no-k", "cfg.json: k: None; expected a whole number", k=None),
         row("large-k", "cfg.json: k: 41; expected at most num_latents = 40", k=41),
@@ -92,7 +92,7 @@ def described() -> list[Told]:
     arrays = ARRAYS | {"W_skip": np.triu(np.ones((D, D), np.float32))}
 
     def told(name: str, place: str, **config: Any) -> Told:
-        facts = {"site_in": "mlp_in.3", "site_out": "mlp_out.3", "k": K}
+        facts = {"site_in": "mlp_in.3", "site_out": "mlp_out.3", "k": K, "w_skip": arrays["W_skip"]}
         return f"sparsify-{name}", lambda folder: write(folder / place, arrays, CONFIG | config), facts
 
     return [
