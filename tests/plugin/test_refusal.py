@@ -19,6 +19,7 @@ from vllm import SamplingParams
 import saesteer
 from saesteer.engine.engine import Engine
 from saesteer.engine.wire import decode
+from saesteer.kernels import layout
 from tests.apart import tell
 
 BROKEN = 4242
