@@ -86,7 +86,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
             signature[name] = "constexpr"
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
-        kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "scratch", "activations"), "*fp32")
+        kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
         if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):

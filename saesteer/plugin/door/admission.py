@@ -83,7 +83,7 @@ class Door:
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
         params.saesteer_report = Report(meaning.applied, meaning.sites if measured else None, limit)
-        params.extra_args = {**params.extra_args, KEY: meaning.admitted}
+        params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later.
