@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
-from saesteer.dictionaries.coder import SparseCoder
+from saesteer.dictionaries.coder import SparseCoder, l2_normed
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.wire import encode
@@ -302,7 +302,7 @@ class Model:
         site = self.engine.catalog.dictionaries[dictionary].site_in
         x = self.stream(prompt, reading_site(canonical(str(site))), steer=steer)
         if str(site).startswith(PREGAIN):
-            x = x / x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+            x = l2_normed(x.float())
         return coder.encode(x)
 
     def features(self, prompt: str | Sequence[int], dictionary: str, *, top_k: int = 5) -> list[list[ActiveFeature]]:

@@ -54,9 +54,8 @@ class Assets:
         They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites. A
         dictionary that writes to a part of the stream needs no op there, if it reads somewhere else.
         """
-        wanted = [reading_site(str(info.site_in)) for info in self.infos.values()] + [
-            *expand_sites(self.config.sites, layers)
-        ]
+        wanted = [reading_site(str(info.site_in)) for info in self.infos.values()]
+        wanted += expand_sites(self.config.sites, layers)
         wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
         found = {canonical(site) for site in wanted}
         return tuple(sorted(found | {self.ends(name, found)[1] for name in self.infos}, key=order))

@@ -235,6 +235,11 @@ def _largest(pre: Tensor, k: int) -> Tensor:
     return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
 
 
+def l2_normed(x: Tensor) -> Tensor:
+    """x · sqrt(d) / |x|, the input norm l2_sqrt_d: x [..., d] float32."""
+    return x * _l2_scale(x)
+
+
 def _l2_scale(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return math.sqrt(x.shape[-1]) / norm.clamp_min(SMALLEST_NORM)
@@ -247,5 +252,5 @@ def _layer_norm(x: Tensor) -> Tensor:
 # in_norm -> (into the norm, back out of it with the statistics of the second argument)
 _NORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "layer_norm": (_layer_norm, lambda y, like: y * like.std(-1, keepdim=True) + like.mean(-1, keepdim=True)),
-    "l2_sqrt_d": (lambda x: x * _l2_scale(x), lambda y, like: y / _l2_scale(like)),
+    "l2_sqrt_d": (l2_normed, lambda y, like: y / _l2_scale(like)),
 }

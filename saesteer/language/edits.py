@@ -199,12 +199,19 @@ class Edit(Record):
         """The tokens that it touches; ``use`` leaves them to the edits of its module."""
         return Scope()
 
+    @property
+    def read_strength(self) -> tuple[str, Strength] | None:
+        """The field that holds a strength that is read, and the strength."""
+        for key in ("scale", "value"):
+            if isinstance(one := getattr(self, key, None), Strength):
+                return key, one
+        return None
+
     def sources(self) -> Iterator[tuple[str, Source]]:
         """What the edit reads to decide whether and how strongly to act, and its path below the edit."""
         yield from ((f"when[{n}]", gate) for n, gate in enumerate(self.when))
-        for key in ("scale", "value"):
-            if isinstance(one := getattr(self, key, None), Strength):
-                yield key, one
+        if self.read_strength is not None:
+            yield self.read_strength
 
     def mentions(self) -> Iterator[tuple[str, str, str]]:
         """Every name in the edit and its gates: its kind, one of ``NAMES``, its path below the edit, and the name."""

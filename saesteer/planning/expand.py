@@ -100,10 +100,10 @@ class _Walk:
 
 def _only(edit: Edit, at: str, outer: Found | None) -> Found | None:
     """The strength that is read for an edit: its own, or that of a `use` around it."""
-    for key in ("scale", "value"):
-        if isinstance(own := getattr(edit, key, None), Strength):
-            if outer is not None:
-                message = f"is read, inside a module whose scale is read at {outer[0]}"
-                fail(f"{at}.{key}", "conflict", f"{message}; expected a number in one of the two")
-            return f"{at}.{key}", own
-    return outer
+    if edit.read_strength is None:
+        return outer
+    key, own = edit.read_strength
+    if outer is not None:
+        message = f"is read, inside a module whose scale is read at {outer[0]}"
+        fail(f"{at}.{key}", "conflict", f"{message}; expected a number in one of the two")
+    return f"{at}.{key}", own

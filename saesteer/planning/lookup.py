@@ -51,10 +51,7 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     """
     named = info.site_in or info.site_out
     site = None if named is None else sites.reading_site(canonical(named))
-    if site is None or not _instrumented(catalog, site):
-        place = f"dictionary {name!r} reads {site}, where this server has no op"
-        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
-    return site
+    return _with_op(catalog, f"{name!r} reads", site, site, at)
 
 
 def writing_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
@@ -64,8 +61,13 @@ def writing_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
         SpecError: it has no such site, or no op that writes there.
     """
     site = None if info.site_out is None else canonical(info.site_out)
-    if site is None or not _instrumented(catalog, catalog.op_site(site)):
-        place = f"dictionary {name!r} writes {site}, where this server has no op"
+    return _with_op(catalog, f"{name!r} writes", site, None if site is None else catalog.op_site(site), at)
+
+
+def _with_op(catalog: Catalog, what: str, site: str | None, op: str | None, at: str) -> str:
+    """The site, after a check that the server has the op that reads or writes there."""
+    if site is None or op is None or not _instrumented(catalog, op):
+        place = f"dictionary {what} {site}, where this server has no op"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
     return site
 

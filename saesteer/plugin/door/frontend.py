@@ -78,6 +78,7 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         refuse_unservable(vllm_config)
     self.saesteer_names = None if assets is None else _names(assets, vllm_config)
     self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config)
+    _default.clear()
     if self.saesteer_door.default:
         _default.add(self.saesteer_door.default)
     original(self, vllm_config, *args, **kwargs)
