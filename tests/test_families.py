@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
+from saesteer.loaders.formats import own
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
 from tests import tiny
+from tests.plugin.conftest import random_coder
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 # In GLM-4 the MLP's norm has another name; in Cohere 2 attention and the MLP read the same; most of the others are like
@@ -354,3 +356,14 @@ def test_a_module_that_no_request_could_use_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"module 'm': saesteer\.edits\[1\]\.site: got resid_mid\.1, where this serv"):
         opened(add, {**add, "site": "resid_mid.1"})
+
+
+def test_features_of_a_transcoder_that_reads_the_norm_before_its_gain(tmp_path: Path) -> None:
+    coder = random_coder("relu", 3, width=tiny.WIDTH)
+    own.write(tmp_path / "tc.safetensors", coder)
+    place = f"{tmp_path}/tc.safetensors@mlp_in_pregain.1:mlp_out.1"
+    model = hf.Model(tiny.made("Llama"), dictionaries={"tc": place})
+    x = model.stream(IDS, "resid_mid.1").double()
+    normed = x / x.square().mean(-1, keepdim=True).sqrt()
+    expected = (normed @ coder.w_enc.double().T + coder.b_enc.double()).clamp_min(0)
+    torch.testing.assert_close(model.activations(IDS, "tc").double(), expected, atol=1e-4, rtol=1e-4)
