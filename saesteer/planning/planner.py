@@ -11,7 +11,6 @@ from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
-from saesteer.planning.gates import Key, Reads
 from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
 from saesteer.planning.plan import (
     END,
@@ -27,6 +26,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
+from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse
 from saesteer.planning.windows import is_relative, windows
 
