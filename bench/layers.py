@@ -22,17 +22,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.batch import EPS, TINY, Batches, edit
-from bench.cases import DECODE, Case
+from bench.cases import DECODE, THRESHOLD, Case
 from bench.timing import DEVICE, DTYPE, capture, machine, spread
 from saesteer.kernels import layout, ops
-from tests.kernels.tables import make_table
+from tests.kernels.tables import Entry, make_table
 
 SHAPES = ((2560, 34), (5376, 62))  # width and layers: Gemma 3 4B and 27B
 BATCH = Case("decode", DECODE)
 TOKENS = BATCH.tokens
 READ = 192 << 20  # bytes of a layer's product: several times what the L2 holds
 BARE = "no ops"
-CASES = ("nobody steered", "a clamp at one layer", "a vector at each", "a clamp at each")
+# Clamps of transcoders have a second op, which reads what goes into the MLP: at each layer, or at the first one alone.
+TRANSCODER, CLT = "a transcoder's clamp at each", "a cross-layer one at 16"
+ADDS = "a vector at 16"
+CASES = ("nobody steered", "a clamp at one layer", "a vector at each", "a clamp at each", TRANSCODER, ADDS, CLT)
 TURNS, RUN_IN = 40, 5
 
 
@@ -59,21 +62,28 @@ class Layers:
 
     def steered(self, case: str) -> list[int]:
         """The layers at which each request has an edit."""
-        return {CASES[0]: [], CASES[1]: [self.layers // 2]}.get(case, list(range(self.layers)))
+        few = list(range(min(16, self.layers)))
+        return {CASES[0]: [], CASES[1]: [self.layers // 2], ADDS: few, CLT: few}.get(case, list(range(self.layers)))
+
+    def read(self, case: str) -> list[int]:
+        """The layers at which an op reads a transcoder's feature."""
+        return {TRANSCODER: list(range(self.layers)), CLT: [0]}.get(case, [])
 
     def step(self, case: str) -> tuple[Callable[[], None], Tensor]:
         """A step of the case, and its counts: a row for each request behind the first, layer l in column l."""
         own, layers = self._own, range(self.layers)
         if case == BARE:
-            return partial(self._run, [None] * self.layers), torch.zeros(0)
-        kind, steered = "add" if case == CASES[2] else "clamp", self.steered(case)
+            return partial(self._run, [[]] * self.layers), torch.zeros(0)
+        steered, read = self.steered(case), self.read(case)
+        sites = self.layers + len(read)  # those that read stand behind the others
         rows = [
-            [[[own.entry(kind, layer * TOKENS + at, layer, TINY)]] if layer in steered else [] for layer in layers]
+            [self._groups(case, layer, at, layer in steered) for layer in layers]
+            + [[[Entry(at, threshold=THRESHOLD, flags=layout.READ, gates=0)]] for _ in read]
             for at in range(TOKENS)
         ]
-        mapped = own.map_arguments(BATCH, make_table(rows, self.layers, own.device), self.layers)
+        mapped = own.map_arguments(BATCH, make_table(rows, sites, own.device), sites)
         ops.map_(*mapped)
-        work, _, _, _, table, counts, sites, *_ = mapped
+        work, _, _, _, table, counts, numbers, *_ = mapped
         of_all = {
             "work": work,
             "positions": torch.arange(TOKENS, device=own.device),
@@ -81,16 +91,29 @@ class Layers:
             "cells": torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
             "registers": torch.zeros(TOKENS, 1, device=own.device),
         }
-        bound = [own.bound(table, site, 0, **of_all) for site in sites[:, :1]]
-        stream = self._stream, self._second
-        return partial(self._run, [own.call(counts, one, "normed", stream) for one in bound]), counts
+        bound = [own.bound(table, number, 0, **of_all) for number in numbers[:, :1]]
+        written = [own.call(counts, one, "normed", (self._stream, self._second)) for one in bound[: self.layers]]
+        calls = [[call] for call in written]
+        for layer, one in zip(read, bound[self.layers :], strict=True):
+            calls[layer].insert(0, own.call(counts, one, "bare", (self._second, self._second)))
+        return partial(self._run, calls), counts
 
-    def _run(self, calls: Sequence[tuple[Any, ...] | None]) -> None:
-        for product, call in zip(self._products, calls, strict=True):
+    def _groups(self, case: str, layer: int, at: int, steered: bool) -> list[list[Entry]]:
+        """The groups of one request at a layer, with a feature of its own."""
+        slot = layer * TOKENS + at
+        if not steered:
+            return []
+        if self.read(case):
+            return [[Entry(slot, scale=0.0, shift=3.0, counter=layer, gain=TINY, flags=layout.HELD, size=0)]]
+        kind = "add" if case in (CASES[2], ADDS) else "clamp"
+        return [[self._own.entry(kind, slot, layer, TINY)]]
+
+    def _run(self, calls: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+        for product, of_layer in zip(self._products, calls, strict=True):
             torch.mm(self._second, product)
             self._stream.copy_(self._came)
             self._second.copy_(F.rms_norm(self._stream, self._gain.shape, self._gain, EPS))
-            if call is not None:
+            for call in of_layer:
                 edit(*call)
 
 
@@ -143,10 +166,10 @@ def main() -> int:
         torch.cuda.empty_cache()
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "layers.jsonl").write_text("".join(json.dumps({**about, **row}) + "\n" for row in rows))
-    print(f"{'each layer':24}{'width':>6}{'us more':>9}{'p20':>7}{'p80':>7}{'without':>9}")
+    print(f"{'each layer':30}{'width':>6}{'us more':>9}{'p20':>7}{'p80':>7}{'without':>9}")
     for row in rows:
         figures = f"{row['us']:9.2f}{row['p20']:7.2f}{row['p80']:7.2f}{row['bare_us']:9.2f}"
-        print(f"{row['case']:24}{row['width']:6}{figures}")
+        print(f"{row['case']:30}{row['width']:6}{figures}")
     return 0
 
 
