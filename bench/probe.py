@@ -1,13 +1,15 @@
 """How long saesteer's own code runs on the host in each step: its wraps less what they wrap. Knows no engine.
 
-A wrap of saesteer.plugin is a function on an instance or a class that holds vLLM's original in a closure. The wrap gets
-a clock around it and the original one inside it; what is between the two is ours, whatever the wraps of a version are.
+A wrap of saesteer.plugin holds vLLM's original: on an instance as a partial's first argument, on a class in a closure.
+The wrap gets a clock around it and the original one inside it; what is between the two is ours, whatever the wraps of a
+version are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -80,8 +82,7 @@ class Probe:
 
     def _clock(self, owner: Any, name: str, function: Any) -> None:
         original = function.__wrapped__
-        cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
-        assert len(cells) == 1, f"{name}: saesteer's wrap does not hold the original that it wraps"
+        message = f"{name}: saesteer's wrap does not hold the original that it wraps"
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             begin = perf_counter_ns()
@@ -97,7 +98,13 @@ class Probe:
             finally:
                 self._step.hooks_ns += perf_counter_ns() - begin
 
-        cells[0].cell_contents = inside
+        if isinstance(function, partial):
+            assert function.args == (original,), message
+            function = partial(function.func, inside)
+        else:
+            cells = [cell for cell in function.__closure__ or () if cell.cell_contents is original]
+            assert len(cells) == 1, message
+            cells[0].cell_contents = inside
         setattr(owner, name, around)
         self.names.append(name)
 
@@ -112,5 +119,5 @@ class Probe:
         return timed
 
     def _is_ours(self, function: Any) -> bool:
-        home = getattr(function, "__globals__", {}).get("__name__", "")
+        home = getattr(getattr(function, "func", function), "__globals__", {}).get("__name__", "")
         return hasattr(function, "__wrapped__") and home.startswith(self._home)

@@ -1,7 +1,7 @@
 """Replaces a function of vLLM with one of ours. Does not know any such function."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 Original = Callable[..., Any]
@@ -29,7 +29,8 @@ def around_method_of(owner: Any) -> Callable[[Callable[..., Any]], None]:
     """Put a function that takes an original and its arguments around one object's method of the same name."""
 
     def put(stand_in: Callable[..., Any]) -> None:
-        name = stand_in.__name__
-        setattr(owner, name, around(stand_in)(getattr(owner, name)))
+        original = getattr(owner, stand_in.__name__)
+        # A partial has no frame of its own: some of these are called in every step of the engine.
+        setattr(owner, stand_in.__name__, update_wrapper(partial(stand_in, original), original))
 
     return put
