@@ -53,7 +53,7 @@ class Op(nn.Module):
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
                 self.register_buffer(name, tensor, persistent=False)
-        self.paired, self.normed = paired, norm is not None
+        self.paired, self.normed, self.width = paired, norm is not None, site.width
         self.eps = norm.variance_epsilon if self.normed else 0.0
         self.offset = 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
         self.last = site is list(engine.sites.values())[-1]
@@ -151,10 +151,10 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     if engine.device.type != "cuda":
         return
     tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
-    with engine.warming() as sizes:
+    with engine.warming() as sizes_of:
         for module, op in ((one, op) for one in tapped for op in (*one.saesteer_before, *one.saesteer_after)):
-            for tokens in sizes:
-                stream = torch.zeros(tokens, engine.width, dtype=engine.dtype, device=engine.device)
+            for tokens in sizes_of(op.width):
+                stream = torch.zeros(tokens, op.width, dtype=engine.dtype, device=engine.device)
                 if op.normed:
                     op(stream, stream.clone(), module.weight.data)
                     continue
