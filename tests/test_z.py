@@ -13,6 +13,7 @@ from saesteer import hf
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, RegistryError, SpecError, UnsupportedError
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import from_json
@@ -277,3 +278,24 @@ def test_z_needs_all_heads_on_one_rank() -> None:
     )
     with pytest.raises(UnsupportedError, match=told):
         started(["z.2", "z.1", "attn_out.1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("sites", "widest"), [(["resid_post.1"], 4), (["resid_post.1", "z.1"], 8), (["z.1"], 8), ([], 4)]
+)
+def test_scratch_has_room_for_the_widest_site_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, sites: list[str], widest: int
+) -> None:
+    """A server without z takes no memory for its width."""
+    asked: list[int] = []
+
+    def scratch_for(_infos: object, width: int, _device: object) -> torch.Tensor:
+        asked.append(width)
+        return torch.zeros(0)
+
+    monkeypatch.setattr("saesteer.engine.engine.scratch_for", scratch_for)
+    size: dict[str, Any] = {"width": 4, "other_widths": {"z": 8}, "layers": 3, "max_rows": 1, "max_tokens": 8}
+    assets = Assets.open(SaesteerConfig.from_json({"sites": sites}))
+    found = Engine(assets, dtype=torch.float32, device=torch.device("cpu"), **size)
+    assert asked == [widest]
+    assert {name: site.width for name, site in found.sites.items()} == {s: 8 if s == "z.1" else 4 for s in sites}
