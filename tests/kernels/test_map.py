@@ -165,3 +165,17 @@ def test_a_long_prefill_between_decodes(run: Callable[..., None], where: torch.d
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 2049] if GPU else [1025])
 def test_many_requests(run: Callable[..., None], where: torch.device, n: int, span: int) -> None:
     check(run, where, [(1, (b % 3 != 1) * (1 + b // 200), b) for b in range(n)], span)
+
+
+def test_a_narrow_vector_beside_a_wide_one_leaves_what_lies_behind_it(
+    run: Callable[..., None], where: torch.device
+) -> None:
+    buffer, wide = torch.full((64,), 7.0, device=where), torch.zeros(2, 40, device=where)
+    narrow, table = buffer[:10].view(2, 5), torch.zeros(2, 48, dtype=torch.int32, device=where)
+    counts, nobody = torch.zeros(2, 3, dtype=torch.int32, device=where), torch.zeros(2, dtype=torch.int32, device=where)
+    work, sites = (torch.full((size, 4), GARBAGE, dtype=torch.int32, device=where) for size in (3, SITES))
+    slots, values = [(narrow, narrow, 1), (wide, wide, 0)], [np.arange(n, dtype=np.float32) for n in (5, 40)]
+    news, _ = pack(table, torch.float32, {}, slots, values)
+    run(work, nobody, 0, nobody, table, counts, sites, news, -1, 1)
+    assert buffer.tolist() == [7.0] * 5 + values[0].tolist() + [7.0] * 54
+    assert wide.tolist() == [values[1].tolist(), [0.0] * 40]
