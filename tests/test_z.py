@@ -14,10 +14,11 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine.engine import Engine
+from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError, RegistryError, SpecError, UnsupportedError
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import from_json
-from saesteer.models.families import other_widths
+from saesteer.models.families import FAMILIES, other_widths
 from saesteer.planning.pins import settle
 from saesteer.planning.plan import Catalog
 from saesteer.planning.planner import plan
@@ -260,24 +261,38 @@ def test_a_dictionary_of_z_s_width_elsewhere_is_refused(tmp_path: Path) -> None:
         Assets.open(config).catalog(width=NARROW, layers=3, other_widths={"z": WIDE})
 
 
-def test_z_needs_all_heads_on_one_rank() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_half_of_the_heads_gathers_the_others(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """And keeps its own half; tests/plugin/test_ranks.py has two ranks."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from saesteer.plugin.door import frontend
+    from saesteer.plugin.worker import layers
 
-    def started(sites: list[str], ranks: int) -> Any:
-        text = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, head_dim=2, hidden_size=4)
-        model = SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 4)
-        parallel = SimpleNamespace(tensor_parallel_size=ranks, _api_process_count=1)
-        assets = Assets.open(SaesteerConfig.from_json({"sites": sites}))
-        return frontend._names(assets, SimpleNamespace(model_config=model, parallel_config=parallel))
+    class Projection(torch.nn.Module):
+        """Gives back what it reads."""
 
-    assert started(["z.1", "attn_out.1"], 1).catalog.other_widths == {"z": 8}
-    assert started(["attn_out.1"], 2).catalog.sites == {"attn_out.1"}
-    told = (
-        r"cannot serve z\.1 with --tensor-parallel-size 2 in this version.*served there: resid_pre, attn_in, attn_out, "
-    )
-    with pytest.raises(UnsupportedError, match=told):
-        started(["z.2", "z.1", "attn_out.1"], 2)
+        def forward(self, input_: torch.Tensor) -> torch.Tensor:
+            return input_.clone()
+
+    engine = hf.Model(tiny.made("Llama"), sites=["z.1"]).engine
+    wide, count = engine.sites["z.1"].width, len(IDS)
+    push = torch.randn(wide, generator=torch.Generator().manual_seed(1))
+    spec = {"edits": [{"op": "add", "vector": push.tolist(), "site": "z.1", "scale": 1.0}]}
+    row = engine.make_row(encode(plan(from_json(spec), engine.catalog, count), engine.catalog))
+    assert row is not None
+    engine.fill(1, row)
+    engine.positions[:count] = torch.arange(count)
+    starts = torch.tensor([0, count], dtype=torch.int32)
+    engine.schedule(torch.tensor([1], dtype=torch.int32), 0, starts, 1, count, np.asarray(row.kinds))
+
+    halves = torch.randn(2, count, wide // 2, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(layers, "tensor_model_parallel_all_gather", lambda _: torch.cat([*halves], -1))
+    monkeypatch.setattr(layers, "get_tensor_model_parallel_rank", lambda: rank)
+    module: Any = Projection()
+    layers._swap(module, FAMILIES[0], None)
+    module.saesteer_before.append(layers.Op(engine.sites["z.1"], engine, None, paired=False))
+    expected = torch.cat([*halves], -1)
+    expected[1:] += push  # position 0 is left alone
+    torch.testing.assert_close(module(halves[rank].clone()), expected.chunk(2, -1)[rank])
 
 
 @pytest.mark.parametrize(

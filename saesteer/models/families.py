@@ -78,7 +78,6 @@ OLMO = {
     "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
 }
 SERVED_KINDS = tuple(LLAMA)
-SPLIT_KINDS = ("z",)  # of which each rank of tensor parallelism has a part: its own heads
 
 
 @dataclass(frozen=True, slots=True)

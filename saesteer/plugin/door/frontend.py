@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -23,8 +23,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
-from saesteer.language.sites import order, parse
-from saesteer.models.families import SERVED_KINDS, SPLIT_KINDS, other_widths
+from saesteer.models.families import other_widths
 from saesteer.planning.messages import named
 from saesteer.plugin import contract
 from saesteer.plugin.door import logs
@@ -90,7 +89,6 @@ def _names(assets: Assets, vllm_config: Any) -> versions.Names:
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
     catalog = assets.catalog(width=model.get_hidden_size(), layers=layers, other_widths=others)
-    _refuse_split(catalog.sites or (), getattr(vllm_config.parallel_config, "tensor_parallel_size", 1))
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 
@@ -120,16 +118,6 @@ def refuse_unservable(vllm_config: Any) -> None:
     for option, on in refused.items():
         if on:
             raise UnsupportedError(f"saesteer cannot serve with {option} in this version; switch it off")
-
-
-def _refuse_split(sites: Collection[str], ranks: int) -> None:
-    split = sorted((site for site in sites if parse(site)[0] in SPLIT_KINDS), key=order)
-    if split and ranks > 1:
-        served = ", ".join(kind for kind in SERVED_KINDS if kind not in SPLIT_KINDS)
-        raise UnsupportedError(
-            f"saesteer cannot serve {split[0]} with --tensor-parallel-size {ranks} in this version, since each rank "
-            f"has other heads; served there: {served}"
-        )
 
 
 def _is_first_ray(parallel: Any) -> bool:
