@@ -53,7 +53,7 @@ def check_edit(
     Raises:
         ValueError: with the tensor's name, what it is and what was expected.
     """
-    width = bound.w_dec.shape[1]
+    width = bound.width
     _need(stream, "stream", _FLOATS, "tokens", width)
     if form not in (layout.BARE, layout.NORMED, layout.PAIR) or (second is None) != (form == layout.BARE):
         given = "without second" if second is None else "with second"

@@ -43,6 +43,11 @@ class Bound:
     def __post_init__(self) -> None:
         check_bound(self)
 
+    @property
+    def width(self) -> int:
+        """The width d of the tensor at this site; sites may differ."""
+        return self.w_dec.shape[1]
+
 
 # By the address of `index`. A record keeps its index alive, so nothing else gets this address meanwhile. This table
 # keeps no record alive, so an engine that ends takes its sites along.

@@ -17,7 +17,8 @@ GAIN of an entry are float32 bit patterns.
 
 news [words] int32: what a changed batch brings to the device. The map kernel puts it where it belongs:
 
-    VECTOR + width words  for each vector, padded to an even number: two 64-bit addresses, then its values as float32
+    VECTOR + width words  for each vector, padded to an even number: two 64-bit addresses, its own width, a word that
+                          nobody reads, then its values as float32; width is that of the widest
     a word for each row   of the table: the number of its line below, or -1; padded, and left out if there are no lines
     lines                 new contents of rows, each as long as a row of the table; the counts of these rows become 0
 
@@ -114,7 +115,8 @@ BARE = 0  # it has none
 NORMED = 1  # the RMS norm of the stream, computed anew for edited tokens
 PAIR = 2  # an addend: the stream is the sum of both
 
-VECTOR = 4  # words of news in front of a vector's values
+VECTOR = 6  # words of news in front of a vector's values
+VECTOR_WIDTH = 4  # the word with its width
 
 SITE_STRIDE = 4  # words, so that each site's number is aligned as compilers expect of a tensor
 PART = 4  # entries of a part, as long as MOST_PARTS is not reached
@@ -152,7 +154,7 @@ def even(words: int) -> int:
 
 
 def vector_words(width: int) -> int:
-    """Words of a vector in the news."""
+    """Words of a vector in the news, if the widest has this width."""
     return even(VECTOR + width)
 
 
@@ -163,7 +165,7 @@ def news_words(table: tuple[int, int], vectors: int, lines: int, width: int) -> 
         table: its rows, and the words of each.
         vectors: number of new vectors.
         lines: number of new rows.
-        width: of a vector.
+        width: of the widest vector.
     """
     return vectors * vector_words(width) + (even(table[0]) + lines * table[1] if lines else 0)
 

@@ -22,7 +22,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.sites import PREGAIN, canonical, parse, reading_site
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
-from saesteer.models.families import find_trunk
+from saesteer.models.families import find_trunk, other_widths
 from saesteer.planning.planner import Plan, plan
 
 _ROW = 1  # the one sequence has the first row
@@ -102,6 +102,7 @@ class Model:
         self.engine = Engine(
             Assets.open(self._config),
             width=text.hidden_size,
+            other_widths=other_widths(text),
             layers=len(getattr(trunk, family.layers)),
             dtype=model.dtype,
             device=model.device,
@@ -224,7 +225,7 @@ class Model:
     def streams(
         self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None
     ) -> dict[str, Tensor]:
-        """The residual stream [tokens, d] at every instrumented site, before the edits there.
+        """The tensor [tokens, d] at every instrumented site, before the edits there; z may be wider than the stream.
 
         Args:
             prompt: text or token ids.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from saesteer import hf
 from saesteer.errors import ConfigError, UnsupportedError
 from saesteer.loaders.formats import own
-from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, find_trunk
+from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, Library, find_trunk
 from tests import tiny
 from tests.plugin.conftest import random_coder
 
@@ -61,7 +61,9 @@ def test_the_layers_of_each_family_are_found(row: str) -> None:
     layers, norm = getattr(trunk, family.layers), getattr(trunk, family.norm)
     assert len(layers) == tiny.LAYERS
     for kind in family.sites:
-        module, side = family.find(trunk, "vllm", kind, 0)  # whose layers' modules have the same names
+        # vLLM's layers' modules have the same names, but for GPT-OSS's attention.
+        library: Library = "transformers" if (row, kind) == ("GPT-OSS", "z") else "vllm"
+        module, side = family.find(trunk, library, kind, 0)
         assert isinstance(module, nn.Module) and side == family.sites[kind].vllm.side
     entry = family.sites["resid_pre"].vllm.module
     assert family.find(trunk, "vllm", "resid_pre", 0) == (getattr(layers[0], entry), "in")
@@ -78,13 +80,15 @@ def test_the_layers_of_each_family_are_found(row: str) -> None:
 
 def test_each_family_has_each_site_but_where_attention_and_the_mlp_read_the_same() -> None:
     parallel = next(family for family in FAMILIES if family.name == "GPT-NeoX")
-    assert tuple(parallel.sites) == ("resid_pre", "resid_post")
-    stream = {"resid_pre", "resid_mid", "resid_post"}
+    assert tuple(parallel.sites) == ("resid_pre", "z", "resid_post")
+    stream, hybrid = {"resid_pre", "resid_mid", "resid_post"}, {"Qwen3-Next", "Qwen3.5"}
     parts = {"Llama", "Mistral", "Phi-3", "Qwen2", "Qwen2-VL", "Qwen3", "Gemma", "Gemma 2", "Gemma 3"}
     for family in FAMILIES:
         if family is not parallel:
-            assert family.sites.keys() == (set(SERVED_KINDS) if family.name in parts else stream)
-    with pytest.raises(UnsupportedError, match=r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, resid_post$"):
+            others = stream if family.name in hybrid else stream | {"z"}
+            assert family.sites.keys() == (set(SERVED_KINDS) if family.name in parts else others)
+    told = r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, z, resid_post$"
+    with pytest.raises(UnsupportedError, match=told):
         hf.Model(tiny.made("GPT-NeoX"), sites=["resid_mid.1"])
 
 
@@ -256,6 +260,27 @@ def test_the_installed_source_adds_to_the_stream_where_the_row_says(family: Fami
     places = [source.index(step) for step in steps]
     assert places == sorted(places)
     assert {source.count(step) for step in steps} == {1}
+
+
+# Where attention is defined, if that is not where the layer is, and what it is projected by.
+ATTENTION = {"Qwen3-VL": ("vllm", "qwen3"), "Phi-3": ("vllm", "llama"), "Qwen2-VL": ("vllm", "qwen2")}
+PROJECTIONS = {"GPT-2": "attn_output,_=self.c_proj(attn_output)", "GPT-NeoX": "attn_output=self.dense(attn_output)"}
+
+
+@each_family
+def test_the_installed_source_projects_all_heads_by_the_module_at_z(family: Family) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    if "z" not in family.sites:
+        return
+    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"))
+    library, name = ATTENTION.get(family.name, SOURCES.get(family.name, usual)[:2])
+    found = find_spec(MODULES[library].format(name))
+    assert found is not None and found.origin is not None
+    source = "".join(Path(found.origin).read_text().split())
+    usual_step = "output,_=self.o_proj(attn_output)" if library == "vllm" else "attn_output=self.o_proj(attn_output)"
+    step = PROJECTIONS.get(family.name, usual_step)
+    assert source.count(step) == 1
+    assert f"self.{family.sites['z'].vllm.module.rpartition('.')[2]}(" in step
 
 
 class Layer(nn.Module):

@@ -27,12 +27,17 @@ from tests.rows import row_of
 from tests.small_world import (
     BIASES,
     CODERS,
+    DOWN,
+    HEADS,
     INLINE,
+    INLINE_WIDE,
     KINDS,
     MODULES,
+    NARROW,
     SITES,
     STEP,
     TOKENS,
+    UP,
     VECTORS,
     WHOLE,
     WIDTH,
@@ -90,7 +95,7 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
         }
         | changes
     )
-    size: dict[str, Any] = {"width": WIDTH, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
     return Engine(Assets.open(config), dtype=torch.float32, device=torch.device("cpu"), **size)
 
 
@@ -113,6 +118,11 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
             engine.edit(engine.sites[site], part)
             part = torch.tanh(part @ STEP)
             continue
+        if site.startswith("z"):
+            part = x @ UP
+            engine.edit(engine.sites[site], part)
+            part = torch.tanh(part @ DOWN)
+            continue
         x = x + (torch.tanh(x @ STEP) if part is None else part)
         part = None
         engine.edit(engine.sites[site], x)
@@ -121,7 +131,7 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
 
 def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) -> tuple[Any, Any, Any]:
     """x after all sites, which tokens have been near no bound, and the doses at each site, NaN of tokens not edited."""
-    here, step = world(), STEP.double().numpy()
+    here, step, up, down = world(), *(one.double().numpy() for one in (STEP, UP, DOWN))
     out, sure, doses = [], [], np.full((len(x), len(SITES)), np.nan)
     for t, row in enumerate(x.double().numpy()):
         token = Token(here, t, prompt_len)
@@ -129,16 +139,19 @@ def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) ->
         for at, site in enumerate(SITES):
             was = row + np.tanh(row @ step) if part is None else row + part
             here_in = was
-            if site.startswith("mlp_in"):
-                was = here_in = row / 2 + 0.1
+            if site.startswith(("mlp_in", "z")):
+                was = here_in = row @ up if site.startswith("z") else row / 2 + 0.1
             elif part is not None:  # the op of resid_post adds what mlp_out gets
-                here_in = row + token.visit(f"mlp_out.{site[-1]}", spec["edits"], part)
+                added = "attn_out" if site.startswith("resid_mid") else "mlp_out"
+                here_in = row + token.visit(f"{added}.{site[-1]}", spec["edits"], part)
                 part = None
             y = token.visit(site, spec["edits"], here_in)
             if (y != was).any():
                 (y,), (doses[t, at],) = dosed(was[None], y[None], limit)
             if site.startswith("mlp_in"):
                 part = np.tanh(y @ step)
+            elif site.startswith("z"):
+                part = np.tanh(y @ down)
             else:
                 row = y
         out.append(row)
@@ -192,7 +205,7 @@ SPECS: dict[str, list[Any]] = {
     "add": [{"op": "add", "vector": "each", "site": "resid_post", "scale": 2.0}],
     "add inline, norm match": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1", "norm": "match"}],
     "two inline": [{"op": "add", "vector": one, "site": "resid_mid.1"} for one in INLINE],
-    "cap": [{"op": "cap", "vector": "any", "site": SITES, "max": 0.3, "strength": 0.5}],
+    "cap": [{"op": "cap", "vector": "any", "site": NARROW, "max": 0.3, "strength": 0.5}],
     "ablate, then add": [
         {"op": "ablate", "vector": "any", "site": "resid_mid.2"},
         {"op": "add", "vector": "any", "site": "resid_mid.2", "scale": 3.0},
@@ -203,7 +216,7 @@ SPECS: dict[str, list[Any]] = {
             {"op": "clamp", "dictionary": name, "feature": 1, "value": 2.0},
             {"op": "clamp", "dictionary": name, "feature": 2, "value": 3.0, "mode": "scale"},
             {"op": "reconstruct", "dictionary": name},
-            {"op": "ablate", "vector": "any", "site": KINDS[name][3]},
+            {"op": "ablate", "vector": "wide" if "heads" in name else "any", "site": KINDS[name][3]},
         ]
         for name in WHOLE
     },
@@ -229,6 +242,24 @@ SPECS: dict[str, list[Any]] = {
     "a gate reads before the edits of its site": [
         {"op": "ablate", "vector": "one", "site": "resid_post.1"},
         {"op": "add", "vector": "any", "site": "resid_post.1", "when": {"probe": "one", "above": 0.0}},
+    ],
+    "add at the heads": [{"op": "add", "vector": "wide each", "site": "z", "scale": 2.0}],
+    "every op at the heads": [
+        {"op": "clamp", "dictionary": "heads", "feature": 1, "value": 2.0, "unit": "max_act"},
+        {"op": "clamp", "dictionary": "heads", "feature": 2, "value": -1.0, "mode": "add"},
+        {"op": "add", "vector": INLINE_WIDE, "site": "z.2", "norm": "match", "scale": {"probe": "wide", "max": 2.0}},
+        {"op": "cap", "vector": "wide", "site": "z.2", "max": 0.1},
+        {"op": "ablate", "vector": "wide each", "site": "z.2", "when": {"probe": "one", "above": -0.5}},
+    ],
+    "what is read at the heads decides at the stream": [
+        {"op": "add", "vector": "any", "site": "resid_post.2",
+         "when": {"dictionary": "heads", "feature": n, "above": 0.1},
+         "scale": {"dictionary": "best heads", "feature": n}}
+        for n in range(4)
+    ],
+    "vectors of two widths come with one request": [
+        {"op": "add", "vector": INLINE_WIDE, "site": "z.2"},
+        {"op": "add", "vector": INLINE[0], "site": "resid_post.2"},
     ],
     "modules": [{"op": "use", "module": "nested", "scale": 2.0}, {"op": "use", "module": "calm"}],
 }  # fmt: skip

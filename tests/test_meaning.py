@@ -222,7 +222,8 @@ def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> No
     [
         ({}, {"width": 25}, "24 wide, but this model is 25 wide"),
         ({"jump": "resid_post.4"}, {}, "layers 0 to 3"),
-        ({"jump": "z.1"}, {}, "not served"),
+        ({"jump": "mlp_in_pregain.1"}, {}, "not served"),
+        ({"jump": "z.1"}, {"other_widths": {"z": 32}}, r"'jump' is 24 wide, but z\.1 of this model is 32 wide"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_at_start(

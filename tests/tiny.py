@@ -25,6 +25,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _HEADS = {"head_dim": 32}
+_WIDE = {**_HEADS, "num_attention_heads": 4}  # z is wider than the stream
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32}
 _LINEAR = {  # of layers that keep a state instead of keys and values
@@ -57,7 +58,7 @@ class Tiny:
 
 
 ROWS = {
-    "Llama": Tiny("LlamaForCausalLM", "LlamaConfig"),
+    "Llama": Tiny("LlamaForCausalLM", "LlamaConfig", _WIDE),
     "Mistral": Tiny("MistralForCausalLM", "MistralConfig"),
     "Mixtral": Tiny("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
     "Phi-3": Tiny("Phi3ForCausalLM", "Phi3Config"),
@@ -70,7 +71,7 @@ ROWS = {
         {"depth": 2, "embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 2},
         _QWEN_TOKENS,
     ),
-    "Qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Config", _HEADS),
+    "Qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Config", _WIDE),
     "Qwen3-MoE": Tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _HEADS | _EXPERTS),
     "Qwen3-VL": Tiny(
         "Qwen3VLForConditionalGeneration",
@@ -97,7 +98,7 @@ ROWS = {
     "Qwen3.5": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _LINEAR, dtype="bfloat16"),
     "Qwen3.5, full attention": Tiny("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HEADS | _FULL),
     "Gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _HEADS),
-    "Gemma 2": Tiny("Gemma2ForCausalLM", "Gemma2Config", _HEADS),
+    "Gemma 2": Tiny("Gemma2ForCausalLM", "Gemma2Config", _WIDE),
     "Gemma 3": Tiny("Gemma3ForCausalLM", "Gemma3TextConfig", _HEADS),
     "Gemma 3, multimodal": Tiny(
         "Gemma3ForConditionalGeneration",
@@ -113,7 +114,7 @@ ROWS = {
         },
         {"mm_tokens_per_image": 4, "image_token_index": 50, "boi_token_index": 51, "eoi_token_index": 52},
     ),
-    "GPT-OSS": Tiny("GptOssForCausalLM", "GptOssConfig", _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-OSS": Tiny("GptOssForCausalLM", "GptOssConfig", _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "OLMo 2": Tiny("Olmo2ForCausalLM", "Olmo2Config"),
     "OLMo 3": Tiny("Olmo3ForCausalLM", "Olmo3Config"),
     "GPT-2": Tiny("GPT2LMHeadModel", "GPT2Config", {"num_key_value_heads": None, "n_inner": 96}),
@@ -124,6 +125,12 @@ ROWS = {
 def family_of(row: str) -> Family:
     """The family of a row."""
     return next(family for family in FAMILIES if family.name == row.partition(",")[0])
+
+
+def width_at(row: str, site: str) -> int:
+    """The width of the tensor at a site of a row's model."""
+    sizes = _TEXT | ROWS[row].text
+    return int(sizes["num_attention_heads"] * sizes.get("head_dim", 32)) if site.startswith("z.") else WIDTH
 
 
 def made(row: str) -> Any:

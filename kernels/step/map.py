@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saesteer.kernels.edit.configs import MAP_BLOCK
 from saesteer.kernels.edit.entries import kernel
-from saesteer.kernels.edit.words import BEGIN, END, HEAD_WORDS, SITE_STRIDE, SPAN, VECTOR
+from saesteer.kernels.edit.words import BEGIN, END, HEAD_WORDS, SITE_STRIDE, SPAN, VECTOR, VECTOR_WIDTH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ def _map_kernel(
     n_sites,
     news,  # [words] int32, see layout.py
     n_vectors,
-    width,  # of a vector
+    width,  # of the widest vector
     n_lines,
     num_reqs,  # below 0: the list stays as it is
     MOST: tl.constexpr,  # tokens of an item
@@ -64,12 +64,13 @@ def _map_kernel(
         addresses = vector.to(tl.pointer_type(tl.int64))
         first = tl.load(addresses).to(tl.pointer_type(DTYPE))
         second = tl.load(addresses + 1).to(tl.pointer_type(DTYPE))
+        own = tl.load(vector + VECTOR_WIDTH)
         given = (vector + VECTOR).to(tl.pointer_type(tl.float32))
-        for start in range(0, width, BLOCK):
+        for start in range(0, own, BLOCK):
             cols = start + lanes
-            values = tl.load(given + cols, mask=cols < width, other=0.0).to(DTYPE)
-            tl.store(first + cols, values, mask=cols < width)
-            tl.store(second + cols, values, mask=cols < width)
+            values = tl.load(given + cols, mask=cols < own, other=0.0).to(DTYPE)
+            tl.store(first + cols, values, mask=cols < own)
+            tl.store(second + cols, values, mask=cols < own)
     numbers = news + n_vectors.to(tl.int64) * stride_vector
     lines = numbers + n_rows + n_rows % 2
     if (n_lines > 0) & (request < n_rows):

@@ -21,13 +21,18 @@ class News(NamedTuple):
     words: Tensor  # int32, see layout.py
     dtype: torch.dtype  # of the weights that vectors are written to
     slots: Sequence[Slot] = ()  # where each vector belongs
-    values: Sequence[NDArray[np.float32]] = ()  # [width] of each vector
+    values: Sequence[NDArray[np.float32]] = ()  # of each vector, as wide as the tensors
     lines: int = 0  # number of new rows
 
     @property
     def width(self) -> int:
-        """Elements of a vector; 0 without vectors."""
-        return len(self.values[0]) if self.values else 0
+        """Elements of the widest vector; 0 without vectors."""
+        return widest(self.values)
+
+
+def widest(values: Sequence[NDArray[np.float32]]) -> int:
+    """Elements of the widest vector; 0 without vectors."""
+    return max(map(len, values), default=0)
 
 
 def pack(
@@ -45,7 +50,7 @@ def pack(
         dtype: of the weights, even without vectors, since each dtype is a kernel of its own.
         rows: new words of its rows, by number.
         slots: where each vector belongs.
-        values: [width] of each, all of one width.
+        values: of each, as wide as its tensors.
         numbers: more numbers that the device should have.
 
     Returns:
@@ -54,25 +59,30 @@ def pack(
     Raises:
         ValueError: weights of another dtype, device or layout, or a slot that they do not have.
     """
-    for first, second, slot in slots:
+    for (first, second, slot), value in zip(slots, values, strict=True):
         for one in (first, second):
             if one.dtype != dtype or one.device != table.device or not one.is_contiguous() or one.dim() != 2:
                 message = f"{one.dtype} {tuple(one.shape)} on {one.device}: expected contiguous {dtype}"
                 raise ValueError(f"weights are {message} [slots, width] on {table.device}")
-            if not 0 <= slot < one.shape[0] or one.shape[1] != len(values[0]):
+            if not 0 <= slot < one.shape[0] or one.shape[1] != len(value):
                 message = f"slot {slot} of weights {tuple(one.shape)}"
-                raise ValueError(f"{message}: expected one of {len(values[0])} elements")
-    cuda, width = table.is_cuda, len(values[0]) if values else 0
+                raise ValueError(f"{message}: expected one of {len(value)} elements")
+    cuda, width = table.is_cuda, widest(values)
     at = layout.news_words((len(table), table.shape[1]), len(values), len(rows), width)
     # A fresh pinned buffer each time; torch reuses its memory once the copy is done.
     here = torch.empty(max(at + len(numbers), 1), dtype=torch.int32, pin_memory=cuda)
     words = here.numpy()
     if values:
         vectors = words[: len(values) * layout.vector_words(width)].reshape(len(values), -1)
-        size = width * dtype.itemsize
-        addresses = [(first.data_ptr() + slot * size, second.data_ptr() + slot * size) for first, second, slot in slots]
+        steps = [slot * first.shape[1] * dtype.itemsize for first, _, slot in slots]
+        addresses = [
+            (first.data_ptr() + step, second.data_ptr() + step)
+            for (first, second, _), step in zip(slots, steps, strict=True)
+        ]
         vectors.view(np.int64)[:, :2] = addresses
-        np.stack(values, out=vectors[:, layout.VECTOR : layout.VECTOR + width].view(np.float32))
+        vectors[:, layout.VECTOR_WIDTH] = [*map(len, values)]
+        for line, value in zip(vectors[:, layout.VECTOR :].view(np.float32), values, strict=True):
+            line[: len(value)] = value
     if rows:
         begin = len(values) * layout.vector_words(width)
         lines = words[begin : begin + len(table)]

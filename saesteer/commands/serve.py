@@ -16,6 +16,7 @@ from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
+from saesteer.models.families import other_widths
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
@@ -44,7 +45,7 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
         return
     shape = _text_config(model, flags)
-    assets.catalog(width=shape.hidden_size, layers=shape.num_hidden_layers)
+    assets.catalog(width=shape.hidden_size, layers=shape.num_hidden_layers, other_widths=other_widths(shape))
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:

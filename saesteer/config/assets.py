@@ -48,15 +48,18 @@ class Assets:
             raise ConfigError(f"default_module: {found}")
         return cls(config, infos, vectors, modules)
 
-    def sites(self, layers: int) -> tuple[str, ...]:
+    def sites(self, layers: int, other_widths: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
 
         They are the dictionaries' sites, resid_post of each layer that a vector has a row for, and the named sites. A
-        dictionary that writes to a part of the stream needs no op there, if it reads somewhere else.
+        dictionary that writes to a part of the stream needs no op there, if it reads somewhere else. A vector of
+        another width than the stream has its ops at the kind of that width. Arguments as for ``catalog``.
         """
+        kinds = {width: kind for kind, width in (other_widths or {}).items()}
         wanted = [reading_site(str(info.site_in)) for info in self.infos.values()]
         wanted += expand_sites(self.config.sites, layers)
-        wanted += [f"resid_post.{layer}" for found in self.vectors.values() for layer in found.layers or ()]
+        for vectors in self.vectors.values():
+            wanted += [f"{kinds.get(vectors.width, 'resid_post')}.{layer}" for layer in vectors.layers or ()]
         found = {canonical(site) for site in wanted}
         return tuple(sorted(found | {self.ends(name, found)[1] for name in self.infos}, key=order))
 
@@ -65,22 +68,27 @@ class Assets:
         info = self.infos[name]
         return reading_site(canonical(str(info.site_in))), op_site(canonical(str(info.site_out)), sites)
 
-    def catalog(self, *, width: int, layers: int) -> Catalog:
+    def catalog(self, *, width: int, layers: int, other_widths: Mapping[str, int] | None = None) -> Catalog:
         """What requests may name on a server with this model.
 
         Args:
             width: width of the model's stream.
             layers: number of the model's layers.
+            other_widths: of the kinds of sites that are not as wide, by kind.
 
         Raises:
             ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
                 use.
         """
-        check_vectors(self.vectors, width=width, layers=layers)
+        others = other_widths or {}
+        check_vectors(self.vectors, width=width, layers=layers, other_widths=others)
         for name, info in self.infos.items():
-            if info.d_in != width:
-                raise ConfigError(f"dictionary {name!r} is {info.d_in} wide, but this model is {width} wide")
-        sites = self.sites(layers)
+            for site, own in ((str(info.site_in), info.d_in), (str(info.site_out), info.d_out)):
+                expected = others.get(parse(site)[0], width)
+                if own != expected:
+                    whose = "this model" if expected == width else f"{site} of this model"
+                    raise ConfigError(f"dictionary {name!r} is {own} wide, but {whose} is {expected} wide")
+        sites = self.sites(layers, others)
         for site in sites:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
@@ -94,6 +102,7 @@ class Assets:
             inline_rows=self.config.inline_rows,
             registers=self.config.registers,
             default=self.config.default_module,
+            other_widths=others,
         )
         check_modules(catalog)
         return catalog

@@ -111,15 +111,18 @@ def row_digests(value: tuple[float, ...] | InlineVector) -> Mapping[int | None, 
     return {layer: hashlib.sha256(kind + row).hexdigest() for layer, row in zip(layers, rows, strict=True)}
 
 
-def check_vectors(vectors: Mapping[str, VectorSet], *, width: int, layers: int) -> None:
-    """Refuses vectors that do not fit the model.
+def check_vectors(
+    vectors: Mapping[str, VectorSet], *, width: int, layers: int, other_widths: Mapping[str, int]
+) -> None:
+    """Refuses vectors that do not fit the model: ``width`` is the stream's, ``other_widths`` those of other places.
 
     Raises:
         ConfigError: the message names the vector and what the model has.
     """
     for name, found in vectors.items():
-        if found.width != width:
-            raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide")
+        if found.width not in (width, *other_widths.values()):
+            others = "".join(f", and its {place} {wide}" for place, wide in other_widths.items())
+            raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide{others}")
         if found.layers and found.layers[-1] >= layers:
             last = found.layers[-1]
             raise ConfigError(

@@ -1,7 +1,8 @@
 """Dictionaries, tables, work list and counters of one worker, on its device. Knows requests by row, nothing of vLLM."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Engine:
         assets: what the operator asked for.
         width: the width of the model's residual stream.
         layers: the number of layers in the model.
+        other_widths: the widths of the kinds of sites that are not as wide as the stream, by kind.
         dtype: the dtype of the model, in which the dictionaries' weights are held.
         device: the device where the model runs.
         max_rows: the largest number of requests in one batch.
@@ -73,6 +75,7 @@ class Engine:
         *,
         width: int,
         layers: int,
+        other_widths: Mapping[str, int] | None = None,
         dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
@@ -80,14 +83,14 @@ class Engine:
         positions: Tensor | None = None,
     ) -> None:
         self.config = config = assets.config
-        infos, names = assets.infos, assets.sites(layers)
+        infos, names = assets.infos, assets.sites(layers, other_widths)
         self.device = device
         self.dtype = dtype
-        self.width = width
         self.sites: dict[str, Site] = {}
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
         placements: dict[str, Placement] = {}
-        self.catalog, pins = settle(assets.catalog(width=width, layers=layers))
+        self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths))
+        widths = {name: self.catalog.width_at(name) or width for name in names}
         pinned, brought = counts(pins), max_rows * config.inline_rows
         pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
 
@@ -111,14 +114,14 @@ class Engine:
             "positions": self.positions,
             "cells": zeros(max_tokens),
             "registers": torch.zeros(max_tokens, config.registers, device=device),
-            "scratch": scratch_for(infos.values(), width, device),
+            "scratch": scratch_for(infos.values(), max(widths.values(), default=width), device),
         }
         slots = {name: max(config.pool_rows, pinned[name]) for name in names}
         ends = {key: assets.ends(key, names) for key in infos}
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
         for number, name in enumerate(names):
             own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
-            site = site_of(name, found[name], common | own, width=width, dtype=dtype, device=device)
+            site = site_of(name, found[name], common | own, width=widths[name], dtype=dtype, device=device)
             self.sites[name] = site
             bind(site)
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
@@ -258,12 +261,12 @@ class Engine:
         self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, with types of its own
 
     @contextmanager
-    def warming(self) -> Iterator[list[int]]:
-        """Let every kernel launch on an empty work list; yield the numbers of tokens that make all variants."""
+    def warming(self) -> Iterator[Callable[[int], list[int]]]:
+        """Let every kernel launch on an empty work list; yield what numbers of tokens make all variants of a width."""
         self.work[0].zero_()
         self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
         try:
-            yield launch_sizes(self.width, len(self.work) - 1)
+            yield partial(launch_sizes, max_tokens=len(self.work) - 1)
         finally:
             self._kinds[:] = 0
 

@@ -93,7 +93,7 @@ def site_of(
         name: the name of the site.
         room: its rows.
         common: the fields of Bound that are not weights.
-        width: the width of the stream.
+        width: the width of the tensor at the site.
         dtype: the dtype in which the weights are held.
         device: the device that holds the weights.
     """

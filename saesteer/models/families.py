@@ -17,7 +17,7 @@ Library = Literal["vllm", "transformers"]
 class Tap:
     """The module that a site's stream goes into or comes out of."""
 
-    module: str  # attribute of the layer; empty: the layer itself
+    module: str  # path from the layer; empty: the layer itself
     side: Literal["in", "out"]
     next: bool = False  # on the next layer; after the last layer, on the final norm
 
@@ -38,6 +38,7 @@ def _both(module: str, side: Literal["in", "out"]) -> Taps:
 LLAMA = {
     "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
     "attn_in": _both("input_layernorm", "out"),
+    "z": _both("self_attn.o_proj", "in"),
     "attn_out": _both("self_attn", "out"),
     "resid_mid": _both("post_attention_layernorm", "in"),
     "mlp_in": _both("post_attention_layernorm", "out"),
@@ -45,6 +46,7 @@ LLAMA = {
     "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
 }
 STREAM = {kind: LLAMA[kind] for kind in ("resid_pre", "resid_mid", "resid_post")}
+EXPERTS = STREAM | {"z": LLAMA["z"]}
 # Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
 # added.
 GEMMA = LLAMA | {
@@ -54,20 +56,24 @@ GEMMA = LLAMA | {
     "mlp_out": _both("post_feedforward_layernorm", "out"),
 }
 # Behind the first layers an image's features (DeepStack) are added: in Transformers outside of the layer.
-QWEN3_VL = STREAM | {"resid_post": Taps(STREAM["resid_post"].vllm, Tap("", "in", next=True))}
+QWEN3_VL = EXPERTS | {"resid_post": Taps(STREAM["resid_post"].vllm, Tap("", "in", next=True))}
+GPT_OSS = STREAM | {"z": Taps(Tap("attn.o_proj", "in"), Tap("self_attn.o_proj", "in"))}
 GPT2 = {
     "resid_pre": Taps(Tap("ln_1", "in"), Tap("", "in")),
+    "z": _both("attn.c_proj", "in"),
     "resid_mid": _both("ln_2", "in"),
     "resid_post": Taps(Tap("ln_1", "in", next=True), Tap("", "out")),
 }
 # Attention and the MLP read the same stream, so there is none between them.
 NEOX = {
     "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
+    "z": _both("attention.dense", "in"),
     "resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out")),
 }
 # The norms come after attention and the MLP, which read the stream as it is.
 OLMO = {
     "resid_pre": Taps(Tap("self_attn", "in"), Tap("", "in")),
+    "z": LLAMA["z"],
     "resid_mid": _both("mlp", "in"),
     "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
 }
@@ -106,7 +112,7 @@ class Family:
         layers, place = getattr(trunk, self.layers), layer + tap.next
         if place == len(layers):
             return getattr(trunk, self.norm), tap.side
-        return getattr(layers[place], tap.module) if tap.module else layers[place], tap.side
+        return layers[place].get_submodule(tap.module), tap.side
 
 
 # vLLM runs OLMo and GPT-NeoX by Transformers' own layers, under the same names. Where two rows share a class, their
@@ -114,25 +120,38 @@ class Family:
 FAMILIES = (
     Family("Llama", "LlamaDecoderLayer", "LlamaDecoderLayer", LLAMA),
     Family("Mistral", "MistralDecoderLayer", "MistralDecoderLayer", LLAMA),
-    Family("Mixtral", "MixtralDecoderLayer", "MixtralDecoderLayer", STREAM),
+    Family("Mixtral", "MixtralDecoderLayer", "MixtralDecoderLayer", EXPERTS),
     Family("Phi-3", "LlamaDecoderLayer", "Phi3DecoderLayer", LLAMA),
     Family("Qwen2", "Qwen2DecoderLayer", "Qwen2DecoderLayer", LLAMA),
-    Family("Qwen2-MoE", "Qwen2MoeDecoderLayer", "Qwen2MoeDecoderLayer", STREAM),
+    Family("Qwen2-MoE", "Qwen2MoeDecoderLayer", "Qwen2MoeDecoderLayer", EXPERTS),
     Family("Qwen2-VL", "Qwen2DecoderLayer", "Qwen2VLDecoderLayer", LLAMA),
     Family("Qwen3", "Qwen3DecoderLayer", "Qwen3DecoderLayer", LLAMA),
-    Family("Qwen3-MoE", "Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer", STREAM),
+    Family("Qwen3-MoE", "Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer", EXPERTS),
     Family("Qwen3-VL", "Qwen3VLDecoderLayer", "Qwen3VLTextDecoderLayer", QWEN3_VL),
     Family("Qwen3-Next", "Qwen3NextDecoderLayer", "Qwen3NextDecoderLayer", STREAM),
     Family("Qwen3.5", "Qwen3_5DecoderLayer", "Qwen3_5DecoderLayer", STREAM),
     Family("Gemma", "GemmaDecoderLayer", "GemmaDecoderLayer", LLAMA),
     Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
     Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
-    Family("GPT-OSS", "TransformerBlock", "GptOssDecoderLayer", STREAM),
+    Family("GPT-OSS", "TransformerBlock", "GptOssDecoderLayer", GPT_OSS),
     Family("OLMo 2", "Olmo2DecoderLayer", "Olmo2DecoderLayer", OLMO, fused=False),
     Family("OLMo 3", "Olmo3DecoderLayer", "Olmo3DecoderLayer", OLMO, fused=False),
     Family("GPT-2", "GPT2Block", "GPT2Block", GPT2, fused=False, layers="h", norm="ln_f"),
     Family("GPT-NeoX", "GPTNeoXLayer", "GPTNeoXLayer", NEOX, fused=False, norm="final_layer_norm"),
 )
+
+
+def other_widths(config: Any) -> dict[str, int]:
+    """The widths of the kinds of sites that are not as wide as the stream, by kind.
+
+    Args:
+        config: the text part of a model's config, as Transformers reads it.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):  # of no family that is served
+        return {}
+    z = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return {} if z == config.hidden_size else {"z": z}
 
 
 def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:

@@ -76,7 +76,7 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
     """The canonical sites of an edit with a vector, and the vector's row at each.
 
     Raises:
-        SpecError: the vector is unknown, has another width than the stream or no row for a layer, or a site has no op.
+        SpecError: the vector is unknown, has another width than a site or no row for a layer, or a site has no op.
     """
     layers = _layers(catalog, vector, at)
     if len(written) == 1 and "." not in written[0]:
@@ -89,6 +89,7 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
         paths = [f"{at}.site"] if len(written) == 1 else [f"{at}.site[{i}]" for i in range(len(written))]
     for name, path in zip(written, paths, strict=True):
         site, layer = canonical(name), parse(name)[1]
+        _check_width(catalog, vector, site, f"{at}.vector")
         if layers is not None and layer not in layers:
             message = f"got {name}, but the vector has no row for layer {layer}"
             fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
@@ -105,21 +106,21 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
     Otherwise, a vector with a single layer is read at resid_post of that layer.
 
     Raises:
-        SpecError: the vector is unknown, differs from the stream in width, or has no layer or several to choose from.
+        SpecError: the vector is unknown, differs from the site in width, or has no layer or several to choose from.
     """
     if name not in catalog.vectors:
         known = catalog.vectors
         found = f"got {show(name)}{closest(name, known)}, expected the name of a vector, one of: {listing(known)}"
         fail(f"{at}.probe", "unknown_name", found)
     layers, here = catalog.vectors[name].layers, parse(site)[1]
-    if layers is None:
-        return site, Direction(name, None)
-    if here in layers:
-        return site, Direction(name, here)
+    if layers is None or here in layers:
+        _check_width(catalog, name, site, f"{at}.probe")
+        return site, Direction(name, None if layers is None else here)
     if len(layers) > 1:
         message = f"probe {name!r} has rows for layers {listing(layers)}, but none for layer {here}, where the edit is"
         fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer, or for one layer alone")
     place = canonical(f"resid_post.{layers[0]}")
+    _check_width(catalog, name, place, f"{at}.probe")
     if not _instrumented(catalog, place):
         fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
     return place, Direction(name, layers[0])
@@ -133,12 +134,21 @@ def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None
             found = f"got {show(vector)}{closest(vector, known)}, expected one of: {listing(known)}"
             fail(f"{at}.vector", "unknown_name", found)
         return known[vector].layers
-    inline = isinstance(vector, InlineVector)
-    width = vector.shape[-1] if isinstance(vector, InlineVector) else len(vector)
-    if catalog.width not in (None, width):
-        path = f"{at}.vector.shape" if inline else f"{at}.vector"
-        fail(path, "conflict", f"is {width} wide, expected {catalog.width}, the width of this model")
     return vector.layers if isinstance(vector, InlineVector) else None
+
+
+def _check_width(catalog: Catalog, vector: Vector, site: str, path: str) -> None:
+    """Refuse a vector that is not as wide as the tensor at a site."""
+    if isinstance(vector, str):
+        width = catalog.vectors[vector].width
+    elif isinstance(vector, InlineVector):
+        width, path = vector.shape[-1], f"{path}.shape"
+    else:
+        width = len(vector)
+    expected = catalog.width_at(site)
+    if expected not in (None, width):
+        whose = "this model" if expected == catalog.width else f"{site} of this model"
+        fail(path, "conflict", f"is {width} wide, expected {expected}, the width of {whose}")
 
 
 def _instrumented(catalog: Catalog, site: str) -> bool:

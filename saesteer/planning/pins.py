@@ -24,8 +24,9 @@ Pins = Mapping[Place, NDArray[np.float32]]  # the vector [d], as it was given
 def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
     """The catalog with the digests of its modules and the vectors in them, and the vectors at each site for its names.
 
-    A named row lies at each site that a request may mean by its layer, including resid_post of the layer before, which
-    is resid_pre of its own layer. A module's edit at a site without an op needs nothing, since no request can use it.
+    A named row lies at each site of its width that a request may mean by its layer, including resid_post of the layer
+    before, which is resid_pre of its own layer. A module's edit at a site without an op needs nothing, since no request
+    can use it.
     """
     assert catalog.sites is not None, "a server knows its sites"
     sites_of: defaultdict[int | None, list[str]] = defaultdict(list)
@@ -40,7 +41,8 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
         assert isinstance(found, VectorSet), "a server's catalog holds the vectors themselves"
         for at, row in found.rows.items():
             digest = digest_of(Direction(name, at), catalog)
-            pins |= {(site, digest): row for site in sites_of.get(at, ())}
+            fitting = [site for site in sites_of.get(at, ()) if catalog.width_at(site) in (None, found.width)]
+            pins |= {(site, digest): row for site in fitting}
     inline: set[tuple[str, Direction]] = set()
     for edit in (edit for module in catalog.modules.values() for edit in module.edits):
         if not isinstance(edit, VectorEdit) or isinstance(vector := edit.vector, str):

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from saesteer.language.fields import INT32_MAX
 from saesteer.language.inline import Vector
-from saesteer.language.sites import op_site
+from saesteer.language.sites import op_site, parse
 from saesteer.language.spec import Spec
 
 END = INT32_MAX  # the open end of a window
@@ -90,10 +90,15 @@ class Catalog:
     registers: int = 64  # what one request may read and keep at a time, for each token
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
+    other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""
         return site if self.sites is None or site in self.sites else op_site(site, self.sites)
+
+    def width_at(self, site: str) -> int | None:
+        """The width of the tensor at a site; None: any."""
+        return self.other_widths.get(parse(site)[0], self.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ worker vllm.v1.worker.worker_base:WorkerBase
 worker vllm.model_executor.layers.layernorm
   RMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
   GemmaRMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
+worker vllm.distributed.communication_op
+  tensor_model_parallel_all_gather(input_, dim)  used worker.layers:attach  z, tensor parallelism
+worker vllm.distributed.parallel_state
+  get_tensor_model_parallel_rank()  used worker.layers:attach  z, tensor parallelism
 worker vllm.v1.worker.gpu_model_runner
   AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
 worker vllm.v1.worker.gpu_model_runner:GPUModelRunner

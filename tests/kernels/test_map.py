@@ -33,7 +33,7 @@ def check(
     come: float = 0.0,  # of the rows so many are news, and not in the table yet
     packed: bool = False,  # the slots come with them
     vectors: int = 0,
-    width: int = 1,
+    widths: tuple[int, ...] = (1,),  # of the vectors, in turn
     dtype: torch.dtype = torch.float32,
 ) -> None:
     n = len(requests)
@@ -64,9 +64,10 @@ def check(
     stale[new, 0] = int(draw.integers(0, 3))
     there, counts = stale.to(device), torch.full((n + 4, 3), GARBAGE, dtype=torch.int32, device=device)
     sites = torch.full((SITES, SITE_STRIDE), GARBAGE, dtype=torch.int32, device=device)
-    weights = torch.full((2, vectors + 2, width), 7.0, dtype=dtype, device=device)
-    places = [(weights[0], weights[1], int(slot)) for slot in draw.permutation(vectors + 2)[:vectors]]
-    values = [draw.standard_normal(width).astype(np.float32) for _ in places]
+    weights = [torch.full((2, vectors + 2, width), 7.0, dtype=dtype, device=device) for width in widths]
+    chosen = [(n % len(widths), int(slot)) for n, slot in enumerate(draw.permutation(vectors + 2)[:vectors])]
+    places = [(weights[of][0], weights[of][1], slot) for of, slot in chosen]
+    values = [draw.standard_normal(widths[of]).astype(np.float32) for of, _ in chosen]
     slots_there = torch.tensor([*slots, *[10**6] * padding], dtype=slot_dtype, device=device)
     news = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
     if new or vectors or packed:
@@ -75,10 +76,11 @@ def check(
         slots_there = numbers if packed else slots_there
     starts_there = torch.tensor([*starts, *[-(10**6)] * padding], dtype=torch.int32, device=device)
     run(work, slots_there, 1, starts_there, there, counts, sites, news, n, span)
-    want_weights = torch.full((vectors + 2, width), 7.0, dtype=dtype)
-    for (_, _, slot), one in zip(places, values, strict=True):
-        want_weights[slot] = torch.from_numpy(one).to(dtype)
-    assert all(torch.equal(one.cpu(), want_weights) for one in weights)
+    want_weights = [torch.full((vectors + 2, width), 7.0, dtype=dtype) for width in widths]
+    for (of, slot), one in zip(chosen, values, strict=True):
+        want_weights[of][slot] = torch.from_numpy(one).to(dtype)
+    for pair, want_pair in zip(weights, want_weights, strict=True):
+        assert all(torch.equal(one.cpu(), want_pair) for one in pair)
     assert sites[:, 0].tolist() == [site if edited[site] else ~site for site in range(SITES)]
     assert (sites[:, 1:] == GARBAGE).all()
     # Rows that came count from 0 now; the table is otherwise as it was.
@@ -105,6 +107,7 @@ def where(run: Callable[..., None], device: torch.device) -> torch.device:
 
 
 LENGTHS = st.integers(0, 5) | st.just(1) | st.sampled_from([TILE - 1, TILE, TILE + 1, 2 * TILE, 150])
+WIDTHS = st.sampled_from([1, 2, 3, 17, 64, 1023, 1024, 1025, 2304])
 REQUESTS = st.lists(st.tuples(LENGTHS, st.just(0) | st.integers(1, MOST_PARTS), st.integers(0, 2**20)), max_size=20)
 
 
@@ -117,7 +120,7 @@ REQUESTS = st.lists(st.tuples(LENGTHS, st.just(0) | st.integers(1, MOST_PARTS), 
     come=st.sampled_from([0.0, 0.3, 1.0]),
     packed=st.booleans(),
     vectors=st.integers(0, 4),
-    width=st.sampled_from([1, 2, 3, 17, 64, 1023, 1024, 1025, 2304]),
+    widths=st.tuples(WIDTHS) | st.tuples(WIDTHS, WIDTHS),
     dtype=st.sampled_from(DTYPES),
 )
 def test_any_batch(requests: list[tuple[int, int, int]], span: int, padding: int, wide: bool, **news: Any) -> None:
@@ -162,3 +165,17 @@ def test_a_long_prefill_between_decodes(run: Callable[..., None], where: torch.d
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 2049] if GPU else [1025])
 def test_many_requests(run: Callable[..., None], where: torch.device, n: int, span: int) -> None:
     check(run, where, [(1, (b % 3 != 1) * (1 + b // 200), b) for b in range(n)], span)
+
+
+def test_a_narrow_vector_beside_a_wide_one_leaves_what_lies_behind_it(
+    run: Callable[..., None], where: torch.device
+) -> None:
+    buffer, wide = torch.full((64,), 7.0, device=where), torch.zeros(2, 40, device=where)
+    narrow, table = buffer[:10].view(2, 5), torch.zeros(2, 48, dtype=torch.int32, device=where)
+    counts, nobody = torch.zeros(2, 3, dtype=torch.int32, device=where), torch.zeros(2, dtype=torch.int32, device=where)
+    work, sites = (torch.full((size, 4), GARBAGE, dtype=torch.int32, device=where) for size in (3, SITES))
+    slots, values = [(narrow, narrow, 1), (wide, wide, 0)], [np.arange(n, dtype=np.float32) for n in (5, 40)]
+    news, _ = pack(table, torch.float32, {}, slots, values)
+    run(work, nobody, 0, nobody, table, counts, sites, news, -1, 1)
+    assert buffer.tolist() == [7.0] * 5 + values[0].tolist() + [7.0] * 54
+    assert wide.tolist() == [values[1].tolist(), [0.0] * 40]

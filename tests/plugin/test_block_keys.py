@@ -28,7 +28,7 @@ from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
 from tests.rows import row_of
-from tests.small_world import INLINE, SITES, STEP, VECTORS, WIDTH, edits
+from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
 from tests.test_formulas import make_engine
 
 TOKENS, BLOCK = 32, 4
@@ -212,6 +212,11 @@ def streams(engine: Engine, spec: Any, prompt_len: int, x: torch.Tensor) -> torc
     kinds = np.zeros(len(engine.sites), dtype=np.int32) if content is None else content.kinds
     engine.schedule(torch.tensor([0]), 1, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, kinds)
     for site in SITES:
+        if site.startswith("z"):
+            part = x @ UP
+            engine.edit(engine.sites[site], part)
+            x = x + torch.tanh(part @ DOWN)
+            continue
         x = x + torch.tanh(x @ STEP)
         engine.edit(engine.sites[site], x)
     engine.fill(1, None)

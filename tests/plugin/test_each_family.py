@@ -30,11 +30,11 @@ def sites_of(row: str) -> list[str]:
     return [*(f"{kind}.{int(kind != 'resid_pre')}" for kind in served), f"resid_post.{tiny.LAYERS - 1}"]
 
 
-def edits(sites: list[str]) -> dict[str, Any]:
+def edits(row: str, sites: list[str]) -> dict[str, Any]:
     """A spec by its name: at each site a vector that is added and a feature that is set."""
-    push = torch.randn(tiny.WIDTH, generator=torch.Generator().manual_seed(5)).tolist()
     found: dict[str, Any] = {}
     for site in sites:
+        push = torch.randn(tiny.width_at(row, site), generator=torch.Generator().manual_seed(5)).tolist()
         found[f"add at {site}"] = {"op": "add", "vector": push, "site": site, "scale": 0.7}
         found[f"clamp at {site}"] = {"op": "clamp", "dictionary": site, "feature": 17, "value": 4.0}
     return {name: {"edits": [edit]} for name, edit in found.items()}
@@ -61,7 +61,7 @@ def test_a_family_agrees_with_transformers_at_each_site(row: str, tmp_path: Path
     sites = sites_of(row)
     dictionaries = {}
     for seed, site in enumerate(sites):
-        own.write(tmp_path / f"{site}.safetensors", random_coder("relu", seed, width=tiny.WIDTH))
+        own.write(tmp_path / f"{site}.safetensors", random_coder("relu", seed, width=tiny.width_at(row, site)))
         dictionaries[site] = f"{tmp_path}/{site}.safetensors@{site}"
     oracle = hf.Model(model, dictionaries=dictionaries)
     dtype = tiny.ROWS[row].dtype
@@ -74,7 +74,7 @@ def test_a_family_agrees_with_transformers_at_each_site(row: str, tmp_path: Path
             "edits": [{"op": "clamp", "dictionary": s, "feature": 3, "mode": "scale", "value": 1.0} for s in sites]
         }
         plain, same = (generate(llm, PROMPTS, spec, tokens=TOKENS) for spec in (None, nothing))
-        steered = edits(sites)
+        steered = edits(row, sites)
         asked = [(name, prompt) for name in steered for prompt in range(len(PROMPTS))]
         answers = generate(
             llm, [PROMPTS[prompt] for _, prompt in asked], [steered[name] for name, _ in asked], tokens=TOKENS

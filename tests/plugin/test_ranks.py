@@ -26,6 +26,7 @@ WIDTH, LAYERS, FEATURES = 64, 4, 128
 NOISE = 2e-2 if CUDA else 1e-4
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [400, 3, 77], [9] * 40]
 ROWS = [[((3 * n + k) % 11 - 5) / 4 for n in range(WIDTH)] for k in range(2)]
+HEADS = [((5 * n) % 11 - 5) / 4 for n in range(2 * WIDTH)]  # as wide as z, of which each of two ranks has half
 CLAMP = {"op": "clamp", "dictionary": "random", "feature": 17, "value": 6.0}
 PROBE = {"dictionary": "random", "feature": 3, "above": 0.2}
 
@@ -43,6 +44,10 @@ SPECS: dict[str, Any] = {
     "gated": {"edits": [{**add(ROWS[0], "resid_post.3"), "when": PROBE}]},
     "cap": {"edits": [{"op": "cap", "vector": ROWS[1], "site": "resid_post.0", "max": 0.1}]},
     "reconstruct": {"edits": [{"op": "reconstruct", "dictionary": "random", "error": "drop"}]},
+    "clamp at z": {"edits": [{**CLAMP, "dictionary": "heads"}]},
+    "reconstruct at z": {"edits": [{"op": "reconstruct", "dictionary": "heads"}, add(HEADS, "z.1")]},
+    "read at z": {"edits": [{**add(ROWS[0]), "scale": {"dictionary": "heads", "feature": 3, "bias": 1.0}}]},
+    "cap at z": {"edits": [{"op": "cap", "vector": HEADS, "site": "z.2", "max": 0.1}]},
 }
 
 
@@ -247,8 +252,11 @@ def main(folder: Path, size: int) -> None:
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1} if CUDA else {}
     llm = LLM(
         _model(folder),
-        dictionaries={"random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1"},
-        sites=["resid_post.all", "resid_mid.1"],
+        dictionaries={
+            "random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1",
+            "heads": f"{dictionary_file(2 * WIDTH, FEATURES, folder)}@z.1",
+        },
+        sites=["resid_post.all", "resid_mid.1", "z.2"],
         tensor_parallel_size=size,
         dtype="float32",
         enforce_eager=True,

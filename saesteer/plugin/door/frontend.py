@@ -23,6 +23,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
+from saesteer.models.families import other_widths
 from saesteer.planning.messages import named
 from saesteer.plugin import contract
 from saesteer.plugin.door import logs
@@ -86,8 +87,8 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
 
 def _names(assets: Assets, vllm_config: Any) -> versions.Names:
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
-    layers = model.hf_text_config.num_hidden_layers
-    catalog = assets.catalog(width=model.get_hidden_size(), layers=layers)
+    layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
+    catalog = assets.catalog(width=model.get_hidden_size(), layers=layers, other_widths=others)
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 

@@ -15,6 +15,7 @@ from saesteer.planning.digests import Kind, Name, users_of
 from saesteer.planning.plan import Catalog
 
 MOST = 4096  # vectors, and as many modules
+_STREAM = ["resid_post", "resid_pre", "resid_mid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +112,21 @@ def check_put(name: Name, catalog: Catalog, layers: int) -> None:
 
 def _check_vector(name: str, catalog: Catalog, layers: int) -> None:
     found = catalog.vectors[name]
-    if found.width != catalog.width:
-        message = f"is {found.width} wide, expected {catalog.width}, the width of this model"
+    kinds = [kind for kind, width in catalog.other_widths.items() if width == found.width] or _STREAM
+    if kinds is _STREAM and found.width != catalog.width:
+        others = "".join(f", or {width}, that of its {kind}" for kind, width in catalog.other_widths.items())
+        message = f"is {found.width} wide, expected {catalog.width}, the width of this model{others}"
         raise SpecError(message, field="vector.shape", code="conflict")
     if found.layers and found.layers[-1] >= layers:
         message = f"got layer {found.layers[-1]}, expected layers of this model, 0 to {layers - 1}"
         raise SpecError(message, field="vector.layers", code="out_of_range")
-    sites = catalog.sites or frozenset()
+    sites = {site for site in catalog.sites or () if catalog.width_at(site) == found.width}
     if not sites:
-        hint = "start it with --sites, such as --sites resid_post.all"
-        raise RegistryError(
-            f"no site of this server has an op, so vector {name!r} fits nowhere; {hint}", code="no_site"
-        )
-    bare = [layer for layer in found.layers or () if not _instrumented(layer, sites)]
+        hint = f"start it with --sites, such as --sites {kinds[0]}.all"
+        which = f"site of this server that is {found.width} wide" if catalog.sites else "site of this server"
+        raise RegistryError(f"no {which} has an op, so vector {name!r} fits nowhere; {hint}", code="no_site")
+    bare = [layer for layer in found.layers or () if not sites & {canonical(f"{kind}.{layer}") for kind in kinds}]
     if bare:
-        hint = "start it with --sites " + ",".join(f"resid_post.{layer}" for layer in bare[:8])
+        hint = "start it with --sites " + ",".join(f"{kinds[0]}.{layer}" for layer in bare[:8])
         message = f"vector {name!r} has rows for layers without an op on this server: {listing(bare)}"
         raise RegistryError(f"{message}; {hint}", code="no_site")
-
-
-def _instrumented(layer: int, sites: frozenset[str]) -> bool:
-    return any(canonical(f"{kind}.{layer}") in sites for kind in ("resid_pre", "resid_mid", "resid_post"))

@@ -8,7 +8,8 @@ stay untouched.
                    tensor that stock vLLM has already rounded, and vLLM's own fusions do not change
     resid_mid.L    before the norm that consumes it: the stream is still the sum of two tensors
     resid_pre.0    before layer 0's input norm: the embedding
-    other kinds    the tensor that goes into the module of the site or comes out of it
+    other kinds    the tensor that goes into the module of the site or comes out of it; where each rank of tensor
+                   parallelism has a part of that tensor, all ranks gather it, edit it alike, and keep their part
 
 In the others the stream is one tensor everywhere. The op goes before the first module that reads it at a site: all that
 comes behind, the addition of the layer's part included, reads the same tensor.
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.communication_op import tensor_model_parallel_all_gather
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from saesteer.engine.engine import Engine, Site
@@ -53,7 +56,7 @@ class Op(nn.Module):
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
                 self.register_buffer(name, tensor, persistent=False)
-        self.paired, self.normed = paired, norm is not None
+        self.paired, self.normed, self.width = paired, norm is not None, site.width
         self.eps = norm.variance_epsilon if self.normed else 0.0
         self.offset = 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
         self.last = site is list(engine.sites.values())[-1]
@@ -79,7 +82,12 @@ class _Tapped(nn.Module):
         """Call the module itself between its ops."""
         for op in self.saesteer_before:
             x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[self.saesteer_argument]
-            if op.paired and len(args) > 1 and args[1] is not None:
+            mine = x.shape[-1]
+            if mine < op.width:  # the other ranks have the other heads
+                whole = tensor_model_parallel_all_gather(x)
+                op(whole)
+                x.copy_(whole.narrow(-1, get_tensor_model_parallel_rank() * mine, mine))
+            elif op.paired and len(args) > 1 and args[1] is not None:
                 op(args[1], x)
             else:
                 op(x)
@@ -151,10 +159,10 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     if engine.device.type != "cuda":
         return
     tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
-    with engine.warming() as sizes:
+    with engine.warming() as sizes_of:
         for module, op in ((one, op) for one in tapped for op in (*one.saesteer_before, *one.saesteer_after)):
-            for tokens in sizes:
-                stream = torch.zeros(tokens, engine.width, dtype=engine.dtype, device=engine.device)
+            for tokens in sizes_of(op.width):
+                stream = torch.zeros(tokens, op.width, dtype=engine.dtype, device=engine.device)
                 if op.normed:
                     op(stream, stream.clone(), module.weight.data)
                     continue

@@ -25,6 +25,7 @@ from saesteer.engine.engine import Engine, Row
 from saesteer.engine.registry import Gone
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
+from saesteer.models.families import other_widths
 from saesteer.plugin import contract
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import rpc
@@ -87,6 +88,7 @@ def _build(runner: Any, assets: Assets) -> "Steering":
         assets,
         width=model_config.get_hidden_size(),
         layers=model_config.hf_text_config.num_hidden_layers,
+        other_widths=other_widths(model_config.hf_text_config),
         dtype=model_config.dtype,
         device=torch.device(runner.device),
         max_rows=scheduler.max_num_seqs,

@@ -1,0 +1,316 @@
+"""Sites of another width than the stream: what fits where, what is refused, and Gemma Scope's attention SAEs at z."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from saesteer import hf
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine.engine import Engine
+from saesteer.engine.wire import encode
+from saesteer.errors import ConfigError, RegistryError, SpecError, UnsupportedError
+from saesteer.language.inline import InlineVector
+from saesteer.language.spec import from_json
+from saesteer.models.families import FAMILIES, other_widths
+from saesteer.planning.pins import settle
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
+from saesteer.plugin.names.changes import check_put
+from tests import tiny
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+FEATURES = 20
+WIDE = tiny.width_at("Gemma 2", "z.1")
+NARROW = tiny.WIDTH
+CATALOG = Catalog(
+    {},
+    frozenset({"z.1", "resid_post.1", "resid_post.2"}),
+    64,
+    vectors={
+        "narrow": from_inline((1.0,) * 4),
+        "wide": from_inline((1.0,) * 6),
+        "narrow of 1": from_inline(InlineVector("float32", (1, 4), np.ones(4, "<f4").tobytes(), (1,))),
+        "wide of 1": from_inline(InlineVector("float32", (1, 6), np.ones(6, "<f4").tobytes(), (1,))),
+    },
+    width=4,
+    other_widths={"z": 6},
+)
+
+
+def test_the_width_of_z_is_that_of_all_heads() -> None:
+    def of(**config: Any) -> Mapping[str, int]:
+        return other_widths(SimpleNamespace(**config))
+
+    assert of(hidden_size=2304, num_attention_heads=8, head_dim=256) == {"z": 2048}
+    assert (
+        of(hidden_size=768, num_attention_heads=12) == of(hidden_size=768, num_attention_heads=12, head_dim=None) == {}
+    )
+    assert of(hidden_size=64) == {}, "of no family that is served"
+
+
+@pytest.mark.parametrize("row", [row for row in tiny.ROWS if "z" in tiny.family_of(row).sites])
+def test_z_is_what_attention_s_projection_reads(row: str) -> None:
+    """Its width is that of all heads, and a vector that is added there comes out of the projection's weights."""
+    steered, plain = hf.Model(tiny.made(row), sites=["z.1"]), tiny.made(row)
+    assert other_widths(plain.config.get_text_config()).get("z", tiny.WIDTH) == tiny.width_at(row, "z.1")
+
+    def projection(model: Any) -> Any:
+        family = tiny.family_of(row)
+        layer = getattr(model.get_decoder(), family.layers)[1]
+        return layer.get_submodule(family.sites["z"].transformers.module)
+
+    seen: list[torch.Tensor] = []
+    push = torch.randn(tiny.width_at(row, "z.1"), generator=torch.Generator().manual_seed(2))
+    before = plain(torch.tensor([IDS])).logits[0].detach()
+
+    def pushed(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        seen.append(inputs[0][0].clone())
+        zeros = torch.zeros_like(push)
+        added = out.clone()
+        added[:, 1:] += module.forward(push[None])[0] - module.forward(zeros[None])[0]  # position 0 is left alone
+        return added
+
+    projection(plain).register_forward_hook(pushed)
+    with torch.no_grad():
+        expected = plain(torch.tensor([IDS])).logits[0]
+    edit = {"edits": [{"op": "add", "vector": push.tolist(), "site": "z.1", "scale": 1.0}]}
+    torch.testing.assert_close(steered.logits(IDS, steer=edit), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(steered.logits(IDS), before, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(steered.stream(IDS, "z.1"), seen[0])
+    assert (expected - before)[1:].abs().max() > 1e-3
+
+
+def test_a_kind_that_a_layer_of_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"Qwen3-Next layers have no z\.1; served: resid_pre, resid_mid, resid_post"
+    ):
+        hf.Model(tiny.made("Qwen3-Next"), sites=["z.1"])
+
+
+ADD = {"op": "add", "scale": 1.0}
+GATED = {**ADD, "vector": [1.0] * 6, "site": "z.1"}
+NARROW_AT_Z = "is 4 wide, expected 6, the width of z.1 of this model"
+WIDE_AT_STREAM = "is 6 wide, expected 4, the width of this model"
+# The edit, and where it is wrong and what it is told.
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a list": ({**ADD, "vector": [1.0] * 4, "site": "z.1"}, "vector", NARROW_AT_Z),
+    "a list at the stream": (
+        {**ADD, "vector": [1.0] * 6, "site": "resid_post.1"},
+        "vector",
+        WIDE_AT_STREAM,
+    ),
+    "a list for both": (
+        {**ADD, "vector": [1.0] * 6, "site": ["z.1", "resid_post.1"]},
+        "vector",
+        WIDE_AT_STREAM,
+    ),
+    "bytes": (
+        {**ADD, "vector": {"dtype": "float32", "shape": [4], "data": "AACAPwAAgD8AAIA/AACAPw=="}, "site": "z.1"},
+        "vector.shape",
+        NARROW_AT_Z,
+    ),
+    "a name": ({**ADD, "vector": "narrow", "site": "z.1"}, "vector", NARROW_AT_Z),
+    "a name at the stream": (
+        {"op": "ablate", "vector": "wide", "site": "resid_post.1"},
+        "vector",
+        "is 6 wide, expected 4",
+    ),
+    "a name of a kind": ({**ADD, "vector": "narrow of 1", "site": "z"}, "vector", "is 4 wide, expected 6"),
+    "a probe": (
+        {**GATED, "when": {"probe": "narrow", "above": 0}},
+        "when.probe",
+        "is 4 wide, expected 6, the width of z.1",
+    ),
+    "a probe of the layer": (
+        {**GATED, "when": {"probe": "narrow of 1", "above": 0}},
+        "when.probe",
+        "is 4 wide, expected 6",
+    ),
+    "a probe of another layer": (
+        {**ADD, "vector": "narrow", "site": "resid_post.2", "when": {"probe": "wide of 1", "above": 0}},
+        "when.probe",
+        WIDE_AT_STREAM,
+    ),
+    "a strength": ({**GATED, "scale": {"probe": "narrow"}}, "scale.probe", "is 4 wide, expected 6, the width of z.1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_vector_of_another_width_than_its_site_is_refused(name: str) -> None:
+    edit, field, told = REFUSED[name]
+    with pytest.raises(SpecError) as caught:
+        plan(from_json({"edits": [edit]}), CATALOG, 9)
+    assert (caught.value.field, caught.value.code) == (f"saesteer.edits[0].{field}", "conflict")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        GATED,
+        {**ADD, "vector": "wide of 1", "site": "z"},
+        {**GATED, "when": {"probe": "wide", "above": 0}, "scale": {"probe": "wide of 1"}},
+        {**ADD, "vector": "narrow", "site": ["resid_post.1", "resid_post.2"]},
+    ],
+)
+def test_a_vector_as_wide_as_its_site_is_served(edit: Any) -> None:
+    assert plan(from_json({"edits": [edit]}), CATALOG, 9)
+
+
+def test_a_name_lies_at_the_sites_of_its_width() -> None:
+    _, pins = settle(CATALOG)
+    found = {(site, len(row)) for (site, _), row in pins.items()}
+    assert found == {("z.1", 6), ("resid_post.1", 4), ("resid_post.2", 4)}
+
+
+def vector_of(*layers: int, width: int) -> InlineVector:
+    data = np.ones(width * max(1, len(layers)), "<f4").tobytes()
+    return InlineVector("float32", (len(layers), width) if layers else (width,), data, layers or None)
+
+
+@pytest.mark.parametrize(
+    ("vector", "sites", "error", "told"),
+    [
+        (vector_of(width=5), CATALOG.sites, SpecError, "is 5 wide, expected 4, .* of this model, or 6, that of its z"),
+        (vector_of(width=6), {"resid_post.1"}, RegistryError, "no site of this.* 6 wide has an op.*--sites z.all"),
+        (vector_of(width=4), {"z.1"}, RegistryError, "no site of this.* 4 wide has an op.*--sites resid_post.all"),
+        (vector_of(width=6), (), RegistryError, "no site of this server has an op.*--sites z.all"),
+        (vector_of(0, 1, width=6), CATALOG.sites, RegistryError, "op on this server: 0; start it with --sites z.0"),
+        (vector_of(1, width=4), {"z.1", "resid_post.2"}, RegistryError, "start it with --sites resid_post.1"),
+        (vector_of(width=6), CATALOG.sites, None, ""),
+        (vector_of(1, width=6), CATALOG.sites, None, ""),
+        (vector_of(1, width=4), CATALOG.sites, None, ""),
+    ],
+)
+def test_a_name_that_is_registered_needs_a_site_of_its_width(
+    vector: InlineVector, sites: Any, error: Any, told: str
+) -> None:
+    catalog = Catalog({}, frozenset(sites), 64, {"v": from_inline(vector)}, width=4, other_widths={"z": 6})
+    if error is None:
+        check_put(("vector", "v"), catalog, 3)
+        return
+    with pytest.raises(error, match=told):
+        check_put(("vector", "v"), catalog, 3)
+
+
+def test_the_files_of_vectors_get_ops_where_they_fit(tmp_path: Path) -> None:
+    np.save(tmp_path / "wide.npy", np.ones((3, 6), np.float32))
+    config = SaesteerConfig.from_json({"vectors": {"v": f"{tmp_path}/wide.npy"}})
+    catalog = Assets.open(config).catalog(width=4, layers=3, other_widths={"z": 6})
+    assert sorted(catalog.sites or ()) == ["z.0", "z.1", "z.2"]
+    with pytest.raises(ConfigError, match=r"vector 'v' is 6 wide, but this model is 4 wide, and its z 8$"):
+        Assets.open(config).catalog(width=4, layers=3, other_widths={"z": 8})
+    with pytest.raises(ConfigError, match=r"vector 'v' is 6 wide, but this model is 4 wide$"):
+        Assets.open(config).catalog(width=4, layers=3)
+
+
+def gemma_scope(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """An attention SAE as Gemma Scope 1 has them: a path that names kind and layer, and one file of arrays."""
+    draw = torch.Generator().manual_seed(4)
+    arrays = {
+        "W_enc": torch.randn(WIDE, FEATURES, generator=draw) / WIDE**0.5,
+        "W_dec": torch.randn(FEATURES, WIDE, generator=draw) / WIDE**0.5,
+        "b_enc": torch.randn(FEATURES, generator=draw) * 0.1,
+        "b_dec": torch.randn(WIDE, generator=draw) * 0.1,
+        "threshold": torch.rand(FEATURES, generator=draw) * 0.1,
+    }
+    place = folder / "gemma-scope-2b-pt-att" / "layer_1" / "width_16k" / "average_l0_104"
+    place.mkdir(parents=True)
+    np.savez(place / "params.npz", **{name: one.numpy() for name, one in arrays.items()})
+    return str(place), arrays
+
+
+@pytest.mark.parametrize("op", ["clamp", "reconstruct"])
+def test_a_gemma_scope_attention_sae_stands_at_z(tmp_path: Path, op: str) -> None:
+    place, arrays = gemma_scope(tmp_path)
+    steered, plain = hf.Model(tiny.made("Gemma 2"), dictionaries={"att": place}), tiny.made("Gemma 2")
+    assert list(steered.engine.sites) == ["z.1"] and steered.engine.sites["z.1"].width == WIDE != NARROW
+    found: list[torch.Tensor] = []
+
+    def edited(_module: Any, args: Any) -> Any:
+        z = args[0].clone()
+        pre = z[0] @ arrays["W_enc"] + arrays["b_enc"]
+        f = torch.where(pre > arrays["threshold"], pre, 0.0)
+        found.append(f)
+        whole = f @ arrays["W_dec"] + arrays["b_dec"]
+        changed = z[0] + (3.0 - f[:, 7:8]) * arrays["W_dec"][7] if op == "clamp" else whole
+        z[0, 1:] = changed[1:]
+        return (z, *args[1:])
+
+    before = plain(torch.tensor([IDS])).logits[0].detach()
+    plain.get_decoder().layers[1].self_attn.o_proj.register_forward_pre_hook(edited)
+    with torch.no_grad():
+        expected = plain(torch.tensor([IDS])).logits[0]
+    edit = {"op": op, "dictionary": "att"} | ({"feature": 7, "value": 3.0} if op == "clamp" else {})
+    torch.testing.assert_close(steered.logits(IDS, steer=edit), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(steered.activations(IDS, "att"), found[0], atol=1e-5, rtol=1e-4)
+    assert (expected - before)[1:].abs().max() > 1e-3
+
+
+def test_a_dictionary_of_z_s_width_elsewhere_is_refused(tmp_path: Path) -> None:
+    place, _ = gemma_scope(tmp_path)
+    config = SaesteerConfig.from_json({"dictionaries": {"att": f"{place}@attn_out.1"}})
+    with pytest.raises(ConfigError, match=f"'att' is {WIDE} wide, but this model is {NARROW} wide"):
+        Assets.open(config).catalog(width=NARROW, layers=3, other_widths={"z": WIDE})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_half_of_the_heads_gathers_the_others(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """And keeps its own half; tests/plugin/test_ranks.py has two ranks."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    class Projection(torch.nn.Module):
+        """Gives back what it reads."""
+
+        def forward(self, input_: torch.Tensor) -> torch.Tensor:
+            return input_.clone()
+
+    engine = hf.Model(tiny.made("Llama"), sites=["z.1"]).engine
+    wide, count = engine.sites["z.1"].width, len(IDS)
+    push = torch.randn(wide, generator=torch.Generator().manual_seed(1))
+    spec = {"edits": [{"op": "add", "vector": push.tolist(), "site": "z.1", "scale": 1.0}]}
+    row = engine.make_row(encode(plan(from_json(spec), engine.catalog, count), engine.catalog))
+    assert row is not None
+    engine.fill(1, row)
+    engine.positions[:count] = torch.arange(count)
+    starts = torch.tensor([0, count], dtype=torch.int32)
+    engine.schedule(torch.tensor([1], dtype=torch.int32), 0, starts, 1, count, np.asarray(row.kinds))
+
+    halves = torch.randn(2, count, wide // 2, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(layers, "tensor_model_parallel_all_gather", lambda _: torch.cat([*halves], -1))
+    monkeypatch.setattr(layers, "get_tensor_model_parallel_rank", lambda: rank)
+    module: Any = Projection()
+    layers._swap(module, FAMILIES[0], None)
+    module.saesteer_before.append(layers.Op(engine.sites["z.1"], engine, None, paired=False))
+    expected = torch.cat([*halves], -1)
+    expected[1:] += push  # position 0 is left alone
+    torch.testing.assert_close(module(halves[rank].clone()), expected.chunk(2, -1)[rank])
+
+
+@pytest.mark.parametrize(
+    ("sites", "widest"), [(["resid_post.1"], 4), (["resid_post.1", "z.1"], 8), (["z.1"], 8), ([], 4)]
+)
+def test_scratch_has_room_for_the_widest_site_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, sites: list[str], widest: int
+) -> None:
+    """A server without z takes no memory for its width."""
+    asked: list[int] = []
+
+    def scratch_for(_infos: object, width: int, _device: object) -> torch.Tensor:
+        asked.append(width)
+        return torch.zeros(0)
+
+    monkeypatch.setattr("saesteer.engine.engine.scratch_for", scratch_for)
+    size: dict[str, Any] = {"width": 4, "other_widths": {"z": 8}, "layers": 3, "max_rows": 1, "max_tokens": 8}
+    assets = Assets.open(SaesteerConfig.from_json({"sites": sites}))
+    found = Engine(assets, dtype=torch.float32, device=torch.device("cpu"), **size)
+    assert asked == [widest]
+    assert {name: site.width for name, site in found.sites.items()} == {s: 8 if s == "z.1" else 4 for s in sites}
