@@ -91,7 +91,7 @@ def by_vllm(folder: Path, length: int) -> Write:
 
     llm = LLM(
         str(folder), dtype="bfloat16", max_model_len=length, max_num_seqs=1024, enable_prefix_caching=False,
-        gpu_memory_utilization=0.6, compilation_config={"cudagraph_capture_sizes": [256, 512, 1024]},
+        gpu_memory_utilization=0.6, cudagraph_capture_sizes=[256, 512, 1024],
     )  # fmt: skip
 
     def write(begun: list[list[int]], seed: int, most: int) -> list[list[int]]:
