@@ -156,7 +156,8 @@ def started(x: Tensor, y: Tensor, recipe: Recipe) -> Trained:
 
     The skip connection is the linear map with the least squared error. Each feature begins as one token: it reads that
     token's direction and writes the direction that is missing there. So features begin where the tokens are, and few
-    of them die. An SAE's encoder is thereby the transpose of its decoder.
+    of them die. An SAE's encoder is thereby the transpose of its decoder, times the one number that gives the least
+    error: many features are alike, and what they write adds up.
     """
     w_skip = None
     if recipe.skip:
@@ -165,6 +166,9 @@ def started(x: Tensor, y: Tensor, recipe: Recipe) -> Trained:
         y = y - x @ w_skip.T
     chosen = torch.randint(len(x), (recipe.features,), device=x.device)
     w_enc, w_dec = (torch.nn.functional.normalize(part[chosen], dim=-1) for part in (x, y))
+    pre = x[:BLOCK] @ w_enc.T
+    wrote = torch.where(pre > cut(pre, recipe.k), pre, 0.0) @ w_dec
+    w_enc *= (wrote * y[:BLOCK]).sum() / wrote.square().sum()
     return Trained(w_enc, x.new_zeros(recipe.features), w_dec, y.new_zeros(y.shape[1]), w_skip)
 
 
