@@ -5,14 +5,16 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, feature_ids, can_reconstruct. A file without metadata is accepted if it has max_act, as
-the first ones had, and if F != d, which shows that it is not transposed like other formats with the same keys.
+feature_unit, skip_first, model, feature_ids, can_reconstruct; and measured, which nothing reads. A file without
+metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it is not transposed like
+other formats with the same keys.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -75,11 +77,16 @@ def draft(place: Path) -> Draft | None:
     )
 
 
-def write(path: Path | str, coder: SparseCoder) -> None:
+def write(path: Path | str, coder: SparseCoder, *, measured: Mapping[str, object] | None = None) -> None:
     """Writes a dictionary so that reading it gives the same tensors and meaning; equal dictionaries give equal bytes.
 
     The file is written completely or not at all. It does not keep ``info.source`` or the format that the dictionary
     came from. A threshold that all features share is stored once.
+
+    Args:
+        path: the file.
+        coder: the dictionary.
+        measured: how it was trained and how good it is, as values that JSON has; nothing reads it.
 
     Raises:
         LoadError: the file cannot be written.
@@ -92,7 +99,8 @@ def write(path: Path | str, coder: SparseCoder) -> None:
         tensors["max_act"] = coder.max_act
     if coder.w_skip is not None:
         tensors["W_skip"] = coder.w_skip
-    write_arrays(Path(path), tensors, _metadata(coder.info))
+    about = {} if measured is None else {"measured": json.dumps(measured)}
+    write_arrays(Path(path), tensors, _metadata(coder.info) | about)
 
 
 def _metadata(info: CoderInfo) -> dict[str, str]:

@@ -15,6 +15,7 @@ import math
 import re
 import zipfile
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from saesteer.dictionaries.vectors import Row, VectorSet, vector_set
+from saesteer.dictionaries.vectors import Vector, VectorSet, vector_set
 from saesteer.errors import LoadError
 from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.files import fetch, readable, wrong
@@ -32,9 +33,13 @@ MAX_FILE_BYTES = 64 << 20  # 126 layers of 16,384 in float32 are 8 MB
 MAX_WIDTH = 1 << 17
 BIAS = "bias"
 
-Rows = dict[int | None, Row]  # by layer; None: for any site
+Array = NDArray[np.float32]
+Rows = dict[int | None, Vector]  # by layer; None: for any site
 
 _LAYER = re.compile(r"(?:(?:layers?|direction)[._])?(0|[1-9]\d{0,3})")
+# Version 3 is for names of fields, which arrays of numbers do not have.
+_FORMAT: Any = np.lib.format  # without types
+_HEADERS = {(1, 0): _FORMAT.read_array_header_1_0, (2, 0): _FORMAT.read_array_header_2_0}
 _ONLY = "the array's own name"  # for the one array of a file without names
 
 
@@ -70,13 +75,13 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
     return vector_set(rows, own if bias is None else bias)
 
 
-def _scalar(path: Path, array: Row) -> float:
+def _scalar(path: Path, array: Array) -> float:
     if array.size != 1 or not np.isfinite(array).all():
         raise wrong(path, BIAS, f"shape {list(array.shape)}, or not finite", "one finite number")
     return float(array.reshape(()))
 
 
-def _rows(path: Path, arrays: Mapping[str, Row]) -> Rows:
+def _rows(path: Path, arrays: Mapping[str, Array]) -> Rows:
     layers = {name: match[1] for name in arrays if (match := _LAYER.fullmatch(name))}
     if len(arrays) == 1 and not layers:
         [array] = arrays.values()
@@ -97,7 +102,7 @@ def _rows(path: Path, arrays: Mapping[str, Row]) -> Rows:
     return found
 
 
-def _one(path: Path, array: Row) -> Rows:
+def _one(path: Path, array: Array) -> Rows:
     shape = list(array.shape)
     if array.ndim not in (1, 2) or not 0 < array.shape[-1] <= MAX_WIDTH:
         raise wrong(path, "the array", f"shape {shape}", f"[d] or [layers, d] with d up to {MAX_WIDTH}")
@@ -108,24 +113,35 @@ def _one(path: Path, array: Row) -> Rows:
     return dict(enumerate(array))
 
 
-def _safetensors(path: Path) -> dict[str, Row]:
+def _safetensors(path: Path) -> dict[str, Array]:
     arrays = open_arrays(path)
     return {key: _values(arrays, key) for key in arrays.index}
 
 
-def _values(arrays: Arrays, key: str) -> Row:
+def _values(arrays: Arrays, key: str) -> Array:
     if len(arrays.index[key].shape) == 2:
         rows, columns = arrays.shape(key, 2)
         return arrays.matrix(key, (rows, columns), torch.float32).numpy()
     return arrays.vector(key).numpy()
 
 
-def _npy(path: Path) -> dict[str, Row]:
-    # Mapped, so that a header whose shape exceeds the file is refused before memory is allocated.
-    return {_ONLY: _float32(path, _ONLY, np.load(path, mmap_mode="r", allow_pickle=False))}
+def _npy(path: Path) -> dict[str, Array]:
+    """From the file's bytes, read once: a header whose shape exceeds them is refused before memory is allocated."""
+    stream = BytesIO(path.read_bytes())
+    version = _FORMAT.read_magic(stream)
+    if version not in _HEADERS:
+        raise wrong(path, "the header", f"version {version[0]}.{version[1]}", "version 1.0 or 2.0")
+    shape, by_columns, dtype = _HEADERS[version](stream)
+    count = math.prod(shape)
+    if dtype.kind != "f" or dtype.itemsize > 8 or count == 0:
+        raise wrong(path, _ONLY, f"{dtype} {list(shape)}", "floats of 16, 32 or 64 bits")
+    held = np.frombuffer(stream.getbuffer(), dtype, count, stream.tell())
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, which is refused
+        array = held.reshape(shape, order="F" if by_columns else "C").astype(np.float32, order="C")
+    return {_ONLY: array}
 
 
-def _gguf(path: Path) -> dict[str, Row]:
+def _gguf(path: Path) -> dict[str, Array]:
     found = gguf.read(path)
     for name in found:
         if not re.fullmatch(r"direction\.[1-9]\d{0,3}", name):
@@ -133,7 +149,7 @@ def _gguf(path: Path) -> dict[str, Row]:
     return found
 
 
-def _pt(path: Path) -> dict[str, Row]:
+def _pt(path: Path) -> dict[str, Array]:
     with zipfile.ZipFile(path) as archive:
         packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
     if packed:  # torch.save compresses nothing, and a small compressed file could fill the memory
@@ -143,7 +159,7 @@ def _pt(path: Path) -> dict[str, Row]:
     return {str(key): _from_torch(path, str(key), value) for key, value in named.items()}
 
 
-def _from_torch(path: Path, key: str, value: Any) -> Row:
+def _from_torch(path: Path, key: str, value: Any) -> Array:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return np.array(value, np.float64).astype(np.float32)
     if not isinstance(value, torch.Tensor):
@@ -152,18 +168,11 @@ def _from_torch(path: Path, key: str, value: Any) -> Row:
         raise wrong(path, key, f"{value.dtype} with layout {value.layout}", "a dense tensor of floats")
     if value.numel() * 4 > 2 * MAX_FILE_BYTES:  # a view may claim more than its file holds
         raise wrong(path, key, f"shape {list(value.shape)}", f"at most {MAX_FILE_BYTES} bytes")
-    array: Row = value.detach().float().contiguous().numpy()
+    array: Array = value.detach().float().contiguous().numpy()
     return array
 
 
-def _float32(path: Path, key: str, array: NDArray[Any]) -> Row:
-    if array.dtype.kind != "f" or array.dtype.itemsize > 8 or math.prod(array.shape) == 0:
-        raise wrong(path, key, f"{array.dtype} {list(array.shape)}", "floats of 16, 32 or 64 bits")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, which is refused
-        return np.array(array, np.float32, order="C")  # a copy: the file may change under a map
-
-
-READERS: dict[str, Callable[[Path], dict[str, Row]]] = {
+READERS: dict[str, Callable[[Path], dict[str, Array]]] = {
     ".safetensors": _safetensors,
     ".npy": _npy,
     ".gguf": _gguf,

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from saesteer.errors import ConfigError
 from saesteer.language.inline import InlineVector
 
-Row = NDArray[np.float32]  # [d], read-only
+Vector = NDArray[np.float32]  # [d], read-only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VectorSet:
     """Directions with the length and sign that they were given in; ``vector_set`` makes them."""
 
-    rows: Mapping[int | None, Row]  # by layer, ascending; or one row with the key None, for any site
+    rows: Mapping[int | None, Vector]  # by layer, ascending; or one row with the key None, for any site
     width: int  # d
     fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever dtype was stored
     digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
@@ -33,11 +33,11 @@ class VectorSet:
         """The layers that have a row, ascending; None if one vector fits any site."""
         return None if None in self.rows else tuple(layer for layer in self.rows if layer is not None)
 
-    def at(self, layer: int) -> Row | None:
+    def at(self, layer: int) -> Vector | None:
         """The row for a layer ``[d]``, or None if the set has none."""
         return self.rows.get(layer, self.rows.get(None))
 
-    def unit(self, layer: int) -> Row | None:
+    def unit(self, layer: int) -> Vector | None:
         """``at(layer)`` at length 1, computed in float64, since squares of float32 numbers underflow or overflow."""
         row = self.at(layer)
         if row is None:
@@ -46,7 +46,7 @@ class VectorSet:
         return (long / np.linalg.norm(long)).astype(np.float32)
 
 
-def vector_set(rows: Mapping[int | None, Row], bias: float = 0.0) -> VectorSet:
+def vector_set(rows: Mapping[int | None, Vector], bias: float = 0.0) -> VectorSet:
     """A set of checked rows, which become read-only.
 
     Args:
@@ -71,7 +71,7 @@ def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -
     return vector_set(rows_of(value), bias)
 
 
-def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Row]:
+def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Vector]:
     """The rows of a vector from a request, by layer, in its own order."""
     if not isinstance(value, InlineVector):
         return {None: np.array(value, np.float32)}
@@ -130,7 +130,7 @@ def check_vectors(
             )
 
 
-def _from_bfloat16(data: bytes) -> Row:
+def _from_bfloat16(data: bytes) -> Vector:
     return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 

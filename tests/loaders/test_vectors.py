@@ -1,5 +1,7 @@
 """Vector files of every kind, written with each format's own tools: what they mean, and how wrong ones are refused."""
 
+import builtins
+import io
 import struct
 import zipfile
 from collections.abc import Callable
@@ -167,6 +169,16 @@ def bomb(folder: Path) -> Path:
     return folder / "v.pt"
 
 
+def cut_short(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+
+
+def version_3(file: Path) -> Path:
+    file.write_bytes(b"\x93NUMPY\x03" + file.read_bytes()[7:])
+    return file
+
+
 def claims(folder: Path, body: bytes, tensors: int = 0, pairs: int = 1) -> Path:
     """A GGUF header and whatever follows."""
     (folder / "v.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + body)
@@ -201,7 +213,9 @@ WRONG: dict[str, tuple[Write, str]] = {
     "wide": (lambda f: npy(f / "v.npy", np.ones(files.MAX_WIDTH + 1)), "d up to 131072"),
     "integers": (lambda f: npy(f / "v.npy", np.arange(4)), "int64 [4]; expected floats"),
     "complex": (lambda f: npy(f / "v.npy", np.ones(4, complex)), "complex128 [4]"),
-    "objects": (lambda f: npy(f / "v.npy", np.array([Evil()], object)), "Python objects in dtype"),
+    "objects": (lambda f: npy(f / "v.npy", np.array([Evil()], object)), "object [1]; expected floats"),
+    "cut-short": (lambda f: cut_short(npy(f / "v.npy", A)), "v.npy: not readable (buffer is smaller"),
+    "npy-version": (lambda f: version_3(npy(f / "v.npy", A)), "the header: version 3.0"),
     "two-names": (lambda f: tensors(f / "v.safetensors", w=A[0], v=A[1]), "v, w: not named by a layer"),
     "mixed-names": (lambda f: tensors(f / "v.safetensors", layer__1=A[0], v=A[1]), "v: not named by a layer"),
     "leading-zero": (lambda f: tensors(f / "v.safetensors", layer__01=A[0], layer__2=A[1]), "layer.01: not named"),
@@ -246,6 +260,20 @@ def test_a_wrong_file_is_refused_in_one_sentence(name: str, tmp_path: Path, caps
     assert "expected" in message or "no such file" in message
     assert "\n" not in message
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_an_array_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, opened = npy(tmp_path / "v.npy", A), []
+    plain = io.open
+
+    def count(place: Any, *args: Any, **more: Any) -> Any:
+        opened.append(str(place))
+        return plain(place, *args, **more)
+
+    for where in (io, builtins):
+        monkeypatch.setattr(where, "open", count)
+    assert read_vectors(file).width == D
+    assert opened.count(str(file)) == 1
 
 
 def test_inspect_tells_vectors(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""tools/train_dictionary.py on a tiny random model: the loss falls, the figures are right, the file loads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.hf import Model
+from saesteer.loaders import describe, load
+from tests.tiny import VOCABULARY, WIDTH, made
+from tools.own_texts import filled, kept
+from tools.train_dictionary import Measured, Pairs, Recipe, cut, finished, harvest, make, measure, train
+
+LAYER, END = 1, 2
+RECIPE = Recipe(features=160, k=6, steps=60, batch=256, rate=3e-3, warm_up=5, dead_after=2048, aux_k=8)
+
+
+class Words:
+    """As much of a tokenizer as training asks for."""
+
+    eos_token_id = END
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(f"word{token}" for token in ids)
+
+    def batch_decode(self, rows: list[list[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def texts(count: int = 60, length: int = 40) -> Tensor:
+    chance = np.random.default_rng(0)
+    drawn = [chance.integers(3, VOCABULARY, chance.integers(8, length + 1)).tolist() for _ in range(count)]
+    return torch.from_numpy(filled(drawn, length, END).astype(np.int64))
+
+
+@pytest.fixture(scope="module", params=["transcoder", "sae"])
+def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Measured, list[str]]:
+    """A kind, its file, what was measured, and the lines on the progress."""
+    out, said = tmp_path_factory.mktemp("trained") / f"{request.param}.safetensors", list[str]()
+    found = make(made("Llama"), Words(), texts(), request.param, LAYER, RECIPE, out, name="tiny", say=said.append)
+    return request.param, out, found, said
+
+
+def test_file_says_its_sites_and_figures(trained: tuple[str, Path, Measured, list[str]]) -> None:
+    kind, out, found, _ = trained
+    info, coder = describe(out), load(out)
+    sites = {"transcoder": ("mlp_in.1", "mlp_out.1", "skip transcoder"), "sae": ("resid_post.1", "resid_post.1", "SAE")}
+    assert (info.site_in, info.site_out, info.kind) == sites[kind]
+    assert (info.features, info.d_in, info.d_out, info.model) == (RECIPE.features, WIDTH, WIDTH, "tiny")
+    assert (info.activation, info.stored_dtype, info.has_max_act) == ("jumprelu", "bfloat16", True)
+    assert coder.max_act is not None and torch.equal(coder.max_act, found.max_act)
+    with safe_open(out, "pt") as file:
+        about = json.loads(file.metadata()["measured"])
+        assert file.get_tensor("threshold").shape == (1,)
+    assert about["dead"] == found.dead and about["fvu"] == pytest.approx(found.fvu, abs=1e-4)
+    assert about["recipe"]["k"] == RECIPE.k and about["recipe"]["skip"] == (kind == "transcoder")
+
+
+def test_training_helps(trained: tuple[str, Path, Measured, list[str]]) -> None:
+    """The loss falls, and about k features are active on texts held out."""
+    _, _, found, said = trained
+    losses = [float(line.split("FVU ")[1].split(",")[0]) for line in said if line.startswith("step")]
+    assert len(losses) == 60 and np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    assert 0.6 * RECIPE.k < found.l0 < 1.5 * RECIPE.k
+    assert found.fvu < 1
+
+
+def test_report_shows_each_feature_where_it_is_strongest(trained: tuple[str, Path, Measured, list[str]]) -> None:
+    _, out, found, _ = trained
+    about = json.loads(out.with_suffix(".features.json").read_text())
+    assert len(about) == RECIPE.features - found.dead
+    for one in about:
+        assert one["contexts"][0][0] == pytest.approx(one["max_act"], abs=0.006)
+        assert "«word" in one["contexts"][0][1] and len(one["promotes"]) == 8
+
+
+def test_model_reads_what_it_was_trained_on(trained: tuple[str, Path, Measured, list[str]]) -> None:
+    """The sites are the engine's: its figures on the whole text are those that training measured."""
+    kind, out, found, _ = trained
+    model = Model(made("Llama"), dictionaries={kind: str(out)})
+    largest = torch.zeros(RECIPE.features)
+    for row, mask in zip(texts(), kept(texts(), END), strict=True):
+        ids = row[: int(mask.nonzero().max()) + 1].tolist()
+        largest = torch.maximum(largest, model.activations(ids, kind)[1:].amax(0))
+    # float32 weights from the bf16 file: only the order of sums differs, which can move a token over the threshold.
+    close = torch.isclose(largest, found.max_act, rtol=1e-3, atol=1e-4)
+    assert close.float().mean() > 0.97
+
+
+def test_fvu_density_and_l0() -> None:
+    """Against the formulas, for a dictionary whose output is known: y_hat = relu(x), each feature one dimension."""
+    eye = torch.eye(4)
+    info = CoderInfo(format="", d_in=4, d_out=4, features=4, activation="relu")
+    coder = SparseCoder(w_enc=eye, b_enc=torch.zeros(4), w_dec=eye.clone(), b_dec=torch.zeros(4), info=info)
+    x = torch.tensor([[1.0, -2.0, 0.0, 0.0], [3.0, 0.0, -1.0, 0.0], [2.0, 1.0, 0.0, 0.0]])
+    y = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]])
+    found = measure(coder, Pairs(x, y))
+    # Errors: 1 in the first token's last dimension, 1 in the third's second. Variances: 2, 0, 0 and 2/3.
+    assert found.fvu == pytest.approx(2 / (2 + 2 / 3))
+    assert found.l0 == pytest.approx(4 / 3)
+    assert found.density.tolist() == pytest.approx([1.0, 1 / 3, 0.0, 0.0])
+    assert found.max_act.tolist() == [3.0, 1.0, 0.0, 0.0]
+    assert found.dead == 2
+
+
+def test_finished_dictionary_is_the_trained_one() -> None:
+    """The scales are folded in: raw values go in and come out."""
+    chance = torch.Generator().manual_seed(1)
+    x = torch.randn(2048, 12, generator=chance) * 3 + 5
+    y = (x @ torch.randn(12, 10, generator=chance)).relu() - 7
+    pairs = Pairs(x, y)
+    recipe = replace(RECIPE, features=40, steps=20)
+    trained, scale_in, scale_out = train(pairs, recipe, lambda line: None)
+    info = CoderInfo(format="", d_in=12, d_out=10, features=40, activation="jumprelu", site_in="mlp_in.0")
+    coder = finished(trained, scale_in, scale_out, info, x, recipe.k)
+    assert trained.w_skip is not None and coder.threshold is not None and coder.info.skip
+    scaled = scale_in.scaled(x)
+    pre = scaled @ trained.w_enc.T + trained.b_enc
+    acts = torch.where(pre > coder.threshold[0] / scale_out.length, pre, 0.0)
+    want = acts @ trained.w_dec + trained.b_dec + scaled @ trained.w_skip.T
+    got = coder.decode(coder.encode(x), like=x)
+    spread = (y - y.mean(0)).square().sum()
+    assert (got - (scale_out.mean + scale_out.length * want)).square().sum() / spread < 2e-3
+    assert torch.allclose(coder.w_dec.float().norm(dim=-1), torch.ones(40), atol=5e-3)
+    assert measure(coder, pairs).l0 == pytest.approx(recipe.k, rel=0.1)
+
+
+def test_cut_leaves_k_of_a_token() -> None:
+    pre = torch.randn(800, 50, generator=torch.Generator().manual_seed(2))
+    assert ((pre > cut(pre, 5)).sum() / 800).item() == pytest.approx(5, rel=0.15)
+    assert cut(pre, 50) == 0
+    assert cut(-pre.abs(), 5) == 0
+
+
+def test_harvest_keeps_the_tokens_that_count() -> None:
+    """In the order of the texts, and as the whole model computes them: the layers behind are gone."""
+    tokens, caught = texts(5, 12), list[Tensor]()
+    keep = kept(tokens, END)
+    whole = made("Llama")
+    whole.model.layers[LAYER].mlp.register_forward_hook(lambda _m, _i, out: caught.append(out))
+    with torch.no_grad():
+        whole(tokens)
+    found = harvest(made("Llama"), tokens, keep, ("mlp_in.1", "mlp_out.1"))
+    assert torch.allclose(found.y, caught[0][keep], atol=1e-6)
+    assert torch.allclose(whole.model.layers[LAYER].mlp(found.x), found.y, atol=1e-6)
+
+
+def test_what_counts_of_a_text() -> None:
+    rows = torch.from_numpy(filled([[1, 5, END, 6], [7, 8], [9] * 6], 5, END).astype(np.int64))
+    assert rows.tolist() == [[1, 5, END, 6, END], [7, 8, END, END, END], [9] * 5]
+    assert kept(rows, END).int().tolist() == [[0, 1, 1, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 1]]
