@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 
 WIDTH, FEATURES, TOKENS = 24, 12, 14
-SITES = ["resid_mid.1", "mlp_in.1", "resid_post.1", "resid_mid.2", "resid_post.2"]
+SITES = ["resid_mid.1", "mlp_in.1", "resid_post.1", "resid_mid.2", "mlp_in.2", "mlp_out.2", "resid_post.2"]
 # name → activation, k, input norm, site; where it reads at another site, both
 KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "rect": ("relu", None, "none", "resid_post.1"),
@@ -23,12 +23,15 @@ KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "across": ("jumprelu", None, "none", "mlp_in.1:mlp_out.1"),
     "best": ("topk", 3, "none", "mlp_in.1:mlp_out.1"),
     "pregain": ("relu", None, "none", "mlp_in_pregain.1:mlp_out.1"),
+    "over": ("topk", 3, "none", "mlp_in.2:mlp_out.2"),
+    "under": ("jumprelu", None, "none", "mlp_in_pregain.2:mlp_out.2"),
     "ahead": ("relu", None, "none", "resid_post.1:resid_post.2"),
 }
 CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
                   {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
 MODULES = {
     "calm": CALM,
+    "half": {"edits": [{"op": "reconstruct", "dictionary": "over"}]},
     "rebuilt": {"edits": [{"op": "reconstruct", "dictionary": "jump"}]},
     "nested": {
         "edits": [
@@ -56,7 +59,8 @@ def coder(seed: int, activation: Any, k: int | None, in_norm: Any, skip: bool) -
     )
 
 
-CODERS = {name: coder(seed, *kind[:3], skip=name == "across") for seed, (name, kind) in enumerate(KINDS.items())}
+SKIP = "across", "over", "under"
+CODERS = {name: coder(seed, *kind[:3], skip=name in SKIP) for seed, (name, kind) in enumerate(KINDS.items())}
 _DRAW = np.random.default_rng(5)
 VECTORS: dict[str, dict[int | None, Any]] = {
     "any": {None: _DRAW.normal(size=WIDTH).astype(np.float32)},
@@ -68,7 +72,8 @@ BIASES = {"any": 0.0, "each": 0.0, "one": -0.4}
 STEP = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9)) / WIDTH**0.5
 
 
-WHOLE = [name for name, kind in KINDS.items() if name != "group" and ":" not in kind[3]]  # may be reconstructed
+# What may be reconstructed: it writes where there is an op.
+WHOLE = [name for name, kind in KINDS.items() if name != "group" and kind[3].rpartition(":")[2] in SITES]
 values = st.integers(-40, 40).filter(bool).map(lambda n: n / 10)
 scopes = st.one_of(
     st.none(),

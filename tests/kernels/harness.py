@@ -50,11 +50,11 @@ class State:
     cells: Tensor
     counts: Tensor
     registers: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # rows are made for the call
+    kept: Tensor | None = None
 
     def clone(self) -> State:
-        second = None if self.second is None else self.second.clone()
-        tensors = self.cells.clone(), self.counts.clone(), self.registers.clone()
-        return State(self.stream.clone(), second, *tensors)
+        second, kept = (None if one is None else one.clone() for one in (self.second, self.kept))
+        return State(self.stream.clone(), second, self.cells.clone(), self.counts.clone(), self.registers.clone(), kept)
 
 
 @dataclass
@@ -83,6 +83,7 @@ class Call:
             **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
             cells=state.cells.to(place),
             registers=state.registers.to(place),
+            kept=None if state.kept is None else state.kept.to(place),
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,
@@ -118,6 +119,8 @@ class Call:
             state.second.copy_(second)
         state.cells.copy_(bound.cells)
         state.registers.copy_(bound.registers)
+        if state.kept is not None and bound.kept is not None:
+            state.kept.copy_(bound.kept)
         state.counts.copy_(counts)
         assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
 
