@@ -41,6 +41,8 @@ def check_bound(bound: Bound) -> None:
     _need_line(bound.positions, "positions", _INTS, tokens)
     _need_line(bound.cells, "cells", _INT32, tokens)
     _need(bound.registers, "registers", _FP32, len(bound.cells), "registers")
+    if bound.kept is not None:
+        _need(bound.kept, "kept", _FLOATS, len(bound.cells), width)
     _need(bound.kinds, "kinds", _INT32, 1, host=True)
     _need_line(bound.scratch, "scratch", _FP32, words)
 

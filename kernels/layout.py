@@ -32,6 +32,7 @@ work list has an entry there. The op then returns before it looks at a row. The 
 cells [max_tokens] int32: for each token one bit for each gate of its row, valid from the gate's site to the last site.
 registers [max_tokens, C] float32: for each token what its row's reads have found, valid from the read's site on, until
 another read of the row takes the register.
+kept [max_tokens, width]: for each token what a transcoder makes of what it reads, until it is put in place elsewhere.
 counts [rows, counters] int32: how many tokens each edit of the row has changed so far. DOSE_WORDS for each site whose
 doses are measured stand behind the edits' columns. A token's dose at a site is |y - x| / max(|x|, SHORTEST), where x
 comes into the site and y is what all groups make of it, both made finite, y neither rounded nor limited yet. A token
@@ -59,7 +60,7 @@ END = 1  # word offset behind its last one
 PARTS = 2  # most programs that may share one token; above 1 only for a single group
 KIND = 3  # bits, below
 DENSE_BASE = 4  # first slot of the dictionary that must be encoded whole
-DENSE_SIZE = 5  # number of its features; 0: no entry needs it
+DENSE_SIZE = 5  # number of its features, and of a skip connection's inputs behind them; 0: no entry needs it
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 GROUPS = 7  # number of its groups, gates included
 
@@ -96,10 +97,15 @@ MAGNITUDE = 4  # ranked by absolute value; the activation may be negative
 MATCH = 8  # the delta is in lengths of x
 LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)
 L2_NORM = 32  # the dictionary reads x * sqrt(width) / |x|
-RECONSTRUCT = 64  # x' = the whole decoded dictionary, plus the deltas of the other entries of its group
+RECONSTRUCT = (
+    64  # x' = the whole decoded dictionary, plus the deltas of the other entries of its group; features behind
+)
+# SIZE are a skip connection's inputs and have no rank
 GATE = 128  # leaves x alone and writes LOW < f < HIGH into a bit of cells
-READ = 256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register
-HELD = 512  # f is what a register holds; it is never ranked here
+READ = (
+    256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register; with RECONSTRUCT, x' into kept
+)
+HELD = 512  # f is what a register holds, with RECONSTRUCT x' what is kept; neither ranked nor encoded here
 SCALED = 1024  # the delta is also multiplied by what a register holds
 COUNTER = 16
 
@@ -189,8 +195,10 @@ def span_words(
         return [0] * SPAN
     every = reduce(or_, flags)
     parts = 1
-    if groups == 1 and not every & (GATE | READ):
-        parts = MOST_PARTS if every & RECONSTRUCT else min(MOST_PARTS, -(-n // PART))
+    keeps = all(one & READ and one & RECONSTRUCT for one in flags)
+    if groups == 1 and (keeps or not every & (GATE | READ)):
+        decodes = any(one & RECONSTRUCT and not one & HELD for one in flags)
+        parts = MOST_PARTS if decodes else min(MOST_PARTS, -(-n // PART))
     if gated or doses or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | READ | HELD | SCALED):
         kind = ANY | GATED * gated | doses << DOSE
     elif n == 1:

@@ -11,6 +11,7 @@ from saesteer.kernels import layout
 from saesteer.kernels.bound import Bound
 from saesteer.kernels.step.updates import News
 
+_SPAN = layout.BEGIN, layout.END, layout.KIND, layout.DENSE_BASE, layout.DENSE_SIZE
 _PLENTY = 1 << 24  # pre-activations in memory at once when a whole dictionary is encoded
 
 
@@ -32,9 +33,7 @@ def edit_ref_(
     span = layout.HEAD + layout.SPAN * int(bound.index[0])
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
-        begin, end, kind, base = table[
-            row, [span + word for word in (layout.BEGIN, layout.END, layout.KIND, layout.DENSE_BASE)]
-        ].tolist()
+        begin, end, kind, *dense = table[row, [span + word for word in _SPAN]].tolist()
         if begin == end:
             continue
         tokens = tokens_of[rows == row]
@@ -47,7 +46,7 @@ def edit_ref_(
         while begin < end:
             stop = int(table[row, begin + layout.GROUP_END])
             group = table[row, begin:stop].view(-1, layout.ENTRY)
-            change, touched = _group(x, positions[tokens], tokens, group, base, bound)
+            change, touched = _group(x, positions[tokens], tokens, group, dense, bound)
             x = x + change
             counts[row].index_add_(0, group[:, layout.FLAGS] >> layout.COUNTER, touched.sum(0).to(torch.int32))
             changed |= touched.any(1)
@@ -91,7 +90,7 @@ def _unfold(items: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group(
-    x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, base: int, bound: Bound
+    x: Tensor, positions: Tensor, tokens: Tensor, group: Tensor, dense: list[int], bound: Bound
 ) -> tuple[Tensor, Tensor]:
     """The change of x by one group, [tokens, d] fp32, and which entries changed which token, [tokens, entries] bool."""
     w_enc, w_dec, b_enc, cells, registers = bound.w_enc, bound.w_dec, bound.b_enc, bound.cells, bound.registers
@@ -99,14 +98,18 @@ def _group(
     applies = (positions[:, None] >= group[:, layout.LO]) & (positions[:, None] < group[:, layout.HI])
     mul, add, low, high = group.view(torch.float32)[:, layout.MUL : layout.HIGH + 1].unbind(1)
     gain = group.view(torch.float32)[:, layout.GAIN]
-    held, scaled = (flags & layout.HELD) != 0, (flags & layout.SCALED) != 0
-    f, outward = _features(x, group, base, w_enc, b_enc)
+    whole = (flags & layout.RECONSTRUCT) != 0
+    held, scaled = ((flags & layout.HELD) != 0) & ~whole, (flags & layout.SCALED) != 0
+    f, outward = _features(x, group, dense[0], w_enc, b_enc)
     f[:, held] = registers[tokens][:, group[held, layout.SIZE].long()]
     if flags[0] & (layout.GATE | layout.READ):
         holds = ((low < f) & (f < high)).int()
         found = torch.minimum(torch.maximum(mul * f + add, low), high)
         for entry, word in enumerate(gates.tolist()):
-            if flags[entry] & layout.READ:
+            if whole[entry]:
+                assert bound.kept is not None
+                bound.kept[tokens] = _decoded(x, group[entry], dense, bound).to(bound.kept.dtype)
+            elif flags[entry] & layout.READ:
                 registers[tokens, word] = found[:, entry]
             else:
                 cells[tokens] = (cells[tokens] & ~word) | word * holds[:, entry]
@@ -116,23 +119,35 @@ def _group(
     factor[:, scaled] = registers[tokens][:, group[scaled, layout.FACTOR].long()]
     delta = factor * gain * torch.minimum(torch.maximum(mul * f + add, low - f), high - f)
     applies &= ((flags & layout.ONLY_IF_ACTIVE) == 0) | (f != 0)
-    whole = (flags & layout.RECONSTRUCT) != 0
     delta = torch.where(applies & ~whole, delta, 0.0)
     slots = group[:, layout.SLOT].long()
     change = (delta * outward)[:, ~whole] @ w_dec[slots[~whole]].float()
     touched = delta != 0
     for entry in whole.nonzero().flatten().tolist():
-        slot, size = group[entry, [layout.SLOT, layout.SIZE]].tolist()
-        rows = slice(base, base + size)
-        scale_in, scale_out, shift = _input_norm(x, int(flags[entry]))
-        y = bound.b_dec[slot].expand(x.shape)
-        for part, tokens_here in zip(*_parts(x * scale_in[:, None], size), strict=True):
-            every = _encode(part, w_enc[rows], b_enc[rows], bound.threshold[rows], int(flags[entry]), group[entry])
-            y = y.index_add(0, tokens_here, every @ w_dec[rows].float())
-        y = y * scale_out[:, None] + shift[:, None]
+        if flags[entry] & layout.HELD:
+            assert bound.kept is not None
+            y = bound.kept[tokens].float()
+        else:
+            y = _decoded(x, group[entry], dense, bound)
         change = change + torch.where(applies[:, entry, None], factor[:, entry, None] * gain[entry] * (y - x), 0.0)
         touched[:, entry] = applies[:, entry]
     return change, touched
+
+
+def _decoded(x: Tensor, entry: Tensor, dense: list[int], bound: Bound) -> Tensor:
+    """What a dictionary makes of x, [tokens, d] fp32: decoded, with its bias, and back out of its input norm.
+
+    What a transcoder makes of it is no image of x, and keeps its size.
+    """
+    slot, flags = entry[[layout.SLOT, layout.FLAGS]].tolist()
+    base, total = dense
+    rows = slice(base, base + total)
+    scale_in, scale_out, shift = _input_norm(x, flags)
+    y = bound.b_dec[slot].expand(x.shape)
+    for part, tokens_here in zip(*_parts(x * scale_in[:, None], total), strict=True):
+        every = _encode(part, bound.w_enc[rows], bound.b_enc[rows], bound.threshold[rows], entry)
+        y = y.index_add(0, tokens_here, every @ bound.w_dec[rows].float())
+    return y if flags & layout.READ else y * scale_out[:, None] + shift[:, None]
 
 
 def _features(x: Tensor, group: Tensor, base: int, w_enc: Tensor, b_enc: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,14 +215,15 @@ def _ranked(x: Tensor, entry: Tensor, base: int, w_enc: Tensor, b_enc: Tensor) -
     return torch.cat(ranks) < k, torch.cat(dots)
 
 
-def _encode(x: Tensor, w_enc: Tensor, b_enc: Tensor, threshold: Tensor, flags: int, entry: Tensor) -> Tensor:
-    """f of every feature, [tokens, features] fp32."""
+def _encode(x: Tensor, w_enc: Tensor, b_enc: Tensor, threshold: Tensor, entry: Tensor) -> Tensor:
+    """f of every feature, [tokens, features] fp32; those behind the entry's SIZE have no rank."""
     pre = _dots(x, w_enc) + b_enc
     active = pre > threshold
+    size, k, flags = entry[[layout.SIZE, layout.TOP_K, layout.FLAGS]].tolist()
     if flags & layout.RANKED:
-        k, key = int(entry[layout.TOP_K]), pre.abs() if flags & layout.MAGNITUDE else pre
+        key = pre[:, :size].abs() if flags & layout.MAGNITUDE else pre[:, :size]
         order = key.argsort(dim=1, descending=True, stable=True)[:, :k]
-        active &= torch.zeros_like(active).scatter_(1, order, True)
+        active[:, :size] &= torch.zeros_like(active[:, :size]).scatter_(1, order, True)
     return torch.where(active, pre, 0.0)
 
 

@@ -31,6 +31,7 @@ class Dict:
     max_act: Array | None = None
     skip_first: int = 1
     reads: str = ""  # where it reads, if that is another site
+    w_skip: Array | None = None  # [d_out, d_in]
 
     def __post_init__(self) -> None:
         self.reads = self.reads or self.site
@@ -106,7 +107,11 @@ class Token:
             bands[i] = changed
         if whole and dropped and self.applies(whole[0], one.site, one.skip_first):
             mean = x.mean() if one.in_norm == "layer_norm" else 0.0
-            delta += self.number(whole[1], one.site) * (grow * (f @ one.w_dec + one.b_dec) + mean - x)
+            made = f @ one.w_dec + one.b_dec
+            if one.w_skip is not None:
+                size = np.sqrt(arriving.size) / np.linalg.norm(arriving)
+                made = made + one.w_skip @ (arriving * size if one.in_norm == "l2_sqrt_d" else arriving)
+            delta += self.number(whole[1], one.site) * (grow * made + mean - x)
         return x + delta
 
     def along(self, edit: Any, scale: Any, site: str, x: Array) -> Array:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 
 WIDTH, HEADS, FEATURES, TOKENS = 24, 40, 12, 14  # HEADS: the width of z
-SITES = ["resid_mid.1", "mlp_in.1", "resid_post.1", "z.2", "resid_mid.2", "resid_post.2"]
+SITES = ["resid_mid.1", "mlp_in.1", "resid_post.1", "z.2", "resid_mid.2", "mlp_in.2", "mlp_out.2", "resid_post.2"]
 NARROW = [site for site in SITES if site != "z.2"]  # as wide as the stream
 # name → activation, k, input norm, site; where it reads at another site, both
 KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
@@ -24,6 +24,8 @@ KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "across": ("jumprelu", None, "none", "mlp_in.1:mlp_out.1"),
     "best": ("topk", 3, "none", "mlp_in.1:mlp_out.1"),
     "pregain": ("relu", None, "none", "mlp_in_pregain.1:mlp_out.1"),
+    "over": ("topk", 3, "none", "mlp_in.2:mlp_out.2"),
+    "under": ("jumprelu", None, "none", "mlp_in_pregain.2:mlp_out.2"),
     "ahead": ("relu", None, "none", "resid_post.1:resid_post.2"),
     "heads": ("jumprelu", None, "none", "z.2"),
     "best heads": ("topk", 3, "l2_sqrt_d", "z.2"),
@@ -32,6 +34,7 @@ CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
                   {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
 MODULES = {
     "calm": CALM,
+    "half": {"edits": [{"op": "reconstruct", "dictionary": "over"}]},
     "rebuilt": {"edits": [{"op": "reconstruct", "dictionary": "jump"}]},
     "nested": {
         "edits": [
@@ -59,7 +62,8 @@ def coder(seed: int, activation: Any, k: int | None, in_norm: Any, site: str, sk
     )
 
 
-CODERS = {name: coder(seed, *kind, skip=name == "across") for seed, (name, kind) in enumerate(KINDS.items())}
+SKIP = "across", "over", "under"
+CODERS = {name: coder(seed, *kind, skip=name in SKIP) for seed, (name, kind) in enumerate(KINDS.items())}
 _DRAW = np.random.default_rng(5)
 VECTORS: dict[str, dict[int | None, Any]] = {
     "any": {None: _DRAW.normal(size=WIDTH).astype(np.float32)},
@@ -80,7 +84,8 @@ UP = torch.randn(WIDTH, HEADS, generator=torch.Generator().manual_seed(10)) / WI
 DOWN = torch.randn(HEADS, WIDTH, generator=torch.Generator().manual_seed(11)) / HEADS**0.5  # and back
 
 
-WHOLE = [name for name, kind in KINDS.items() if name != "group" and ":" not in kind[3]]  # may be reconstructed
+# What may be reconstructed: it writes where there is an op.
+WHOLE = [name for name, kind in KINDS.items() if name != "group" and kind[3].rpartition(":")[2] in SITES]
 values = st.integers(-40, 40).filter(bool).map(lambda n: n / 10)
 scopes = st.one_of(
     st.none(),

@@ -49,7 +49,7 @@ def world() -> World:
     def of(name: str) -> Dict:
         one = CODERS[name]
         arrays: dict[str, Any] = {
-            key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
+            key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act", "w_skip")
         }
         reads, _, site = KINDS[name][3].rpartition(":")
         arrays_of: Any = {key: None if value is None else value.double().numpy() for key, value in arrays.items()}
@@ -123,6 +123,10 @@ def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) 
             engine.edit(engine.sites[site], part)
             part = torch.tanh(part @ DOWN)
             continue
+        if site.startswith("mlp_out"):
+            assert part is not None
+            engine.edit(engine.sites[site], part)
+            continue
         x = x + (torch.tanh(x @ STEP) if part is None else part)
         part = None
         engine.edit(engine.sites[site], x)
@@ -139,12 +143,13 @@ def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) ->
         for at, site in enumerate(SITES):
             was = row + np.tanh(row @ step) if part is None else row + part
             here_in = was
+            added = "attn_out" if site.startswith("resid_mid") else "mlp_out"
             if site.startswith(("mlp_in", "z")):
                 was = here_in = row @ up if site.startswith("z") else row / 2 + 0.1
-            elif part is not None:  # the op of resid_post adds what mlp_out gets
-                added = "attn_out" if site.startswith("resid_mid") else "mlp_out"
+            elif site.startswith("mlp_out"):
+                was = here_in = part
+            elif part is not None and f"{added}.{site[-1]}" not in SITES:  # this op adds what edits there add
                 here_in = row + token.visit(f"{added}.{site[-1]}", spec["edits"], part)
-                part = None
             y = token.visit(site, spec["edits"], here_in)
             if (y != was).any():
                 (y,), (doses[t, at],) = dosed(was[None], y[None], limit)
@@ -152,8 +157,10 @@ def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) ->
                 part = np.tanh(y @ step)
             elif site.startswith("z"):
                 part = np.tanh(y @ down)
+            elif site.startswith("mlp_out"):
+                part = y
             else:
-                row = y
+                row, part = y, None
         out.append(row)
         sure.append(token.sure)
     return np.array(out), np.array(sure), doses
@@ -216,7 +223,11 @@ SPECS: dict[str, list[Any]] = {
             {"op": "clamp", "dictionary": name, "feature": 1, "value": 2.0},
             {"op": "clamp", "dictionary": name, "feature": 2, "value": 3.0, "mode": "scale"},
             {"op": "reconstruct", "dictionary": name},
-            {"op": "ablate", "vector": "wide" if "heads" in name else "any", "site": KINDS[name][3]},
+            {
+                "op": "ablate",
+                "vector": "wide" if "heads" in name else "any",
+                "site": KINDS[name][3].rpartition(":")[2],
+            },
         ]
         for name in WHOLE
     },
@@ -225,6 +236,25 @@ SPECS: dict[str, list[Any]] = {
         {"op": "clamp", "dictionary": "rect", "feature": 1, "value": 2.0},
         {"op": "clamp", "dictionary": "across", "feature": 1, "value": 2.0, "unit": "max_act"},
         {"op": "clamp", "dictionary": "across", "feature": 2, "value": -1.0, "mode": "add", "only_if_active": True},
+    ],
+    "clamps and a reconstruction that meet what stands where they read": [
+        {"op": "add", "vector": "any", "site": "mlp_in.2", "scale": 2.0},
+        {"op": "clamp", "dictionary": "over", "feature": 1, "value": 2.0, "unit": "max_act"},
+        {"op": "reconstruct", "dictionary": "over"},
+        {"op": "cap", "vector": "any", "site": "mlp_out.2", "max": 0.1},
+    ],
+    "half a reconstruction by a transcoder, twice": [
+        {"op": "use", "module": "half", "scale": 0.5},
+        {"op": "use", "module": "half", "scale": {"probe": "any", "slope": 0.2}},
+    ],
+    "one that waits": [
+        {
+            "op": "reconstruct",
+            "dictionary": "under",
+            "when": {"probe": "any", "above": 0.0},
+            "scope": {"generated": True},
+        },
+        {"op": "clamp", "dictionary": "under", "feature": 1, "value": 2.0},
     ],
     "edits where a transcoder reads": [
         {"op": "clamp", "dictionary": "inside", "feature": 1, "value": 2.0},

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
-from saesteer.kernels.edit.entries import law, reads, rows, unpack, word
+from saesteer.kernels.edit.entries import law, reads, real, rows, unpack, word
+from saesteer.kernels.edit.row import minus, plus
 from saesteer.kernels.edit.words import (
     COUNTER,
     ENTRY,
     FACTOR,
+    GAIN,
     GATE,
     HELD,
     L2_NORM,
@@ -38,6 +40,7 @@ def add_chunk(
     x,  # fp32
     cols,  # its columns
     weights,  # w_enc and w_dec
+    kept,  # what is kept for the token
     held,  # dense activations of this token before the activation function; their first feature and number; whether
     # no group has changed x yet, so that they are those of x
     counter,  # counts of this row, and their stride
@@ -46,6 +49,7 @@ def add_chunk(
     CHUNK: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
 ):
     """sum of delta * w_dec[slot] over up to CHUNK entries of a group, number of deltas not 0, cells."""
     w_enc, w_dec = weights
@@ -59,7 +63,10 @@ def add_chunk(
     # Entries that do not apply to this token load no weights and add nothing.
     asks = (flags & (GATE | READ)) != 0
     applies = inside & (lo <= here) & (here < hi) & ((bits & gates) == gates)
-    if HAS_DENSE:
+    if HAS_KEPT:
+        takes_over = applies & ((flags & (RECONSTRUCT | HELD)) == (RECONSTRUCT | HELD))
+    if HAS_DENSE or HAS_KEPT:
+        asks = asks & ((flags & RECONSTRUCT) == 0)
         applies = applies & ((flags & RECONSTRUCT) == 0)
     read = (applies & reads(mul, low, high, flags)) | asks
     write = applies & (asks == 0)
@@ -97,7 +104,7 @@ def add_chunk(
         holds = gate & (low < f) & (f < high)
         bits = bits & ~tl.sum(tl.where(gate, gates, 0), axis=0)
         bits = bits | tl.sum(tl.where(holds, gates, 0), axis=0)
-        parks = (flags & READ) != 0
+        parks = asks & (gate == 0)
         tl.store(register + tl.where(parks, gates, 0), tl.minimum(tl.maximum(mul * f + add, low), high), mask=parks)
         tl.debug_barrier()  # other threads may load it for a later group
         takes = write & ((flags & HELD) != 0)
@@ -109,4 +116,16 @@ def add_chunk(
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward
     total = [tl.sum(change[:, None] * pair[1].to(tl.float32), axis=0) for pair in pairs]
-    return total, tl.sum((delta != 0.0).to(tl.int32), axis=0), bits
+    changed = tl.sum((delta != 0.0).to(tl.int32), axis=0)
+    if HAS_KEPT:
+        taken = tl.sum(takes_over.to(tl.int32), axis=0)
+        if taken > 0:
+            # At most one: windows of one reconstruction do not overlap.
+            scaled = takes_over & ((flags & SCALED) != 0)
+            factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
+            share = tl.sum(tl.where(takes_over, factor * real(entry + GAIN, takes_over), 0.0), axis=0)
+            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=takes_over, sem="relaxed")
+            there = [tl.load(kept + col, mask=col < WIDTH, other=0.0).to(tl.float32) for col in cols]
+            total = plus(total, [share * block for block in minus(there, x)])
+            changed += taken
+    return total, changed, bits

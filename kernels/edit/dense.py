@@ -23,6 +23,7 @@ from saesteer.kernels.edit.words import (
     LO,
     MAGNITUDE,
     RANKED,
+    READ,
     RECONSTRUCT,
     SCALED,
     SIZE,
@@ -178,6 +179,7 @@ def reconstruct(
     b_dec,
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
+    dense_size,
     stride_dense,  # room for this number of features, and behind it for a list of as many
     counter,  # counts of this row, and their stride
     share,  # number of this part of the token
@@ -186,7 +188,7 @@ def reconstruct(
     LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
 ):
-    """This part of decode(f) - x, and 1 if there is a reconstruction. Adds the features in order."""
+    """This part of decode(f) - x, 1 if there is a reconstruction, and its flags. Adds the features in order."""
     change = zeros(x)
     found, slot, flags, size, k, gain = _whole(entries, begin, end, here, bits, register)
     if found > 0:
@@ -195,19 +197,19 @@ def reconstruct(
         below = size
         if (flags & RANKED) != 0:
             key, below = _kth(dense, size, k, magnitude)
-        blocks = (size + LISTED - 1) // LISTED
+        blocks = (dense_size + LISTED - 1) // LISTED
         each = (blocks + parts - 1) // parts * LISTED
         # First list the active features, then add their rows, both in order.
         listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
         many = 0
-        for start in range(share * each, tl.minimum(share * each + each, size), LISTED):
+        for start in range(share * each, tl.minimum(share * each + each, dense_size), LISTED):
             at = start + tl.arange(0, LISTED)
-            inside = at < size
+            inside = at < dense_size
             pre = tl.load(dense + at, mask=inside, other=0.0)
             active = inside & (pre > tl.load(threshold + dense_base + at, mask=inside, other=0.0))
             if (flags & RANKED) != 0:
                 keys = _key(pre, magnitude)
-                active = active & ((keys > key) | ((keys == key) & (at < below)))
+                active = active & ((keys > key) | ((keys == key) & (at < below)) | (at >= size))
             order = tl.cumsum(active.to(tl.int32), axis=0) - 1
             tl.store(listed + many + order, at, mask=active)
             many += tl.sum(active.to(tl.int32), axis=0)
@@ -220,14 +222,15 @@ def reconstruct(
             decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
         length, mean, std = statistics(x, cols, WIDTH)
-        _, out = norms(flags, length, std, WIDTH)
-        shift = tl.where((flags & LAYER_NORM) != 0, mean, 0.0)
+        image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
+        _, out = norms(image, length, std, WIDTH)
+        shift = tl.where((image & LAYER_NORM) != 0, mean, 0.0)
         if share == 0:
             bias = b_dec + slot.to(tl.int64) * WIDTH
             change = plus(change, [tl.load(bias + col, mask=col < WIDTH, other=0.0) for col in cols])
         change = [block * out for block in change]
         if share == 0:
             change = plus(change, minus([tl.where(col < WIDTH, shift, 0.0) for col in cols], x))
-            tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, sem="relaxed")
+            tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, mask=image == flags, sem="relaxed")
         change = [block * gain for block in change]
-    return change, found
+    return change, found, flags

@@ -34,6 +34,7 @@ from saesteer.kernels.edit.words import (
     PARTIALS,
     PARTS,
     READ,
+    RECONSTRUCT,
     SPAN,
 )
 
@@ -66,6 +67,7 @@ def edit_kernel(
     b_dec,  # [dictionaries, WIDTH] fp32
     cells,  # [tokens] int32
     registers,  # [tokens, stride_registers] fp32
+    kept_rows,  # [tokens, WIDTH], or None
     counts,  # [rows, counters] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
     activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
@@ -91,6 +93,7 @@ def edit_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,  # whether transcoders are reconstructed from here or to here
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
@@ -150,6 +153,7 @@ def edit_kernel(
         spot = positions + token
         cell = cells + token
         register = registers + token.to(tl.int64) * stride_registers
+        own_kept = kept_rows + at if HAS_KEPT else kept_rows
         counter = (counts + row * stride_counts, stride_counters)
         dense = activations + place.to(tl.int64) * (2 * stride_dense)
         arrival = arrivals + place
@@ -185,7 +189,22 @@ def edit_kernel(
                 # A lone entry is the usual case; room for more would slow it down.
                 if (c + ENTRY >= group_end) & (dense_size == 0):
                     one, changed, bits = add_chunk(
-                        entry, words, here, bits, x, cols, weights, held, counter, register, WIDTH, 1, False, HAS_NORMS
+                        entry,
+                        words,
+                        here,
+                        bits,
+                        x,
+                        cols,
+                        weights,
+                        own_kept,
+                        held,
+                        counter,
+                        register,
+                        WIDTH,
+                        1,
+                        False,
+                        HAS_NORMS,
+                        HAS_KEPT,
                     )
                 else:
                     one, changed, bits = add_chunk(
@@ -196,6 +215,7 @@ def edit_kernel(
                         x,
                         cols,
                         weights,
+                        own_kept,
                         held,
                         counter,
                         register,
@@ -203,6 +223,7 @@ def edit_kernel(
                         CHUNK,
                         HAS_DENSE,
                         HAS_NORMS,
+                        HAS_KEPT,
                     )
                 change = plus(change, one)
                 changes += changed
@@ -213,7 +234,7 @@ def edit_kernel(
                 if c >= group_end:
                     if HAS_DENSE:
                         if fresh & (dense_size > 0):
-                            one, changed = reconstruct(
+                            one, changed, its_flags = reconstruct(
                                 entries,
                                 group,
                                 tl.where(parts > 1, site_end, group_end),
@@ -227,6 +248,7 @@ def edit_kernel(
                                 b_dec,
                                 dense,
                                 dense_base,
+                                dense_size,
                                 stride_dense,
                                 counter,
                                 share,
@@ -235,6 +257,11 @@ def edit_kernel(
                                 LISTED,
                                 DECODED,
                             )
+                            if HAS_KEPT:
+                                if ((its_flags & READ) != 0) & (parts == 1):
+                                    put(own_kept, cols, plus(x, one), [col < WIDTH for col in cols])
+                                    one = zeros(x)
+                                changed = tl.where((its_flags & READ) != 0, 0, changed)
                             change = plus(change, one)
                             changes += changed
                         fresh = fresh & ((kept(entries + group + FLAGS) & (GATE | READ)) != 0)
@@ -262,6 +289,9 @@ def edit_kernel(
                         starts = (gathered + p).to(tl.int64) * WIDTH
                         sums = [tl.sum(rows(partials, starts, there, col, WIDTH, True), axis=0) for col in cols]
                         x = plus(x, sums)
+                    if HAS_KEPT:  # noqa: SIM102 (the compiler knows this one, not the next)
+                        if (kept(entries + begin + FLAGS) & (READ | RECONSTRUCT)) == (READ | RECONSTRUCT):
+                            put(own_kept, cols, x, [col < WIDTH for col in cols])
 
             # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
             if (kind >> DOSE) != 0:

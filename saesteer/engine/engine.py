@@ -14,7 +14,7 @@ from saesteer.config.assets import Assets
 from saesteer.engine.pool import Pool
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Placement, Places, Row, make_row
-from saesteer.engine.weights import Site, fill, rooms, scratch_for, site_of
+from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
 from saesteer.engine.wire import decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
@@ -119,15 +119,22 @@ class Engine:
         slots = {name: max(config.pool_rows, pinned[name]) for name in names}
         ends = {key: assets.ends(key, names) for key in infos}
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
+        whole = {key: decodes(info, ends[key]) for key, info in infos.items()}
+        crossed = {
+            site for key, (first, last) in ends.items() if whole[key] and first != last for site in (first, last)
+        }
+        kept = torch.zeros(max_tokens, width, dtype=dtype, device=device) if crossed else None
         for number, name in enumerate(names):
-            own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
+            own: dict[str, Tensor] = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
+            if kept is not None and name in crossed:
+                own["kept"] = kept
             site = site_of(name, found[name], common | own, width=widths[name], dtype=dtype, device=device)
             self.sites[name] = site
             bind(site)
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
         for key, info in infos.items():
             reads, writes = (self.sites[site] for site in ends[key])
-            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key])
+            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key], whole=whole[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)

@@ -22,7 +22,8 @@ class Placement:
 
     base: int  # first row of w_enc at the site where it reads
     out: int  # first row of w_dec at the site where it writes; the same number where that is the same site
-    number: int  # row of b_dec there
+    number: int  # row of b_dec where it is decoded whole: where it reads
+    rows: int  # where it is encoded whole: its features, and the inputs of its skip connection
     apart: bool  # whether those are two sites
     info: CoderInfo
     bias: NDArray[np.float32]  # [F]
@@ -41,8 +42,8 @@ class Placement:
 
     @property
     def dense(self) -> tuple[int, int, int]:
-        """Its first slot, its number of features and its input norm, where it is encoded whole."""
-        return self.base, self.info.features, self.norm
+        """Its first slot, its rows and its input norm, where it is encoded whole."""
+        return self.base, self.rows, self.norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +127,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             if targets[line] < 0:
                 at.append(line)
                 which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
-            elif flags[line] & (layout.RANKED | layout.RECONSTRUCT):
+            elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
                 dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
         span = layout.span_words(
             flags[first:end],

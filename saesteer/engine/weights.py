@@ -13,7 +13,7 @@ from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.engine.table import Placement
 from saesteer.kernels import layout
 from saesteer.kernels.bound import Bound
-from saesteer.language.sites import parse
+from saesteer.language.sites import canonical, parse
 from saesteer.loaders import load
 
 _ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time
@@ -45,25 +45,33 @@ class Room:
     dense: int = 0  # features of the largest dictionary that an edit here may need whole
     norms: bool = False
 
-    def reading(self, info: CoderInfo, *, writes: bool) -> int:
-        """Room for the encoder of a dictionary, which may write here, too; its first row."""
-        self.enc += info.features
-        if writes or info.activation in RANKED:
+    def reading(self, info: CoderInfo, *, whole: bool) -> int:
+        """Room for the encoder of a dictionary, which may be encoded whole; its first row."""
+        rows = rows_of(info, whole=whole)
+        if whole or info.activation in RANKED:
             self.dense = max(self.dense, dense_size(info))
         self.norms |= info.in_norm != "none" or info.reads_pregain
-        return self.enc - info.features
+        self.enc += rows
+        return self.enc - rows
 
-    def writing(self, info: CoderInfo) -> tuple[int, int]:
-        """Room for the decoder of a dictionary; its first row, and the row of its bias."""
+    def decoding(self, info: CoderInfo) -> int:
+        """Room beside such an encoder, to decode it whole; the row of its bias."""
+        self.dec, self.biases = self.enc, self.biases + 1
+        return self.biases - 1
+
+    def writing(self, info: CoderInfo) -> int:
+        """Room for the decoder of a dictionary that reads elsewhere; its first row."""
         self.dec += info.features
-        self.biases += 1
-        return self.dec - info.features, self.biases - 1
+        return self.dec - info.features
 
 
 def rooms(
     infos: Mapping[str, CoderInfo], ends: Mapping[str, tuple[str, str]], pools: Mapping[str, int]
 ) -> tuple[dict[str, Room], dict[str, tuple[int, int, int]]]:
     """The rows of each site, and for each dictionary its first row of w_enc, of w_dec, and its row of b_dec.
+
+    A dictionary that may be reconstructed is decoded where it reads, so its encoder and decoder lie side by side there.
+    If it writes at another site, its decoder stands there as well, for clamps.
 
     Args:
         infos: the infos of the dictionaries, by name.
@@ -72,16 +80,36 @@ def rooms(
     """
     found = {site: Room() for site in pools}
     places = {}
-    for alike in (True, False):
-        for key, info in infos.items():
-            first, last = ends[key]
-            if (first == last) == alike:
-                places[key] = found[first].reading(info, writes=alike), *found[last].writing(info)
-        for site, pool in pools.items() if alike else ():
-            room = found[site]
-            room.pool = room.enc
-            room.enc, room.dec = room.enc + pool, room.dec + pool
+    for key, info in infos.items():
+        if decodes(info, ends[key]):
+            room = found[ends[key][0]]
+            base = room.reading(info, whole=True)
+            places[key] = base, base, room.decoding(info)
+    for site, pool in pools.items():
+        room = found[site]
+        room.pool = room.enc
+        room.enc, room.dec = room.enc + pool, room.dec + pool
+    for key, info in infos.items():
+        first, last = ends[key]
+        if key not in places:
+            places[key] = found[first].reading(info, whole=False), 0, 0
+        if first != last:
+            places[key] = places[key][0], found[last].writing(info), places[key][2]
     return found, places
+
+
+def decodes(info: CoderInfo, ends: tuple[str, str]) -> bool:
+    """Whether a site decodes the dictionary whole: its own, or for a transcoder the one where it reads.
+
+    What a transcoder makes replaces a tensor, so it needs an op at that very site.
+    """
+    served = info.can_reconstruct and info.activation != "groupmax"
+    return ends[0] == ends[1] or (served and ends[1] == canonical(str(info.site_out)))
+
+
+def rows_of(info: CoderInfo, *, whole: bool) -> int:
+    """Rows of a dictionary's encoder, with the inputs of its skip connection if it may be encoded whole."""
+    return info.features + info.d_in * (whole and info.skip)
 
 
 def site_of(
@@ -115,7 +143,9 @@ def site_of(
     )
 
 
-def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int, int, int]) -> Placement:
+def fill(
+    info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int, int, int], *, whole: bool
+) -> Placement:
     """Load a dictionary into its rows.
 
     Args:
@@ -124,6 +154,7 @@ def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int,
         reads: the site that reads for it.
         writes: the site that writes for it.
         rows: its first row of w_enc and of w_dec, and its row of b_dec.
+        whole: whether it is decoded where it reads.
 
     Raises:
         LoadError: a weight file does not hold what it should.
@@ -136,19 +167,27 @@ def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int,
     _copy(writes.w_dec[out : out + coder.info.features], coder.w_dec)
     reads.b_enc[base:end].copy_(coder.b_enc)
     reads.threshold[base:end].copy_(_threshold(coder))
-    writes.b_dec[number].copy_(coder.b_dec)
+    if whole:
+        _copy(reads.w_dec[base:end], coder.w_dec)
+        reads.b_dec[number].copy_(coder.b_dec)
+    if whole and coder.w_skip is not None:  # x_i is one more feature, always active, with W_skip's column i behind it
+        inputs = slice(end, end + info.d_in)
+        reads.w_enc[inputs].copy_(torch.eye(info.d_in))
+        reads.w_dec[inputs].copy_(coder.w_skip.T)
+        reads.threshold[inputs] = -math.inf
 
     def array(tensor: Tensor) -> NDArray[np.float32]:
         return np.ascontiguousarray(tensor.float().cpu().numpy())
 
     max_act = None if coder.max_act is None else array(coder.max_act)
     apart = reads is not writes
-    return Placement(base, out, number, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
+    total = rows_of(info, whole=whole)
+    return Placement(base, out, number, total, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
 
 
 def dense_size(info: CoderInfo) -> int:
-    """The number of features where an edit may need the dictionary whole; else 0."""
-    return info.features if info.can_reconstruct or info.activation in RANKED else 0
+    """The number of rows where an edit may need the dictionary whole; else 0."""
+    return rows_of(info, whole=True) if info.can_reconstruct or info.activation in RANKED else 0
 
 
 def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
 
 # A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector ~index in Wire.digests
@@ -113,11 +113,12 @@ class _Targets:
         return slot, 0, 0, END, layout.GATE, one.bit, 0, 0, 0, *law, target, power
 
     def read(self, one: Read) -> tuple[Any, ...]:
-        """The entry that fills a register."""
+        """The entry that fills a register, or keeps a reconstruction."""
         slot, threshold, target = self._source(one.target, one.site)
         # Of a vector, the entry's f is x · v / |v|: the worker multiplies MUL by |v|.
         law = one.scale, one.scale * self._bias(one.target) + one.shift, one.low, one.high, 0.0, threshold, 1.0
-        return slot, 0, 0, END, layout.READ, one.register, 0, 0, 0, *law, target, 0
+        flags = layout.READ | layout.RECONSTRUCT * isinstance(one.target, Whole)
+        return slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, target, 0
 
     def change(self, one: Change, site: str, column: int) -> list[tuple[Any, ...]]:
         """The entries of a change, one for each window; ``column`` is its place among the counts."""

@@ -133,11 +133,12 @@ Unit = Literal["raw", "max_act", "vector", "stream"]
 class Read:
     """min(max(scale · f + shift, low), high), where f is a feature or a probe's x · v + bias, before edits of the site.
 
-    A register keeps it for each token, for changes here or at later sites.
+    A register keeps it for each token, for changes here or at later sites. A whole dictionary is read as what it makes
+    of x, which is kept for a reconstruction at a later site; its numbers have no meaning.
     """
 
     site: str  # canonical
-    target: Feature | Direction  # a direction as it was given, not at unit length
+    target: Feature | Direction | Whole  # a direction as it was given, not at unit length
     register: int
     scale: float
     shift: float
@@ -164,7 +165,7 @@ class Change:
     only_if_active: bool = False
     gain: float = 1.0
     gates: int = 0  # bits of the conditions that must all hold
-    held: Read | None = None  # what read f, where that is another site
+    held: Read | None = None  # what read f or the reconstruction, where that is another site
     strength: Read | None = None  # what else multiplies the gain; None: 1
     op: str = option(default="clamp", compare=False)  # op of the edit
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
 from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
@@ -172,8 +171,9 @@ class _Planner:
                 fail(f"{at}.when", "conflict", f"is not the same as in {one.change.field}, expected equal conditions")
         if edit.error == "drop":
             _refuse_partial(edit.dictionary, info, at)
-            change = Change(Whole(edit.dictionary), spans, at, gain=step.scale, op=edit.op)
-            self._join(site, edit.dictionary, step, change)
+            reads, target = reading_site(self.catalog, edit.dictionary, info, at), Whole(edit.dictionary)
+            held = None if reads == site else self.reads.whole(target, reads, site, at)
+            self._join(site, edit.dictionary, step, Change(target, spans, at, gain=step.scale, op=edit.op), held)
             clamps = self.last[site]
         assert clamps is not None
         clamps.of = None  # what follows reads the reconstruction
@@ -259,13 +259,6 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
     if not info.can_reconstruct:
         message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")
-    if canonical(info.site_in or info.site_out or "") != canonical(info.site_out or ""):
-        message = f"{name!r} reads {info.site_in} and writes {info.site_out}, which is not served for reconstructions"
-        fail(
-            f"{at}.dictionary",
-            "not_served",
-            f"{message} by this version; expected a dictionary of one site, or error keep",
-        )
     if info.activation == "groupmax":
         message = f"{name!r} uses groupmax, whose reconstructions are not served by this version"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")

@@ -11,10 +11,11 @@ from saesteer.language.edits import Gate, Source, Strength
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.planning.lookup import feature_of, probe_of, reading_site
-from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read
+from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read, Whole
 
 # Site, what is read, and numbers: above and below of a condition; scale, shift, low and high of a read.
-Key = tuple[str, Feature | Direction, tuple[float, ...]]
+Key = tuple[str, Feature | Direction | Whole, tuple[float, ...]]
+_PLAIN = 1.0, 0.0, float("-inf"), float("inf")
 
 
 class _Shared:
@@ -67,10 +68,12 @@ class Reads:
         reading = (
             "is number {} that is read at {} and kept, expected at most {}; the server keeps more with --registers"
         )
+        making = "is reconstruction {} that is made at {} for a later site, expected at most {} on its way at a time"
         self._conditions, self._reads = _Shared(MOST_CONDITIONS, waiting), _Shared(catalog.registers, reading)
+        self._wholes = _Shared(1, making)
 
     def __len__(self) -> int:
-        return len(self._conditions) + len(self._reads)
+        return len(self._conditions) + len(self._reads) + len(self._wholes)
 
     def gates(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
         """The conditions that an edit at a site waits for.
@@ -90,7 +93,11 @@ class Reads:
 
     def feature(self, target: Feature, reads: str, site: str, at: str) -> Key:
         """The activation of a feature whose dictionary reads at another site than the edit's."""
-        return self._reads.note((reads, target, (1.0, 0.0, float("-inf"), float("inf"))), site, at)
+        return self._reads.note((reads, target, _PLAIN), site, at)
+
+    def whole(self, target: Whole, reads: str, site: str, at: str) -> Key:
+        """The reconstruction by a dictionary that reads at another site than the edit's."""
+        return self._wholes.note((reads, target, _PLAIN), site, at)
 
     def strength(self, one: Strength, site: str, at: str) -> Key:
         """A strength that is read for an edit at a site; ``at`` is its path.
@@ -131,14 +138,15 @@ class Reads:
         Raises:
             SpecError: edits wait for too many conditions at a time, or keep too many numbers.
         """
-        bits, registers = self._conditions.settle(), self._reads.settle()
-        fields = self._conditions.fields
+        bits, registers = self._conditions.settle(), self._reads.settle() | self._wholes.settle()
+        fields = self._conditions.fields | self._reads.fields | self._wholes.fields
         conditions = {}
         for key, bit in bits.items():
             site, target, (above, below) = key
+            assert not isinstance(target, Whole)
             conditions[key] = Condition(site, target, above, below, 1 << bit, fields[key])
         reads = {}
         for key, register in registers.items():
             site, target, (scale, shift, low, high) = key
-            reads[key] = Read(site, target, register, scale, shift, low, high, self._reads.fields[key])
+            reads[key] = Read(site, target, register, scale, shift, low, high, fields[key])
         return conditions, reads

@@ -52,7 +52,8 @@ def _refuse_apart(found: Plan, catalog: Catalog) -> None:
         apart = catalog.op_site(group.site) != group.site
         for change in group.changes if apart else ():
             added = change.target.__class__ is Direction and change.op == "add" and change.unit == "vector"
-            if group.site in begun or not (added or change.held):
+            held = change.held and change.target.__class__ is Feature
+            if group.site in begun or not (added or held):
                 message = f"needs the tensor at {group.site}, where this server has no op; there it adds one group of"
                 expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
                 fail(change.field, "not_served", f"{message} {expected}")

@@ -31,6 +31,7 @@ def edit(
     dense: tuple[int, int] = (0, 0),
     cells: list[int] | None = None,
     registers: Rows | None = None,
+    kept: Rows | None = None,
     norms: bool = False,
     limit: float | None = None,
 ) -> State:
@@ -63,6 +64,8 @@ def edit(
     state = State(stream, None if second is None else second.clone(), before, counts)
     if registers is not None:
         state.registers = torch.tensor(registers)
+    if kept is not None:
+        state.kept = torch.tensor(kept)
     if path is None:
         call.reference(state)
     else:

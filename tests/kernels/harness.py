@@ -50,11 +50,11 @@ class State:
     cells: Tensor
     counts: Tensor
     registers: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # rows are made for the call
+    kept: Tensor | None = None
 
     def clone(self) -> State:
-        second = None if self.second is None else self.second.clone()
-        tensors = self.cells.clone(), self.counts.clone(), self.registers.clone()
-        return State(self.stream.clone(), second, *tensors)
+        second, kept = (None if one is None else one.clone() for one in (self.second, self.kept))
+        return State(self.stream.clone(), second, self.cells.clone(), self.counts.clone(), self.registers.clone(), kept)
 
 
 @dataclass
@@ -83,6 +83,7 @@ class Call:
             **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
             cells=state.cells.to(place),
             registers=state.registers.to(place),
+            kept=None if state.kept is None else state.kept.to(place),
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,
@@ -116,8 +117,9 @@ class Call:
         state.stream.copy_(stream)
         if state.second is not None and second is not None:
             state.second.copy_(second)
-        state.cells.copy_(bound.cells)
-        state.registers.copy_(bound.registers)
+        for name in ("cells", "registers", "kept"):
+            if getattr(state, name) is not None:
+                getattr(state, name).copy_(getattr(bound, name))
         state.counts.copy_(counts)
         assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
 

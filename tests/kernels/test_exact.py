@@ -229,6 +229,45 @@ def test_registers_of_an_earlier_site_serve_a_single_group(run: Run, entries: in
     assert out.registers.tolist() == [[9.0, 1.0, 2.0], [9.0, 0.0, 3.0]]
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside reads"])
+@pytest.mark.parametrize("ranked", [False, True], ids=["thresholds", "ranked"])
+def test_what_a_transcoder_makes_is_kept_where_it_reads(run: Run, others: bool, ranked: bool) -> None:
+    """Features behind its size are a skip connection: active whatever they are. The token keeps its bits."""
+    flags = layout.READ | layout.RECONSTRUCT | layout.RANKED * ranked
+    groups = [[Entry(0, flags=flags, size=4, k=2, lo=0)]]
+    if others:
+        read = Entry(1, gates=2, flags=layout.READ, scale=2.0, threshold=-torch.inf)
+        groups = [[*groups[0], read], [Entry(0, shift=1.0, counter=1)]]
+    encoder, threshold = along(1.0, 4.0, 3.0, 2.0, -5.0), [0.0, 4.0, 2.0, 1.0, -torch.inf]
+    given = {"encoder": encoder, "threshold": threshold, "dense": (0, 5), "b_dec": [1.0] * WIDTH}
+    out = run(ONE * 3, groups, **given, kept=[[9.0] * WIDTH] * 3)
+    # Of the two strongest, one is not above its threshold; without ranks, three are.
+    made = [1.0, 1.0, 4.0, 1.0, -4.0] if ranked else [2.0, 1.0, 4.0, 3.0, -4.0]
+    assert out.kept is not None
+    assert out.kept.tolist() == [[*made, 1.0, 1.0, 1.0]] * 3
+    assert out.stream.tolist() == [[1.0 + others, *ONE[0][1:]]] * 3
+    assert out.counts[1].tolist() == [0, 3 * others, 0, 0]
+    if others:
+        assert out.registers[:3, 2].tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("entries", [1, 8, 20], ids=["few", "many", "parts"])
+def test_what_is_kept_takes_the_place_of_the_token(run: Run, entries: int) -> None:
+    """With the deltas of its group, in its window, behind its gates, at its strength."""
+    flags = layout.HELD | layout.RECONSTRUCT
+    whole = Entry(0, flags=flags | layout.SCALED, factor=1, gain=0.5, lo=1, hi=3, gates=4, counter=1)
+    group = [whole, *[Entry(3, shift=1.0)] * entries]
+    registers = [[0.0, factor] for factor in (9.0, 2.0, 1.0, 9.0)]
+    out = run(ramp(*[1.0] * 4), [group], registers=registers, kept=[[5.0] * WIDTH] * 4, cells=[4, 5, 4, 4])
+    x = ramp(1.0)[0]
+    for at, factor in enumerate((0.0, 1.0, 0.5, 0.0)):
+        wanted = [one + factor * (5.0 - one) + entries * (slot == 3) for slot, one in enumerate(x)]
+        assert out.stream[at].tolist() == wanted
+    assert out.counts[1].tolist() == [4 * entries, 2, 0, 0]
+    out = run(ramp(*[1.0] * 4), [group], registers=registers, kept=[[5.0] * WIDTH] * 4, cells=[0, 3, 0, 1])
+    assert out.counts[1].tolist() == [4 * entries, 0, 0, 0]
+
+
 ZERO_DELTAS: dict[str, Sequence[Sequence[Entry]]] = {
     "set-inactive-to-0": [[Entry(0, scale=0.0, shift=0.0)], [Entry(2, high=100.0)]],
     "gain": [[Entry(3, shift=1.0, gain=0.0)]],

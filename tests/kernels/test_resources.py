@@ -78,7 +78,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    same = ("stream", "second", "norm_weight", "w_enc", "w_dec")
+    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows")
     integers = ("table", "site", "work", "counts", "cells")
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
@@ -108,9 +108,12 @@ def main() -> None:
                 made = compiled(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
     sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
-    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "ROUNDS": True}
+    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "HAS_KEPT": True}
     early = compiled(
-        import_module("saesteer.kernels.edit.edit").edit_kernel, "bf16", 1, {**sizes, **given, "PDL": True}
+        import_module("saesteer.kernels.edit.edit").edit_kernel,
+        "bf16",
+        1,
+        {**sizes, **given, "ROUNDS": True, "PDL": True},
     )
     words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
     order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]

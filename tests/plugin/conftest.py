@@ -71,6 +71,7 @@ class Dictionaries:
             "mlp": f"{self.folder}/mlp.safetensors@mlp_out.12",
             "attn": f"{self.folder}/attn.safetensors@attn_out.9",
             "cross": f"{self.folder}/cross.safetensors@mlp_in.18:mlp_out.18",
+            "skip": f"{self.folder}/skip.safetensors@mlp_in_pregain.24:mlp_out.24",
         }
 
     @property
@@ -82,7 +83,8 @@ class Dictionaries:
     @property
     def options(self) -> dict[str, Any]:
         """All that an engine or the oracle is given."""
-        return {"dictionaries": self.arguments, "vectors": self.vectors, "modules": MODULES}
+        sites = ["mlp_out.24"]  # where a transcoder replaces what the MLP adds
+        return {"dictionaries": self.arguments, "vectors": self.vectors, "modules": MODULES, "sites": sites}
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +103,7 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
     own.write(folder / "group.safetensors", random_coder("groupmax", 6))
     for seed, (name, activation) in enumerate([("mlp", "jumprelu"), ("attn", "relu"), ("cross", "topk")], 7):
         own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
+    own.write(folder / "skip.safetensors", random_coder("topk", 10, skip=True))
     for name, rows in VECTORS.items():
         named = {"any" if layer is None else f"layer.{layer}": row for layer, row in rows.items()}
         save_file(named, folder / f"{name}.safetensors")
@@ -108,7 +111,7 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
 
 
 def random_coder(
-    activation: Any, seed: int, features: int = 96, in_norm: Any = "none", width: int = WIDTH
+    activation: Any, seed: int, features: int = 96, in_norm: Any = "none", width: int = WIDTH, skip: bool = False
 ) -> SparseCoder:
     """A random dictionary of a model's width, with unit decoder rows and asymmetric values."""
     draw = torch.Generator().manual_seed(seed)
@@ -129,6 +132,7 @@ def random_coder(
         skip_first=1,
         source="test",
         fingerprint="",
+        skip=skip,
     )
     return SparseCoder(
         w_enc=torch.randn(features, width, generator=draw) / width**0.5,
@@ -138,6 +142,7 @@ def random_coder(
         info=info,
         threshold=torch.rand(features, generator=draw) * 0.2 if activation == "jumprelu" else None,
         max_act=torch.rand(features, generator=draw) + 1.0,
+        w_skip=torch.randn(width, width, generator=draw) / width if skip else None,
     )
 
 

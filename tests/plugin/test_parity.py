@@ -9,7 +9,7 @@ import pytest
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from saesteer.language.sites import canonical, order
+from saesteer.language.sites import canonical, order, reading_site
 from saesteer.language.spec import OPS
 from tests.formulas import Dict, Token, World
 from tests.plugin.conftest import (
@@ -61,6 +61,12 @@ SPECS: dict[str, Any] = {
         ]
     },
     "resid_mid": {"edits": [{"op": "clamp", "dictionary": "mid", "feature": 17, "value": 30.0}]},
+    "reconstruction by a transcoder": {
+        "edits": [
+            {"op": "clamp", "dictionary": "skip", "feature": 3, "value": 9.0},
+            {"op": "reconstruct", "dictionary": "skip"},
+        ]
+    },
     "transcoder": {
         "edits": [{"op": "clamp", "dictionary": "cross", "feature": n, "value": 20.0, "mode": "add"} for n in (3, 4)]
     },
@@ -125,14 +131,14 @@ def world(oracle: hf.Model, spec: Any) -> World:
         coder = oracle.coder(name)
         arrays: dict[str, Any] = {
             key: None if (value := getattr(coder, key)) is None else value.double().cpu().numpy()
-            for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act")
+            for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act", "w_skip")
         }
         dictionaries[name] = Dict(
             site=canonical(str(infos[name].site_out)),
-            reads=canonical(str(infos[name].site_in)),
+            reads=reading_site(canonical(str(infos[name].site_in))),
             activation=coder.info.activation,
             k=coder.info.k or 0,
-            in_norm=coder.info.in_norm,
+            in_norm="l2_sqrt_d" if coder.info.reads_pregain else coder.info.in_norm,
             skip_first=coder.info.skip_first,
             **arrays,
         )
@@ -165,7 +171,7 @@ def random_edit(draw: random.Random) -> Any:
         # A random dictionary's reconstruction in the first layers leaves so little of the model that its float32
         # noise, 1e-6 of the stream, moves logprobs by 3e-4.
         early = ["mid", "embed", "group"] if op == "clamp" else ["demo"]
-        parts = ["mlp", "attn", "cross"] if op == "clamp" else []
+        parts = ["mlp", "attn", "cross"] if op == "clamp" else ["skip"]
         edit["dictionary"] = draw.choice(["second", "topk", "last", "norm", *early, *parts])
     else:
         edit["vector"] = draw.choice(["any", "each", "probe", [round(draw.gauss(0, 1), 3) for _ in range(576)]])

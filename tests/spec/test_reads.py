@@ -6,8 +6,8 @@ import pytest
 
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
-from saesteer.language.spec import Spec, add, cap, clamp, use
-from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.language.spec import Spec, add, cap, clamp, reconstruct, use
+from saesteer.planning.planner import Catalog, Feature, Plan, Whole, plan
 from tests.spec.test_plan import CATALOG, Info, P, Set, refusal
 
 
@@ -33,6 +33,28 @@ def test_an_output_site_without_an_op_takes_one_group_of_additions() -> None:
         assert (field.split(".")[1][:5], code) == ("edits", "not_served")
         assert "--sites mlp_out.7" in message
         assert plan(Spec(edits=edits), replace(catalog, sites=None), P).groups
+
+
+def test_a_transcoder_is_reconstructed_where_it_writes() -> None:
+    """What it makes of its input is kept for one later site; it replaces a tensor, so it needs an op there."""
+    infos = {"tc": Info("mlp_out.7", site_in="mlp_in.7"), "far": Info("resid_post.15", site_in="resid_mid.7")}
+    sites = frozenset({"resid_mid.7", "mlp_in.7", "resid_post.7", "mlp_in.15", "resid_post.15"})
+    catalog = Catalog(infos, sites | {"mlp_out.7"}, 64)
+    found = plan(Spec(edits=(clamp("tc", 1, 5), reconstruct("tc"), reconstruct("tc"))), catalog, P)
+    assert [(read.site, read.target) for read in found.reads] == [
+        ("mlp_in.7", Feature("tc", 1)),
+        ("mlp_in.7", Whole("tc")),
+    ]
+    assert [group.site for group in found.groups] == ["mlp_out.7"] * 2
+    assert [change.held for group in found.groups for change in group.changes] == [*found.reads, found.reads[1]]
+    field, code, message = refusal(reconstruct("tc"), catalog=replace(catalog, sites=sites))
+    assert (field, code) == ("saesteer.edits[0]", "not_served")
+    assert "--sites mlp_out.7" in message
+    field, code, message = refusal(reconstruct("far"), reconstruct("tc"), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[1]", "too_many")
+    assert "reconstruction 2" in message and "at most 1" in message
+    field, code, _ = refusal(reconstruct("tc"), catalog=replace(catalog, max_entries=1))
+    assert code == "too_many", "what is read is an entry, too"
 
 
 def test_what_is_read_is_shared_and_bounded() -> None:
