@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +39,7 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLETE = "a complete file"
 LARGEST_PICKLE = 16 << 20  # the names and shapes of a .pt file are some kilobytes
 _PLAIN = str | int | float | None  # nothing that could hold itself, or another thing many times
+State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
 
@@ -50,6 +52,15 @@ class StoredArray:
     start: int  # first byte, in the file or in the zip member
     member: str | None = None  # .npz: the zip member
     fortran: bool = False  # the bytes are those of the transposed array
+    stride: int | None = None  # bytes from one item to the next, in a column of a larger array; None: dense
+
+    def only(self, axis: int, at: int) -> StoredArray:
+        """The part of the array at one index of an axis, which then has the size 1."""
+        shape = tuple(1 if number == axis else size for number, size in enumerate(self.shape))
+        size = DTYPES[self.dtype].itemsize
+        if len(shape) == 2 and (axis == 1) != self.fortran:  # the bytes hold one item of it in each line
+            return replace(self, shape=shape, start=self.start + at * size, stride=self.shape[axis] * size)
+        return replace(self, shape=shape, start=self.start + at * math.prod(shape) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,33 @@ class Arrays:
     path: Path
     index: dict[str, StoredArray]
     metadata: dict[str, str]
+    state: State | None = None  # of the file, before its headers were read
+    descriptor: int | None = None  # the file, already open; only with arrays that ``seekable`` found
+
+    def only(self, parts: Mapping[str, int], at: int, descriptor: int) -> Arrays:
+        """These arrays alone, each at one index of an axis, read from an open file.
+
+        Args:
+            parts: key -> the axis.
+            at: the index.
+            descriptor: the file, whose position stays as it is.
+        """
+        index = {key: self.index[key].only(axis, at) for key, axis in parts.items()}
+        return replace(self, index=self.index | index, descriptor=descriptor)
+
+    def seekable(self) -> Arrays:
+        """The same arrays by their places in the file itself; raises LoadError for compressed ones."""
+        if not any(array.member for array in self.index.values()):
+            return self
+        index = {}
+        whole = readable(f"{self.path}: header", _COMPLETE)
+        with whole, zipfile.ZipFile(self.path) as archive, self.path.open("rb") as stream:
+            for key, array in self.index.items():
+                info = archive.getinfo(str(array.member))
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise wrong(self.path, key, "compressed", "numbers as they are: `saesteer convert` writes them")
+                index[key] = replace(array, start=_begin(stream, info) + array.start, member=None)
+        return replace(self, index=index)
 
     def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
         """Raises LoadError for other keys than these: an unknown key may change what the others mean."""
@@ -159,6 +197,11 @@ class Arrays:
         shape = array.shape[::-1] if array.fortran else array.shape
         rows, columns = shape if len(shape) == 2 else (1, shape[0])
         dtype = DTYPES[array.dtype]
+        if self.descriptor is not None:
+            with readable(f"{self.path}: {key}", _COMPLETE):
+                found = _pread(self.descriptor, array, rows * columns, dtype.itemsize)
+            yield 0, torch.frombuffer(found, dtype=dtype).view(rows, columns)
+            return
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
         with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream:
             for start in range(0, rows, step):
@@ -180,6 +223,11 @@ class Arrays:
                 yield stream
 
 
+def state_of(stat: os.stat_result) -> State:
+    """The state of a file that was looked at."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def open_arrays(path: Path) -> Arrays:
     """Reads the headers of a .safetensors, .npz, .pt or .pth file, never its values. A scalar is an array of one.
 
@@ -189,7 +237,8 @@ def open_arrays(path: Path) -> Arrays:
         LoadError: the file is broken, cut short, or holds Python objects.
     """
     with readable(f"{path}: header", _COMPLETE):
-        return _OPEN.get(path.suffix, _open_safetensors)(path)
+        state = state_of(path.stat())
+        return replace(_OPEN.get(path.suffix, _open_safetensors)(path), state=state)
 
 
 def open_torch(place: Path) -> Arrays | None:
@@ -297,10 +346,15 @@ def _members(path: Path) -> dict[int, int]:
                 raise wrong(path, name, f"{info.file_size} bytes", f"at most {LARGEST_PICKLE}: names and shapes")
             if name == "byteorder" and archive.read(info) != b"little":
                 raise wrong(path, name, "not little", "little-endian numbers")
-            stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
-            start = info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
+            start = _begin(stream, info)
             ends[start] = start + info.file_size
     return ends
+
+
+def _begin(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """The first byte of a member's content in the file."""
+    stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
+    return info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
 
 
 def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> StoredArray:
@@ -317,6 +371,18 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> S
 
 
 _OPEN = {".npz": _open_npz, ".pt": _open_torch, ".pth": _open_torch}
+
+
+def _pread(descriptor: int, array: StoredArray, items: int, size: int) -> bytearray:
+    """The bytes of an array's items, each of this size."""
+    if array.stride is None:
+        found = bytearray(os.pread(descriptor, items * size, array.start))
+    else:
+        last = array.start + items * array.stride
+        found = bytearray().join(os.pread(descriptor, size, at) for at in range(array.start, last, array.stride))
+    if len(found) != items * size:
+        raise EOFError("the file is cut short")
+    return found
 
 
 def _fill(stream: IO[bytes], buffer: bytearray) -> None:
