@@ -354,7 +354,7 @@ def _members(path: Path) -> dict[int, int]:
 def _begin(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
     """The first byte of a member's content in the file."""
     stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
-    return info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
+    return int(info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4))))
 
 
 def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> StoredArray:

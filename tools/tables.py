@@ -49,6 +49,7 @@ CODES = {
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",
+    "unreadable": "The file of a dictionary that is served by rows has changed, or is gone. Start the server again.",
     "dose": "A token was changed by more than `--max-dose` under `--max-dose-action refuse`.",
     "gone": "A name in the request was replaced or deleted before the request ran. Send it again.",
     "shared": "A request with the same edits failed while this one was reading its cache. Send it again.",

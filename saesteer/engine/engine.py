@@ -85,7 +85,7 @@ class Engine:
         self.dtype = dtype
         self.width = width
         self.sites: dict[str, Site] = {}
-        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
+        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
         self.catalog, pins = settle(assets.catalog(width=width, layers=layers))
         pinned, brought = counts(pins), max_rows * config.inline_rows
@@ -111,20 +111,22 @@ class Engine:
             "positions": self.positions,
             "cells": zeros(max_tokens),
             "registers": torch.zeros(max_tokens, config.registers, device=device),
-            "scratch": scratch_for(infos.values(), width, device),
+            "scratch": scratch_for([info for info in infos.values() if not info.by_rows], width, device),
         }
         slots = {name: max(config.pool_rows, pinned[name]) for name in names}
         ends = {key: assets.ends(key, names) for key in infos}
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
+        for room in found.values() if config.dictionary_folder else ():
+            room.norms = True  # nobody knows yet what its dictionaries need
         for number, name in enumerate(names):
             own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
             site = site_of(name, found[name], common | own, width=width, dtype=dtype, device=device)
             self.sites[name] = site
             bind(site)
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
-        for key, info in infos.items():
+        for key in rows:
             reads, writes = (self.sites[site] for site in ends[key])
-            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key])
+            placements[key] = fill(infos[key], config.dictionaries[key].path, reads, writes, rows[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
@@ -206,8 +208,12 @@ class Engine:
         numbers = [] if listed == self._listed else listed
         there = self._numbers if isinstance(rows, list) else rows
         if self._staged or self._written or numbers:
-            slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
-            values = list(self._written.values())
+            slots, values = [], []
+            for (name, slot), one in self._written.items():
+                both = self.sites[name].w_enc, self.sites[name].w_dec
+                alone = one.ndim == 1  # a direction reads and writes
+                slots += [(*both, slot)] if alone else [(weights, weights, slot) for weights in both]
+                values += [one] if alone else [*one]
             news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
             self._staged = {}
             self._written.clear()

@@ -50,7 +50,7 @@ class Room:
         self.enc += info.features
         if writes or info.activation in RANKED:
             self.dense = max(self.dense, dense_size(info))
-        self.norms |= info.in_norm != "none" or info.reads_pregain
+        self.norms |= has_norm(info)
         return self.enc - info.features
 
     def writing(self, info: CoderInfo) -> tuple[int, int]:
@@ -65,6 +65,8 @@ def rooms(
 ) -> tuple[dict[str, Room], dict[str, tuple[int, int, int]]]:
     """The rows of each site, and for each dictionary its first row of w_enc, of w_dec, and its row of b_dec.
 
+    A dictionary that is served by rows has none: its features lie where vectors do.
+
     Args:
         infos: the infos of the dictionaries, by name.
         ends: the sites with the ops that read and write for each.
@@ -75,7 +77,9 @@ def rooms(
     for alike in (True, False):
         for key, info in infos.items():
             first, last = ends[key]
-            if (first == last) == alike:
+            if info.by_rows:
+                found[first].norms |= has_norm(info)
+            elif (first == last) == alike:
                 places[key] = found[first].reading(info, writes=alike), *found[last].writing(info)
         for site, pool in pools.items() if alike else ():
             room = found[site]
@@ -144,6 +148,11 @@ def fill(info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int,
     max_act = None if coder.max_act is None else array(coder.max_act)
     apart = reads is not writes
     return Placement(base, out, number, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
+
+
+def has_norm(info: CoderInfo) -> bool:
+    """Whether the op where it reads has to normalise tokens."""
+    return info.in_norm != "none" or info.reads_pregain
 
 
 def dense_size(info: CoderInfo) -> int:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from saesteer.dictionaries.coder import RANKED, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import arrays as reading
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
@@ -81,7 +80,7 @@ def test_a_row_takes_no_more_bytes_than_its_own(case: Case, tmp_path: Path, monk
         asked.append(size)
         return real(descriptor, size, at)
 
-    monkeypatch.setattr(reading.os, "pread", counted)
+    monkeypatch.setattr(os, "pread", counted)
     found.row(0, None)
     info = found.info
     # Both rows and what is subtracted from the input, and a handful of numbers.
@@ -103,7 +102,8 @@ def test_maximum_activations_next_to_a_dictionary_belong_to_its_rows(tmp_path: P
 
 
 def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "params.npz", **writers.raw())
+    arrays: dict[str, Any] = dict(writers.raw())
+    np.savez_compressed(tmp_path / "params.npz", **arrays)
     with pytest.raises(LoadError, match=r"params\.npz: W_\w+: compressed; expected .* `saesteer convert` writes them"):
         open_rows(tmp_path)
 
@@ -153,10 +153,10 @@ def test_a_file_that_changes_during_a_read_gives_no_row(name: str, file: Path, m
     found, real = open_rows(file), os.pread
 
     def late(descriptor: int, size: int, at: int) -> bytes:
-        monkeypatch.setattr(reading.os, "pread", real)
+        monkeypatch.setattr(os, "pread", real)
         CHANGES[name][0](file)
         return real(descriptor, size, at)
 
-    monkeypatch.setattr(reading.os, "pread", late)
+    monkeypatch.setattr(os, "pread", late)
     with pytest.raises(LoadError, match="has changed since"):
         found.row(0, None)
