@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.loaders import folds
-from saesteer.loaders.arrays import Arrays
+from saesteer.loaders.arrays import Arrays, is_finite
 from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong
 
 # Role -> axes. The roles after the first six name the fold that uses the array.
@@ -243,7 +243,7 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
         w_enc = w_enc.to(wanted)
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
-    if not b_enc.isfinite().all():
+    if not is_finite(b_enc):
         raise wrong(weights.path, held["b_enc"], "outside the range of float32 once folded", "finite values")
     return SparseCoder(
         w_enc=ordered(w_enc),

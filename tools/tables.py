@@ -172,7 +172,10 @@ def limits() -> str:
             "table entries: features or vectors times windows, plus conditions",
             f"{usual} (`--max-edits`, {low} to {high})",
         ),
-        ("different vectors brought for one site", f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})"),
+        (
+            "different vectors, and features from files, brought for one site",
+            f"{vectors[1]} (`--inline-rows`, {vectors[0]} to {vectors[2]})",
+        ),
         ("intervals in the `positions` of all scopes", edits.MAX_POSITIONS),
         ("conditions in one `when`", edits.MAX_CONDITIONS),
         ("different conditions that edits wait for at one site", plan.MOST_CONDITIONS),

@@ -119,6 +119,21 @@ def inspect(
     typer.echo(report(place))
 
 
+@app.command()
+def convert(
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
+    _rows: Annotated[bool, typer.Option("--rows", help="Row by row; it writes nothing else.")] = True,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the matrices; default: as stored.")] = None,
+) -> None:
+    """Write a dictionary of any format as saesteer's own file, from which a server reads rows fastest."""
+    from saesteer.commands.convert import run
+
+    typer.echo(run(place, target, dtype=dtype))
+
+
 Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
 
 

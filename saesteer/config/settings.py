@@ -59,7 +59,7 @@ def read_settings(
     words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     words["sites"] = [*told.sites, *(site for word in sites for site in word.split(",") if site)]
     for name, places, example in (
-        ("dictionaries", dictionaries, "[rows:]PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
+        ("dictionaries", dictionaries, "PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
         ("vectors", vectors, "FILE, such as happy=happy.gguf"),
         ("modules", modules, "FILE, such as golden-gate=golden-gate.json"),
     ):

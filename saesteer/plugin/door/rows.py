@@ -50,7 +50,7 @@ class Fetching:
             try:
                 found[one] = self._store.row(one.dictionary, one.feature, self._dtype)
             except LoadError as exc:
-                _refuse(exc, at)
+                _refuse(exc, one, at)
         return found
 
     def check(self, rows: Collection[tuple[Feature, str]]) -> None:
@@ -63,8 +63,8 @@ class Fetching:
             try:
                 self._store.check(one.dictionary)
             except LoadError as exc:
-                _refuse(exc, at)
+                _refuse(exc, one, at)
 
 
-def _refuse(exc: LoadError, at: str) -> None:
-    fail(f"{at}.dictionary", "unreadable", f"its rows cannot be read: {exc}")
+def _refuse(exc: LoadError, feature: Feature, at: str) -> None:
+    fail(f"{at}.dictionary", "unreadable", f"the file of {feature.dictionary!r} gives no rows: {exc}")
