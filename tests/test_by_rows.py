@@ -1,9 +1,13 @@
 """Dictionaries that stay in their files: the same edits as with the whole, what is refused, and files that change."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,6 +192,41 @@ def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path
     file.unlink()
     with pytest.raises(SpecError, match="cannot be read any more"):
         door.meaning(spec, catalog, 4)
+
+
+def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
+    """Several API servers of one engine may have opened different files under one name."""
+    found = []
+    for number, coder in enumerate([CODERS["jump"], CODERS["jump"], CODERS["rect"]]):
+        own.write(tmp_path / f"{number}.safetensors", coder)
+        assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{tmp_path}/{number}.safetensors@resid_post.1"})
+        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+        found.append(door.meaning(from_json({"edits": [CLAMP]}), assets.catalog(width=WIDTH, layers=4), 4).runs)
+    assert found[0] == found[1] != found[2]
+
+
+def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_rows: Engine) -> None:
+    from saesteer.plugin.door import frontend
+
+    assets, threads = assets_of(folder), []
+    catalog = replace(by_rows.catalog, default="calm")
+
+    class Telling(Fetching):
+        def prepare(self, spec: Any, catalog: Any) -> None:
+            threads.append(current_thread())
+            super().prepare(spec, catalog)
+
+    async def original(self: Any, request_id: str, prompt: Any, params: Any) -> str:
+        return "a queue"
+
+    door = SimpleNamespace(fetching=Telling(assets.rows, torch.float32))
+    processor = SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=catalog))
+    params = SimpleNamespace(extra_args={"saesteer": {"edits": [{**CLAMP, "feature": 9}]}})
+    asked = frontend._asking_ahead(original)(SimpleNamespace(input_processor=processor), "r", {}, params)
+    assert asyncio.run(asked) == "a queue"
+    assert threads != [current_thread()]
+    known = {(name, feature) for name, feature, _ in assets.rows._rows}
+    assert known == {("rect", 9), ("rect", 2)}  # the default module has the other one
 
 
 def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
 def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
     """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
     try:
-        edits = [step.edit for step in steps(spec.edits, catalog.modules)]
+        default = catalog.default if spec.defaults else None
+        edits = [step.edit for step in steps(spec.edits, catalog.modules, default=default)]
     except SpecError:
         return
     for edit in edits:
