@@ -375,8 +375,10 @@ def _pread(descriptor: int, array: StoredArray, items: int, size: int) -> bytear
     if array.stride is None:
         found = bytearray(os.pread(descriptor, items * size, array.start))
     else:
-        last = array.start + items * array.stride
-        found = bytearray().join(os.pread(descriptor, size, at) for at in range(array.start, last, array.stride))
+        places = range(array.start, array.start + items * array.stride, array.stride)
+        for at in places:  # so that the disk works on all of them at once: 0.15 s for 2304, not 0.4 s
+            os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
+        found = bytearray().join(os.pread(descriptor, size, at) for at in places)
     if len(found) != items * size:
         raise EOFError("the file is cut short")
     return found

@@ -122,9 +122,15 @@ def edited(file: Path) -> None:
     os.utime(file, ns=(0, 0))  # the clock of a file system ticks slowly
 
 
+def spoiled(file: Path) -> None:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    os.utime(file, ns=(0, 0))
+
+
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "replaced": (replaced, "has changed since"),
     "edited": (edited, "has changed since"),
+    "spoiled": (spoiled, "has changed since"),  # which is more than that it holds NaN
     "cut": (lambda file: os.truncate(file, file.stat().st_size - 1), "has changed since"),
     "removed": (Path.unlink, r"cannot be read any more \(No such file"),
 }
