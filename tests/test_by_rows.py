@@ -313,6 +313,18 @@ def test_a_dictionary_of_a_folder_does_the_same_as_in_memory(called: str, tree: 
     torch.testing.assert_close(forward(engines[1], [specs[1]], 4, x, making(below)), theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "OPENED", 2)
+    own_one = {"it": f"rows:{tree}/{NAMES[2]}@resid_post.1"}
+    told = {"dictionary_folder": str(tree), "dictionaries": own_one}
+    store = Assets.open(SaesteerConfig.from_json(told)).rows
+    first = store["it"]
+    for layer in range(9):
+        assert store[f"{NAMES[2]}@resid_post.{layer}"].site_in == f"resid_post.{layer}"
+    assert list(store._opened) == ["it", f"{NAMES[2]}@resid_post.7", f"{NAMES[2]}@resid_post.8"]
+    assert store["it"] is first
+
+
 def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
     told = {"dictionary_folder": str(tree), "sites": ["resid_post.1"]}
     module = {"edits": [{**CLAMP, "dictionary": NAMES[3]}]}

@@ -5,7 +5,6 @@ import json
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
@@ -47,12 +46,11 @@ class Assets:
             name: rows[name] if one.rows else _placed(name, one, describe(one.path, site=one.reads))
             for name, one in sources.items()
         }
-        named: Any = ChainMap(infos, rows)  # type: ignore[arg-type]  # it is only read
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=named, vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=_both(infos, rows), vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
@@ -95,7 +93,7 @@ class Assets:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
         catalog = Catalog(
-            dictionaries=ChainMap(dict(self.infos), self.rows),  # type: ignore[arg-type]  # a mapping that is only read
+            dictionaries=_both(self.infos, self.rows),
             sites=frozenset(sites),
             max_entries=self.config.max_edits,
             vectors=self.vectors,
@@ -143,6 +141,11 @@ def unserved(info: CoderInfo) -> str | None:
     if canonical(reads) != canonical(writes) and info.in_norm != "none":
         return f"reads {reads} under the input norm {info.in_norm} and writes {writes}, {not_served}"
     return None
+
+
+def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
+    """The dictionaries with a name, and those that are opened when somebody asks for them."""
+    return ChainMap(dict(infos), rows)  # type: ignore[arg-type]  # it is only read
 
 
 def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

@@ -168,7 +168,9 @@ OPTIONS: dict[str, Option] = {
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."
     ),
     "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
-    "inline_rows": _limit("inline_rows", "--inline-rows", "Inline vectors for one request at every site", ("LLM",)),
+    "inline_rows": _limit(
+        "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
+    ),
     "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
     "dictionary_folder": Option(
         "--dictionary-folder",
@@ -209,7 +211,7 @@ class SaesteerConfig:
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
-    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors of one request at every site
+    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
     registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     default_module: str | None = None  # the module that every request uses first, unless it opts out

@@ -18,6 +18,7 @@ from saesteer.loaders.folder import listed
 from saesteer.loaders.rows import RowFile, open_rows
 
 RECENT = 1024  # rows that are kept: 32 MB where the stream is 4096 wide
+OPENED = 4096  # dictionaries below the folder that are kept open, as requests name them, each with any site
 
 Place = Callable[[str, DictionarySource, CoderInfo], CoderInfo]  # fills in the operator's sites, or refuses
 
@@ -40,6 +41,7 @@ class RowStore(Mapping[str, CoderInfo]):
         self._place = place
         self._listed: Mapping[str, Path] = {} if folder is None else listed(folder)
         self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
+        self._own = frozenset(named)
         self._rows: dict[tuple[str, int, torch.dtype], FeatureRow] = {}  # the last used comes last
         self._lock = Lock()
         self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
@@ -89,12 +91,13 @@ class RowStore(Mapping[str, CoderInfo]):
         self._find(name)[0].check()
 
     def _find(self, name: str) -> tuple[RowFile, CoderInfo]:
-        if name not in self._opened:
-            source = self._source(name)
-            if source is None:
-                raise KeyError(name)
-            return self._open(name, source)
-        return self._opened[name]
+        found = self._opened.get(name)
+        if found is not None:
+            return found
+        source = self._source(name)
+        if source is None:
+            raise KeyError(name)
+        return self._open(name, source)
 
     def _source(self, name: str) -> DictionarySource | None:
         """Where a dictionary below the folder is."""
@@ -105,4 +108,7 @@ class RowStore(Mapping[str, CoderInfo]):
         file = open_rows(source.path, site=source.reads)
         info = replace(self._place(name, source, file.info), by_rows=True)
         with self._lock:
-            return self._opened.setdefault(name, (file, info))
+            found = self._opened.setdefault(name, (file, info))
+            if len(self._opened) > OPENED + len(self._own):
+                del self._opened[next(one for one in self._opened if one not in self._own)]
+        return found
