@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-host bench-front \
+.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-host bench-front bench-rows \
 	bench-modes clean
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
 	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
+	@echo "make bench-rows     what features of dictionaries in files cost at admission, on a CPU"
 
 setup: $(READY)
 
@@ -56,7 +57,7 @@ tables: $(READY)
 notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py
 
-# All but bench-front measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
+# All but bench-front and bench-rows measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results
 GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 
@@ -73,6 +74,9 @@ bench-host:
 
 bench-front: $(READY)
 	$(BIN)/python -m bench.front --out $(RESULTS) $(GIVEN)
+
+bench-rows: $(READY)
+	$(BIN)/python -m bench.rows
 
 bench-modes:
 	$(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN)

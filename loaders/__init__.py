@@ -70,7 +70,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise LoadError(f"{place}: dtype {dtype}; expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     path = fetch(place)
-    name, found = _draft(path, site)
+    name, found = choose(path, site)
     coder = max_act.added(path, build(found, name, dtype))
     return replace(coder, info=replace(coder.info, source=str(place)))
 
@@ -90,13 +90,17 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
         LoadError: naming the file, the key, what is there and what was expected.
     """
     path = fetch(place)
-    name, found = _draft(path, site)
-    info = facts(found, name, hashed=hashed)
-    told = max_act.known(path, info)
-    return replace(told, source=str(place), fingerprint=told.fingerprint if info.fingerprint else "")
+    name, found = choose(path, site)
+    return told(place, path, facts(found, name, hashed=hashed))
 
 
-def _draft(path: Path, site: str | None) -> tuple[str, Draft]:
+def told(place: str | Path, path: Path, info: CoderInfo) -> CoderInfo:
+    """The facts of the files at a path, with the place that was given and what is known from files next to them."""
+    found = max_act.known(path, info)
+    return replace(found, source=str(place), fingerprint=found.fingerprint if info.fingerprint else "")
+
+
+def choose(path: Path, site: str | None) -> tuple[str, Draft]:
     """The name of the format that accepts a file or folder, and its draft; of several, the one that reads the site."""
     for name, form in FORMATS.items():
         if (found := form.draft(path)) is not None:

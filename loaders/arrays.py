@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +39,7 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLETE = "a complete file"
 LARGEST_PICKLE = 16 << 20  # the names and shapes of a .pt file are some kilobytes
 _PLAIN = str | int | float | None  # nothing that could hold itself, or another thing many times
+State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
 
@@ -50,6 +52,16 @@ class StoredArray:
     start: int  # first byte, in the file or in the zip member
     member: str | None = None  # .npz: the zip member
     fortran: bool = False  # the bytes are those of the transposed array
+    stride: int | None = None  # bytes from one item to the next, in a column of a larger array; None: dense
+
+    def only(self, axis: int, at: int) -> StoredArray:
+        """The part of the array at one index of an axis, which then has the size 1."""
+        shape = tuple(1 if number == axis else size for number, size in enumerate(self.shape))
+        size, stride = DTYPES[self.dtype].itemsize, None
+        step = size * math.prod(shape)
+        if len(shape) == 2 and (axis == 1) != self.fortran:  # the bytes hold one item of it in each line
+            step, stride = size, self.shape[axis] * size
+        return StoredArray(shape, self.dtype, self.start + at * step, None, self.fortran, stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,27 @@ class Arrays:
     path: Path
     index: dict[str, StoredArray]
     metadata: dict[str, str]
+    state: State | None = None  # of the file, before its headers were read
+    descriptor: int | None = None  # the file, already open; only with arrays that ``seekable`` found
+
+    def only(self, parts: Mapping[str, int], at: int, descriptor: int) -> Arrays:
+        """With some arrays (key -> axis) at one index of an axis; read from an open file, whose position stays."""
+        index = {key: self.index[key].only(axis, at) for key, axis in parts.items()}
+        return Arrays(self.path, self.index | index, self.metadata, self.state, descriptor)
+
+    def seekable(self) -> Arrays:
+        """The same arrays by their places in the file itself; raises LoadError for compressed ones."""
+        if not any(array.member for array in self.index.values()):
+            return self
+        index = {}
+        whole = readable(f"{self.path}: header", _COMPLETE)
+        with whole, zipfile.ZipFile(self.path) as archive, self.path.open("rb") as stream:
+            for key, array in self.index.items():
+                info = archive.getinfo(str(array.member))
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise wrong(self.path, key, "compressed", "numbers as they are: `saesteer convert` writes them")
+                index[key] = replace(array, start=_begin(stream, info) + array.start, member=None)
+        return replace(self, index=index)
 
     def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
         """Raises LoadError for other keys than these: an unknown key may change what the others mean."""
@@ -119,7 +152,7 @@ class Arrays:
             transpose: the file holds [columns, rows].
             scale: [rows] float32; the rows are multiplied by it in fp32, before they are rounded to dtype.
         """
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape if self.descriptor is None else 0, dtype=dtype)
         across = self._across(key, transpose)
         for start, stored in self._blocks(key):
             rows = slice(start, start + len(stored))
@@ -127,8 +160,10 @@ class Arrays:
             if scale is not None:
                 block = block.float() * (scale if across else scale[rows, None])
             block = block.to(dtype)
-            if not block.isfinite().all():
+            if not is_finite(block):
                 raise self._not_finite(key, stored, dtype)
+            if self.descriptor is not None:
+                return (block.T if across else block).contiguous()  # it is one block, with memory of its own
             (out[:, rows].T if across else out[rows]).copy_(block)
         return out
 
@@ -137,7 +172,7 @@ class Arrays:
         across = self._across(key, transpose)
         sums = []
         for _, block in self._blocks(key):
-            if not block.isfinite().all():
+            if not is_finite(block):
                 raise self._not_finite(key, block, block.dtype)
             sums.append(block.double().square().sum(0 if across else 1))
         return (torch.stack(sums).sum(0) if across else torch.cat(sums)).sqrt().float()
@@ -159,6 +194,11 @@ class Arrays:
         shape = array.shape[::-1] if array.fortran else array.shape
         rows, columns = shape if len(shape) == 2 else (1, shape[0])
         dtype = DTYPES[array.dtype]
+        if self.descriptor is not None:
+            with readable(f"{self.path}: {key}", _COMPLETE):
+                found = _pread(self.descriptor, array, rows * columns, dtype.itemsize)
+            yield 0, torch.frombuffer(found, dtype=dtype).view(rows, columns)
+            return
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
         with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream:
             for start in range(0, rows, step):
@@ -180,6 +220,11 @@ class Arrays:
                 yield stream
 
 
+def state_of(stat: os.stat_result) -> State:
+    """The state of a file that was looked at."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def open_arrays(path: Path) -> Arrays:
     """Reads the headers of a .safetensors, .npz, .pt or .pth file, never its values. A scalar is an array of one.
 
@@ -189,7 +234,8 @@ def open_arrays(path: Path) -> Arrays:
         LoadError: the file is broken, cut short, or holds Python objects.
     """
     with readable(f"{path}: header", _COMPLETE):
-        return _OPEN.get(path.suffix, _open_safetensors)(path)
+        state = state_of(path.stat())
+        return replace(_OPEN.get(path.suffix, _open_safetensors)(path), state=state)
 
 
 def open_torch(place: Path) -> Arrays | None:
@@ -297,10 +343,15 @@ def _members(path: Path) -> dict[int, int]:
                 raise wrong(path, name, f"{info.file_size} bytes", f"at most {LARGEST_PICKLE}: names and shapes")
             if name == "byteorder" and archive.read(info) != b"little":
                 raise wrong(path, name, "not little", "little-endian numbers")
-            stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
-            start = info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
+            start = _begin(stream, info)
             ends[start] = start + info.file_size
     return ends
+
+
+def _begin(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """The first byte of a member's content in the file."""
+    stream.seek(info.header_offset + 26)  # the lengths of name and padding, which end the member's header
+    return int(info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4))))
 
 
 def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> StoredArray:
@@ -317,6 +368,25 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> S
 
 
 _OPEN = {".npz": _open_npz, ".pt": _open_torch, ".pth": _open_torch}
+
+
+def _pread(descriptor: int, array: StoredArray, items: int, size: int) -> bytearray:
+    """The bytes of an array's items, each of this size."""
+    if array.stride is None:
+        found = bytearray(os.pread(descriptor, items * size, array.start))
+    else:
+        places = range(array.start, array.start + items * array.stride, array.stride)
+        for at in places:  # so that the disk works on all of them at once: 0.15 s for 2304, not 0.4 s
+            os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_WILLNEED)
+        found = bytearray().join(os.pread(descriptor, size, at) for at in places)
+    if len(found) != items * size:
+        raise EOFError("the file is cut short")
+    return found
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite: x - x is 0, or NaN, which counts as true. 3 us for a row; isfinite takes 25."""
+    return not (values - values).any()
 
 
 def _fill(stream: IO[bytes], buffer: bytearray) -> None:

@@ -8,7 +8,7 @@ draft, not a place: a place with a dictionary for each layer gives a draft for e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.loaders import folds
-from saesteer.loaders.arrays import Arrays
+from saesteer.loaders.arrays import Arrays, is_finite
 from saesteer.loaders.files import bytes_on_disk, fingerprint, wrong
 
 # Role -> axes. The roles after the first six name the fold that uses the array.
@@ -176,7 +176,51 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     Raises:
         LoadError: as ``facts``, or a value is not finite or out of range.
     """
-    info, weights, held = facts(draft, name), draft.weights, draft.present
+    return _built(draft, facts(draft, name), dtype)
+
+
+def row_of(draft: Draft, info: CoderInfo, row: int, dtype: torch.dtype | None, descriptor: int) -> SparseCoder:
+    """One row of ``build(draft, ...)``, as a dictionary of one feature; it reads nothing of the others.
+
+    Its b_dec is zero and it has no skip connection: neither belongs to a feature.
+
+    Args:
+        draft: the dictionary's draft, whose arrays are seekable.
+        info: the facts of the draft; no activation that ranks features.
+        row: the row, below info.features.
+        dtype: as in ``build``.
+        descriptor: the open file.
+
+    Raises:
+        LoadError: a value of the row is not finite or out of range, or the file cannot be read.
+    """
+    at = row if draft.order is None else int(draft.order[row])
+    keys = {role: key for role, key in draft.present.items() if role not in ("b_dec", "skip")}
+    axes = {key: _axes_of(draft, role).index("F") for role, key in keys.items() if "F" in ROLES[role]}
+    one = replace(
+        draft,
+        weights=draft.weights.only(axes, at, descriptor),
+        keys=keys,
+        optional={},
+        order=None,
+        feature_ids=None,
+    )
+    return _built(one, replace(info, features=1, feature_ids=None, skip=False, has_max_act="max_act" in keys), dtype)
+
+
+def thresholds(draft: Draft, info: CoderInfo) -> tuple[Tensor, Tensor | None]:
+    """b_dec [d_out] and the thresholds [F] of ``build(draft, ...)``, without its matrices.
+
+    Raises:
+        LoadError: as ``build``.
+    """
+    vectors = {role: _vector(draft, role) for role in draft.present if role not in (*MATRICES, "skip")}
+    found, order = _folded(draft, info, vectors), draft.order
+    return found.b_dec, found.threshold if found.threshold is None or order is None else found.threshold[order]
+
+
+def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCoder:
+    weights, held = draft.weights, draft.present
     assert not info.skip or (draft.lengths is None and "length_in" not in held), "nobody scales a skip connection yet"
     vectors = {role: _vector(draft, role) for role in held if role not in (*MATRICES, "skip")}
     folded = _folded(draft, info, vectors)
@@ -199,7 +243,7 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
         w_enc = w_enc.to(wanted)
     if "b_in" in vectors:
         b_enc = folds.subtract_from_input(w_enc, b_enc, vectors["b_in"])
-    if not b_enc.isfinite().all():
+    if not is_finite(b_enc):
         raise wrong(weights.path, held["b_enc"], "outside the range of float32 once folded", "finite values")
     return SparseCoder(
         w_enc=ordered(w_enc),
@@ -267,11 +311,16 @@ def _axes(draft: Draft) -> dict[str, Axis]:
 
 def _expected(draft: Draft, axes: Mapping[str, Axis], role: str) -> tuple[tuple[int, ...], str]:
     """The shape that an array must have in the file, and what the shape means, such as ``[d_in, F]``."""
-    names = ROLES[role][::-1] if role in draft.transposed else ROLES[role]
+    names = _axes_of(draft, role)
     meaning = f"[{', '.join(axes[name].name for name in names)}]"
     if role == "b_enc":
         meaning += f" of {draft.keys['w_enc']} {_expected(draft, axes, 'w_enc')[1]}"
     return tuple(axes[name].size for name in names), meaning
+
+
+def _axes_of(draft: Draft, role: str) -> tuple[str, ...]:
+    """The axes of an array in the file."""
+    return ROLES[role][::-1] if role in draft.transposed else ROLES[role]
 
 
 def _dtype(draft: Draft) -> torch.dtype:

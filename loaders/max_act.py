@@ -42,7 +42,11 @@ def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Pa
         LoadError: the file cannot be written.
     """
     assert tuple(max_act.shape) == (coder.info.features,)
-    write_arrays(beside(path), {_KEY: max_act}, {"dictionary": _digest(coder), "tokens": str(tokens)})
+    write_arrays(
+        beside(path),
+        {_KEY: max_act},
+        {"dictionary": _digest(coder.info, coder.b_dec, coder.threshold), "tokens": str(tokens)},
+    )
     return beside(path)
 
 
@@ -77,9 +81,30 @@ def added(path: Path, coder: SparseCoder) -> SparseCoder:
     if info is coder.info:
         return coder
     arrays = _open(path, info)
-    if arrays.metadata.get("dictionary") != _digest(coder):
+    return replace(coder, info=info, max_act=_values(arrays, _digest(coder.info, coder.b_dec, coder.threshold)))
+
+
+def values(path: Path, info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> Tensor | None:
+    """The values [F] next to a dictionary whose other weights nobody loads; None if there are none.
+
+    Args:
+        path: the dictionary's path.
+        info: its facts, which do not know the values.
+        b_dec: [d_out], as the loader makes it.
+        threshold: [F], as the loader makes it.
+
+    Raises:
+        LoadError: the values were measured on other weights, or cannot be read.
+    """
+    if info.has_max_act or not beside(path).is_file():
+        return None
+    return _values(_open(path, info), _digest(info, b_dec, threshold))
+
+
+def _values(arrays: Arrays, digest: str) -> Tensor:
+    if arrays.metadata.get("dictionary") != digest:
         raise wrong(arrays.path, "dictionary", "measured on other weights", _AGAIN)
-    return replace(coder, info=info, max_act=arrays.vector(_KEY, negative=False))
+    return arrays.vector(_KEY, negative=False)
 
 
 def _open(path: Path, info: CoderInfo) -> Arrays:
@@ -90,10 +115,10 @@ def _open(path: Path, info: CoderInfo) -> Arrays:
     return arrays
 
 
-def _digest(coder: SparseCoder) -> str:
+def _digest(info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> str:
     """Hex digest of a few KB that every loader reads unchanged, whatever the dtype."""
-    of = hashlib.sha256(repr((coder.info.features, coder.info.d_in, coder.info.feature_ids)).encode())
-    of.update(coder.b_dec.cpu().numpy().tobytes())
-    if coder.threshold is not None:
-        of.update(coder.threshold.cpu().numpy().tobytes())
+    of = hashlib.sha256(repr((info.features, info.d_in, info.feature_ids)).encode())
+    of.update(b_dec.cpu().numpy().tobytes())
+    if threshold is not None:
+        of.update(threshold.cpu().numpy().tobytes())
     return of.hexdigest()

@@ -45,7 +45,7 @@ class Model:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
         dictionaries: name → path or hub id, with ``@site`` if the files do not name their site, or
-            ``{"path": ..., "site": ...}``.
+            ``{"path": ..., "site": ...}``; one that a server would serve by rows is loaded whole.
         sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -98,6 +98,9 @@ class Model:
                 "max_dose": max_dose,
             }
         )
+        # On one machine with one sequence at a time, dictionaries by rows are loaded whole.
+        sources = {name: replace(one, rows=False) for name, one in self._config.dictionaries.items()}
+        self._config = replace(self._config, dictionaries=sources)
         text = model.config.get_text_config()
         self.engine = Engine(
             Assets.open(self._config),

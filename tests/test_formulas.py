@@ -1,6 +1,7 @@
 """Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
 
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.engine.doses import sites_of
-from saesteer.engine.engine import Engine
+from saesteer.engine.engine import Engine, Row
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
 from saesteer.language.sites import parse
@@ -99,7 +100,9 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
     return Engine(Assets.open(config), dtype=torch.float32, device=torch.device("cpu"), **size)
 
 
-def forward(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
+def forward(
+    engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor, row_of: Callable[..., Row | None] = row_of
+) -> torch.Tensor:
     """Requests of TOKENS tokens each through all sites, with a layer of a model in between."""
     kinds = np.zeros(len(engine.sites), dtype=np.int32)
     for row, spec in enumerate(specs, 1):

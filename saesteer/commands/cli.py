@@ -70,6 +70,7 @@ def serve(
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
     registers: Annotated[int | None, _flag("registers")] = None,
+    dictionary_folder: Annotated[str | None, _flag("dictionary_folder")] = None,
     default_module: Annotated[str | None, _flag("default_module")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
@@ -98,6 +99,7 @@ def serve(
         pool_rows=pool_rows,
         inline_rows=inline_rows,
         registers=registers,
+        dictionary_folder=dictionary_folder,
         default_module=default_module,
         max_dose=max_dose,
         max_dose_action=max_dose_action,
@@ -115,6 +117,21 @@ def inspect(
     from saesteer.commands.inspect import report
 
     typer.echo(report(place))
+
+
+@app.command()
+def convert(
+    place: Annotated[
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
+    _rows: Annotated[bool, typer.Option("--rows", help="Row by row; it writes nothing else.")] = True,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the matrices; default: as stored.")] = None,
+) -> None:
+    """Write a dictionary of any format as saesteer's own file, from which a server reads rows fastest."""
+    from saesteer.commands.convert import run
+
+    typer.echo(run(place, target, dtype=dtype))
 
 
 Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]

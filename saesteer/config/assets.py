@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
+from saesteer.config.row_store import RowStore
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
@@ -27,6 +29,7 @@ class Assets:
     infos: Mapping[str, CoderInfo]  # the dictionaries' headers, with the operator's sites filled in
     vectors: Mapping[str, VectorSet]
     modules: Mapping[str, Spec]  # each a valid spec that names only what this server has
+    rows: RowStore  # dictionaries whose weights stay in their files; those with a name are in infos, too
 
     @classmethod
     def open(cls, config: SaesteerConfig) -> "Assets":
@@ -37,16 +40,21 @@ class Assets:
                 module that cannot be read, is wrong, names something unknown, or uses itself.
             LoadError: a file is invalid.
         """
-        infos = {name: _placed(name, source) for name, source in config.dictionaries.items()}
+        sources = config.dictionaries
+        rows = RowStore({name: one for name, one in sources.items() if one.rows}, config.dictionary_folder, _placed)
+        infos = {
+            name: rows[name] if one.rows else _placed(name, one, describe(one.path, site=one.reads))
+            for name, one in sources.items()
+        }
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=infos, vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=_both(infos, rows), vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
-        return cls(config, infos, vectors, modules)
+        return cls(config, infos, vectors, modules, rows)
 
     def sites(self, layers: int, other_widths: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
@@ -93,7 +101,7 @@ class Assets:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
         catalog = Catalog(
-            dictionaries=self.infos,
+            dictionaries=_both(self.infos, self.rows),
             sites=frozenset(sites),
             max_entries=self.config.max_edits,
             vectors=self.vectors,
@@ -114,7 +122,8 @@ class Assets:
         Files count by their content, so machines that keep the same files in different places agree.
         """
         facts = [
-            replace(self.config, dictionaries={}, vectors={}, modules={}).to_json(),
+            replace(self.config, dictionaries={}, dictionary_folder=None, vectors={}, modules={}).to_json(),
+            self.config.dictionary_folder is None,
             {name: replace(info, source="").to_json() for name, info in self.infos.items()},
             {name: found.fingerprint for name, found in self.vectors.items()},
             {name: spec.to_json() for name, spec in self.modules.items()},
@@ -143,9 +152,14 @@ def unserved(info: CoderInfo) -> str | None:
     return None
 
 
-def _placed(name: str, source: DictionarySource) -> CoderInfo:
+def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
+    """The dictionaries with a name, and those that are opened when somebody asks for them."""
+    return ChainMap(dict(infos), rows)  # type: ignore[arg-type]  # it is only read
+
+
+def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:
+    """The facts with the operator's sites; ConfigError where they have none, or cannot be served."""
     reads, both, writes = (source.site or "").partition(":")
-    info = describe(source.path, site=reads or None)
     if source.site:
         for site in (reads, writes) if both else (reads,):
             parse(site)

@@ -31,6 +31,7 @@ LIMITS = {
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
+ROWS = "rows:"  # before a place: the dictionary stays in its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,19 @@ class DictionarySource:
 
     path: str
     site: str | None = None
+    rows: bool = False  # the weights stay in the file; the rows of a feature are read when a request asks for it
 
     @classmethod
     def from_argument(cls, text: str) -> "DictionarySource":
-        """Read ``PATH_OR_REPO[@SITE]``, as on the command line."""
-        path, at, site = text.rpartition("@")
-        return cls(path, site) if at and "/" not in site else cls(text)
+        """Read ``[rows:]PATH_OR_REPO[@SITE]``, as on the command line."""
+        place = text.removeprefix(ROWS)
+        path, at, site = place.rpartition("@")
+        return cls(path, site, place != text) if at and "/" not in site else cls(place, rows=place != text)
+
+    @property
+    def reads(self) -> str | None:
+        """The site that it reads, as far as this says it."""
+        return (self.site or "").partition(":")[0] or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +142,14 @@ def _limit(name: str, flag: str, about: str, python: tuple[str, ...]) -> Option:
 OPTIONS: dict[str, Option] = {
     "dictionaries": Option(
         "--dictionary",
-        "NAME=PLACE[@SITE]",
-        _named(_source(DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word))),
-        "A dictionary and its name in requests: a path or hub id, @SITE if its files do not state it. Repeatable.",
+        "NAME=[rows:]PLACE[@SITE]",
+        _named(
+            _source(
+                DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word), rows=fields.flag
+            )
+        ),
+        "A dictionary and its name in requests: a path or hub id, @SITE if its files do not state it. With rows: its "
+        "weights stay in the file, and a request's features are read from there. Repeatable.",
     ),
     "sites": Option(
         "--sites",
@@ -155,8 +168,17 @@ OPTIONS: dict[str, Option] = {
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."
     ),
     "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
-    "inline_rows": _limit("inline_rows", "--inline-rows", "Inline vectors for one request at every site", ("LLM",)),
+    "inline_rows": _limit(
+        "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
+    ),
     "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
+    "dictionary_folder": Option(
+        "--dictionary-folder",
+        "FOLDER",
+        optional(_word),
+        "Every dictionary below a folder, by rows; its path there is its name. Only --sites give it sites.",
+        ("LLM",),
+    ),
     "default_module": Option(
         "--default-module",
         "NAME",
@@ -189,8 +211,9 @@ class SaesteerConfig:
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
-    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors of one request at every site
+    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
     registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
+    dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     default_module: str | None = None  # the module that every request uses first, unless it opts out
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit

@@ -101,6 +101,7 @@ def _read(file: Path) -> SaesteerConfig:
     return replace(
         told,
         dictionaries={name: replace(one, path=beside(one.path)) for name, one in told.dictionaries.items()},
+        dictionary_folder=told.dictionary_folder and beside(told.dictionary_folder),
         vectors={name: replace(one, path=beside(one.path)) for name, one in told.vectors.items()},
         modules={name: beside(one) if isinstance(one, str) else one for name, one in told.modules.items()},
     )

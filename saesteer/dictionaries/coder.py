@@ -61,6 +61,7 @@ class CoderInfo:
     skip: bool = False  # y += x @ w_skip.T as well
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
+    by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
 
     def __post_init__(self) -> None:
         assert self.activation in get_args(Activation), self.activation

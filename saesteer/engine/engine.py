@@ -87,7 +87,7 @@ class Engine:
         self.device = device
         self.dtype = dtype
         self.sites: dict[str, Site] = {}
-        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # vectors that the device does not have yet
+        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
         self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths))
         widths = {name: self.catalog.width_at(name) or width for name in names}
@@ -114,16 +114,18 @@ class Engine:
             "positions": self.positions,
             "cells": zeros(max_tokens),
             "registers": torch.zeros(max_tokens, config.registers, device=device),
-            "scratch": scratch_for(infos.values(), max(widths.values(), default=width), device),
+            "scratch": scratch_for(
+                [info for info in infos.values() if not info.by_rows], max(widths.values(), default=width), device
+            ),
         }
         slots = {name: max(config.pool_rows, pinned[name]) for name in names}
         ends = {key: assets.ends(key, names) for key in infos}
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
-        whole = {key: decodes(info, ends[key]) for key, info in infos.items()}
-        crossed = {
-            site for key, (first, last) in ends.items() if whole[key] and first != last for site in (first, last)
-        }
+        whole = {key: decodes(info, ends[key]) for key, info in infos.items() if not info.by_rows}
+        crossed = {site for key in whole if whole[key] and ends[key][0] != ends[key][1] for site in ends[key]}
         kept = torch.zeros(max_tokens, width, dtype=dtype, device=device) if crossed else None
+        for room in found.values() if config.dictionary_folder else ():
+            room.norms = True  # nobody knows yet what its dictionaries need
         for number, name in enumerate(names):
             own: dict[str, Tensor] = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
             if kept is not None and name in crossed:
@@ -132,9 +134,10 @@ class Engine:
             self.sites[name] = site
             bind(site)
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
-        for key, info in infos.items():
+        for key in rows:
             reads, writes = (self.sites[site] for site in ends[key])
-            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key], whole=whole[key])
+            path = config.dictionaries[key].path
+            placements[key] = fill(infos[key], path, reads, writes, rows[key], whole=whole[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
@@ -216,8 +219,12 @@ class Engine:
         numbers = [] if listed == self._listed else listed
         there = self._numbers if isinstance(rows, list) else rows
         if self._staged or self._written or numbers:
-            slots = [(self.sites[name].w_enc, self.sites[name].w_dec, slot) for name, slot in self._written]
-            values = list(self._written.values())
+            slots, values = [], []
+            for (name, slot), one in self._written.items():
+                both = self.sites[name].w_enc, self.sites[name].w_dec
+                alone = one.ndim == 1  # a direction reads and writes
+                slots += [(*both, slot)] if alone else [(weights, weights, slot) for weights in both]
+                values += [one] if alone else [*one]
             news, beside = pack(self.table, self.dtype, self._staged, slots, values, numbers)
             self._staged = {}
             self._written.clear()

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.pool import Pool
 from saesteer.engine.table import Arrow, Row
+from saesteer.engine.wire import FEATURE
 from saesteer.planning.digests import DIGEST
 from saesteer.planning.pins import Pins, Place, no_room
 
 KEPT = 4096  # recently pinned vectors: a request that was admitted before may still be waiting for its turn
 BROUGHT = 2048  # vectors that requests brought recently: clients send one set of directions with many requests
 
-Written = dict[tuple[str, int], NDArray[np.float32]]  # site and slot → the direction, as wide as the site
+Written = dict[
+    tuple[str, int], NDArray[np.float32]
+]  # site and slot → what belongs there, Arrow.unit, as wide as the site
 # What a filled row protects from overwriting: all that was pinned after this change (0: nothing), and other slots.
 Held = tuple[int, list[tuple[Pool, bytes]]]
 
@@ -91,7 +94,8 @@ class Registry:
 
         Args:
             digests: the digests that it refers to.
-            vectors: the vectors that came with it: dtype, digests of the rows, and the rows as little-endian bytes.
+            vectors: the vectors that came with it: dtype, digests of the rows, and the rows as little-endian bytes;
+                features as ``wire.FEATURE`` says.
 
         Raises:
             Gone: a vector is no longer here and did not come with the plan.
@@ -101,6 +105,8 @@ class Registry:
             names = [joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)]
             if all(name in self._brought for name in names):
                 own |= {name: self._brought[name] for name in names}
+            elif dtype == FEATURE:
+                own[joined] = Arrow.feature(joined, data)
             else:
                 own |= Arrow.several(names, numbers_of(dtype, data).reshape(len(names), -1))
         for arrow in own.values():

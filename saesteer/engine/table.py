@@ -7,12 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo
-from saesteer.engine.wire import GROUP, POWER, TARGET, Wire
+from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
 _KERNELS = layout.ANY | layout.LONE | layout.MANY
-_NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
 
@@ -33,7 +32,7 @@ class Placement:
     @property
     def norm(self) -> int:
         """The bit of its input norm, or 0."""
-        return layout.L2_NORM if self.info.reads_pregain else _NORMS[self.info.in_norm]
+        return norm_of(self.info)
 
     @property
     def flags(self) -> int:
@@ -56,11 +55,17 @@ class Places:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrow:
-    """A vector at unit length, and the length that it was divided by."""
+    """A vector at unit length, and the length that it was divided by; or the rows of a feature, and its max_act."""
 
-    digest: bytes  # digest of the vector's numbers
-    unit: NDArray[np.float32]  # [d]
+    digest: bytes  # digest of the numbers
+    unit: NDArray[np.float32]  # [d]; of a feature [2, d], its encoder row and its decoder row
     length: float
+
+    @classmethod
+    def feature(cls, digest: bytes, data: bytes) -> "Arrow":
+        """A feature from the bytes that travel with a plan."""
+        numbers = np.frombuffer(data, "<f4").copy()  # torch takes no read-only memory
+        return cls(digest, numbers[1:].reshape(2, -1), float(numbers[0]))
 
     @classmethod
     def several(cls, digests: Sequence[bytes], vectors: NDArray[np.float32]) -> "dict[bytes, Arrow]":
@@ -102,7 +107,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     Args:
         wire: the plan of the request.
         places: the places of the sites and dictionaries that it names.
-        arrows: the vectors of ``wire.digests``.
+        arrows: the vectors and features of ``wire.digests``.
         limit: the largest dose by which a site may change a token; a limit turns the measurement on. 0: any dose.
     """
     begin = layout.head(len(places.sites))
@@ -182,6 +187,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
     if arrows:
         lines = (targets < 0).nonzero()[0]
         size[lines] = np.array([arrow.length for arrow in arrows])[~targets[lines]]
+        lines = lines[np.array([arrow.unit.ndim == 1 for arrow in arrows])[~targets[lines]]]
         read = lines[(table[lines, layout.FLAGS] & layout.READ).astype(bool)]
         floats[read, layout.MUL] *= size[read]
     if power.any():

@@ -50,7 +50,7 @@ class Room:
         rows = rows_of(info, whole=whole)
         if whole or info.activation in RANKED:
             self.dense = max(self.dense, dense_size(info))
-        self.norms |= info.in_norm != "none" or info.reads_pregain
+        self.norms |= has_norm(info)
         self.enc += rows
         return self.enc - rows
 
@@ -71,7 +71,8 @@ def rooms(
     """The rows of each site, and for each dictionary its first row of w_enc, of w_dec, and its row of b_dec.
 
     A dictionary that may be reconstructed is decoded where it reads, so its encoder and decoder lie side by side there.
-    If it writes at another site, its decoder stands there as well, for clamps.
+    If it writes at another site, its decoder stands there as well, for clamps. A dictionary that is served by rows has
+    none: its features lie where vectors do.
 
     Args:
         infos: the infos of the dictionaries, by name.
@@ -81,8 +82,10 @@ def rooms(
     found = {site: Room() for site in pools}
     places = {}
     for key, info in infos.items():
-        if decodes(info, ends[key]):
-            room = found[ends[key][0]]
+        room = found[ends[key][0]]
+        if info.by_rows:
+            room.norms |= has_norm(info)
+        elif decodes(info, ends[key]):
             base = room.reading(info, whole=True)
             places[key] = base, base, room.decoding(info)
     for site, pool in pools.items():
@@ -91,9 +94,9 @@ def rooms(
         room.enc, room.dec = room.enc + pool, room.dec + pool
     for key, info in infos.items():
         first, last = ends[key]
-        if key not in places:
+        if not info.by_rows and key not in places:
             places[key] = found[first].reading(info, whole=False), 0, 0
-        if first != last:
+        if not info.by_rows and first != last:
             places[key] = places[key][0], found[last].writing(info), places[key][2]
     return found, places
 
@@ -183,6 +186,11 @@ def fill(
     apart = reads is not writes
     total = rows_of(info, whole=whole)
     return Placement(base, out, number, total, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
+
+
+def has_norm(info: CoderInfo) -> bool:
+    """Whether the op where it reads has to normalise tokens."""
+    return info.in_norm != "none" or info.reads_pregain
 
 
 def dense_size(info: CoderInfo) -> int:

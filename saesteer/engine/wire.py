@@ -1,7 +1,8 @@
 """A plan encoded as the entries of a table row, with names and digests where the holder of the weights has places.
 
 Knows plans and the words of an entry (kernels/layout.py), but neither weights nor slots. The front end encodes, the
-worker decodes; ``saesteer.hf`` does both. A vector that the request brings travels with the plan, as the same bytes.
+worker decodes; ``saesteer.hf`` does both. A vector that the request brings travels with the plan, as the same bytes. So
+do the rows of a feature whose dictionary stays in its file; what else the worker would know of it stands in the entry.
 """
 
 import json
@@ -11,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saesteer.dictionaries.coder import CoderInfo
+from saesteer.dictionaries.rows import FeatureRow
 from saesteer.dictionaries.vectors import row_digests
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
@@ -25,10 +28,12 @@ from saesteer.planning.digests import DIGEST, digest_of
 from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
 
 # A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
-TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector ~index in Wire.digests
+TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector or a feature's rows ~index in Wire.digests
 POWER = TARGET + 1  # ADD, LOW and HIGH are in units of the target's max_act or length to this power: 0, 1 or -1
 GROUP = POWER + 1  # index of the line behind the entry's group, for GROUP_END
 LINE = GROUP + 1
+FEATURE = "feature"  # in place of a dtype: its max_act or 1, encoder row and decoder row, as float32
+_NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _LINE = Struct("<9i7f3i").pack  # makes one line; many times as fast as numpy for a few lines
 
 
@@ -81,7 +86,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
     head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose]).encode()
     return {
         "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
-        "vectors": [_brought(vector) for vector in targets.brought.values()],
+        "vectors": [*map(_brought, targets.brought.values()), *map(_rows, targets.rows.values())],
     }
 
 
@@ -102,28 +107,30 @@ class _Targets:
         self.dictionaries: dict[str, int] = {}
         self.vectors: dict[bytes, int] = {}  # by digest
         self.brought: dict[int, InlineVector | tuple[float, ...]] = {}  # by id: equal ones are the same object, or few
+        self.rows: dict[str, FeatureRow] = {}  # by digest
 
     def gate(self, one: Condition) -> tuple[Any, ...]:
         """The entry that writes a condition's bit."""
-        slot, threshold, target = self._source(one.target, one.site)
+        source = self._source(one.target, one.site)
         power = -isinstance(one.target, Direction)  # bounds on x · v; the table has bounds on x · v / |v|
         bias = self._bias(one.target)
         low, high = _finite(one.above - bias), _finite(one.below - bias)
-        law = -1.0, 0.0, low, high, 0.0, threshold, 1.0
-        return slot, 0, 0, END, layout.GATE, one.bit, 0, 0, 0, *law, target, power
+        law = -1.0, 0.0, low, high, source.bias, source.threshold, 1.0
+        return source.slot, 0, 0, END, layout.GATE | source.flags, one.bit, 0, 0, 0, *law, source.target, power
 
     def read(self, one: Read) -> tuple[Any, ...]:
         """The entry that fills a register, or keeps a reconstruction."""
-        slot, threshold, target = self._source(one.target, one.site)
+        source = self._source(one.target, one.site)
         # Of a vector, the entry's f is x · v / |v|: the worker multiplies MUL by |v|.
-        law = one.scale, one.scale * self._bias(one.target) + one.shift, one.low, one.high, 0.0, threshold, 1.0
-        flags = layout.READ | layout.RECONSTRUCT * isinstance(one.target, Whole)
-        return slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, target, 0
+        shift = one.scale * self._bias(one.target) + one.shift
+        law = one.scale, shift, one.low, one.high, source.bias, source.threshold, 1.0
+        flags = source.flags | layout.READ | layout.RECONSTRUCT * isinstance(one.target, Whole)
+        return source.slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, source.target, 0
 
     def change(self, one: Change, site: str, column: int) -> list[tuple[Any, ...]]:
         """The entries of a change, one for each window; ``column`` is its place among the counts."""
-        slot, threshold, target = self._source(one.target, site)
-        flags = layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
+        source = self._source(one.target, site, held=one.held is not None)
+        flags = source.flags | layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
         low, high = one.low, one.high
         if not isinstance(one.target, Feature | Direction):
             flags, low, high = layout.RECONSTRUCT, 0.0, 0.0
@@ -134,29 +141,56 @@ class _Targets:
         if one.strength:
             flags, factor = flags | layout.SCALED, one.strength.register
         # The table holds f' − f, so that a large f loses no digits: mul · f + add.
-        law = one.scale - 1.0, one.shift, low, high, 0.0, threshold, one.gain
-        behind = flags, one.gates, factor, held, 0, *law, target, int(one.unit in ("max_act", "vector"))
-        return [(slot, 0, lo, hi, *behind) for lo, hi in one.windows]
+        law = one.scale - 1.0, one.shift, low, high, source.bias, source.threshold, one.gain
+        behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
+        return [(source.slot, 0, lo, hi, *behind) for lo, hi in one.windows]
 
     def _bias(self, target: object) -> float:
         named = isinstance(target, Direction) and isinstance(target.vector, str)
         return self.catalog.vectors[target.vector].bias if named else 0.0  # type: ignore[attr-defined]
 
-    def _source(self, target: object, site: str) -> tuple[int, float, int]:
-        """The words SLOT, THRESHOLD and TARGET."""
+    def _source(self, target: object, site: str, *, held: bool = False) -> "_Source":
+        """The words of what is read or written; ``held``: another entry reads it."""
+        if isinstance(target, Feature) and (row := self.catalog.rows.get(target)) is not None:
+            self.rows[row.digest] = row
+            at = ~self.vectors.setdefault(bytes.fromhex(row.digest[: 2 * DIGEST]), len(self.vectors))
+            norm = norm_of(self.catalog.dictionaries[target.dictionary])  # type: ignore[arg-type]  # a server's
+            return _Source(0, 0.0, 0.0, 0, at) if held else _Source(0, row.bias, row.threshold, norm, at)
         if not isinstance(target, Direction):
             name: str = target.dictionary  # type: ignore[attr-defined]  # a feature or a whole dictionary
             of = self.dictionaries.setdefault(name, len(self.dictionaries))
-            return (target.feature if isinstance(target, Feature) else 0), 0.0, of
+            return _Source(target.feature if isinstance(target, Feature) else 0, 0.0, 0.0, 0, of)
         vector, pinned = target.vector, self.catalog.pinned
         if not (isinstance(vector, str) or id(vector) in self.brought or (pinned and (site, target) in pinned)):
             self.brought[id(vector)] = vector
-        return 0, -math.inf, ~self.vectors.setdefault(digest_of(target, self.catalog), len(self.vectors))
+        at = ~self.vectors.setdefault(digest_of(target, self.catalog), len(self.vectors))
+        return _Source(0, 0.0, -math.inf, 0, at)
+
+
+class _Source(NamedTuple):
+    """The words of an entry that say what is read or written. A dictionary in memory adds its own on the worker."""
+
+    slot: int
+    bias: float
+    threshold: float
+    flags: int
+    target: int
+
+
+def norm_of(info: CoderInfo) -> int:
+    """The bit of a dictionary's input norm, or 0."""
+    return layout.L2_NORM if info.reads_pregain else _NORMS[info.in_norm]
 
 
 def _finite(value: float) -> float:
     """A bound that float32 can hold, or an infinite one."""
     return value if math.isinf(value) else min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
+
+
+def _rows(row: FeatureRow) -> list[Any]:
+    """The feature's max_act and rows, as a vector travels."""
+    head = np.array([1.0 if row.max_act is None else row.max_act], "<f4")
+    return [FEATURE, bytes.fromhex(row.digest[: 2 * DIGEST]), head.tobytes() + row.rows.tobytes()]
 
 
 def _brought(vector: InlineVector | tuple[float, ...]) -> list[Any]:

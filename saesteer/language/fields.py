@@ -37,6 +37,7 @@ Code = Literal[
     "unknown_max_act",  # the dictionary's max activations are not known; `saesteer calibrate` finds them
     "unknown_name",  # a dictionary, site, op, mode ... that does not exist
     "unknown_version",
+    "unreadable",  # a dictionary by rows whose file has changed or vanished
     "wrong_type",
     "zero_vector",  # a vector without a direction
 ]

@@ -54,6 +54,8 @@ def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
     about = {"dictionary": target.dictionary}
     if isinstance(target, Feature):
         about["feature"] = target.feature
+        if target in catalog.rows:
+            return about | {"version": catalog.rows[target].digest[:_LETTERS]}
     return about | {"version": _short(catalog.dictionaries[target.dictionary])}
 
 

@@ -5,6 +5,7 @@ Every refusal names the field, the value and what is available. Knows no prompt 
 
 from collections.abc import Iterator, Sequence
 
+from saesteer.errors import ConfigError, LoadError
 from saesteer.language import sites
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
@@ -16,9 +17,12 @@ def dictionary_of(catalog: Catalog, name: str, at: str) -> Dictionary:
     """The dictionary with this name; ``at`` is the path of the object that names it.
 
     Raises:
-        SpecError: there is no such dictionary.
+        SpecError: there is no such dictionary, or its file, opened now, cannot be served.
     """
-    info = catalog.dictionaries.get(name)
+    try:
+        info = catalog.dictionaries.get(name)
+    except (ConfigError, LoadError) as exc:
+        fail(f"{at}.dictionary", "not_served", f"cannot be opened: {exc}")
     if info is None:
         known = catalog.dictionaries
         found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
@@ -68,7 +72,8 @@ def _with_op(catalog: Catalog, what: str, site: str | None, op: str | None, at: 
     """The site, after a check that the server has the op that reads or writes there."""
     if site is None or op is None or not _instrumented(catalog, op):
         place = f"dictionary {what} {site}, where this server has no op"
-        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}")
+        hint = "" if op is None else f"; start it with --sites {op} to have one there"
+        fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}{hint}")
     return site
 
 

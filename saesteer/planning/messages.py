@@ -9,6 +9,7 @@ from dataclasses import replace
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.spec import Spec
+from saesteer.planning.lookup import dictionary_of
 from saesteer.planning.plan import END, Catalog, Window
 from saesteer.planning.windows import windows
 
@@ -54,7 +55,9 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             if len(runs) > catalog.max_entries:
                 expected = f"at most {catalog.max_entries}, the server's limit on entries"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
-            info = catalog.dictionaries.get(edit.dictionary) if isinstance(edit, Clamp | Reconstruct) else None
+            info = None  # an unknown name is refused later
+            if isinstance(edit, Clamp | Reconstruct) and edit.dictionary in catalog.dictionaries:
+                info = dictionary_of(catalog, edit.dictionary, f"saesteer.edits[{i}]")
             whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
             found = _meet(whole, spans(runs, f"{at}.messages"))
             total += len(found)

@@ -6,12 +6,15 @@ Everything here is plain Python. It does not know where a name lies in memory, n
 from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as option
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from saesteer.language.fields import INT32_MAX
 from saesteer.language.inline import Vector
 from saesteer.language.sites import op_site, parse
 from saesteer.language.spec import Spec
+
+if TYPE_CHECKING:
+    from saesteer.dictionaries.rows import FeatureRow
 
 END = INT32_MAX  # the open end of a window
 MOST_CONDITIONS = 31  # that edits of one request wait for at a time: the bits of an int32 without its sign
@@ -91,6 +94,9 @@ class Catalog:
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
     other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream
+    rows: "Mapping[Feature, FeatureRow]" = option(
+        default_factory=dict
+    )  # what one request brings of files, once planned
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""

@@ -6,10 +6,11 @@ Knows plans and catalogs, not how a plan is made.
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
+from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
 
 
@@ -17,11 +18,13 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     """Refuse a plan that the ops cannot carry out as it is meant.
 
     Raises:
-        SpecError: a feature is clamped twice at a position, an edit needs a tensor where there is no op, a site needs
-            two dictionaries whole, or one after other edits, or the request brings too many vectors for a site.
+        SpecError: a feature is clamped twice at a position, a dictionary by rows is needed whole or has another width
+            than the model, an edit needs a tensor where there is no op, a site needs two dictionaries whole, or one
+            after other edits, or the request brings too many vectors for a site.
     """
     for group in found.groups:
         _refuse_twice(group.changes)
+    _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
     _refuse_dense(found, catalog)
     _refuse_brought(found, catalog)
@@ -43,6 +46,22 @@ def _refuse_twice(changes: Sequence[Change]) -> None:
                 alike = "a min and a max with the same windows, when, unit and only_if_active"
                 expected = f"windows that do not meet, or {alike}"
                 fail(f"{second.field}.feature", "duplicate", f"{message}, expected {expected}")
+
+
+def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
+    """Refuse what the rows of a few features cannot do."""
+    changes = ((change.field, change.target) for group in found.groups for change in group.changes)
+    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
+    for field, target in (*changes, *((one.field, one.target) for one in reads)):
+        if isinstance(target, Direction) or not is_by_rows(catalog, target.dictionary):
+            continue
+        at, name = f"{field}.dictionary", target.dictionary
+        info: Any = catalog.dictionaries[name]
+        if isinstance(target, Whole):
+            message = f"needs all of {name!r}, of which this server reads only the rows of features"
+            fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
+        if catalog.width not in (None, info.d_in):
+            fail(at, "conflict", f"{name!r} is {info.d_in} wide, expected {catalog.width}, the width of this model")
 
 
 def _refuse_apart(found: Plan, catalog: Catalog) -> None:
@@ -103,17 +122,28 @@ def _is_ranked(target: Feature, catalog: Catalog) -> bool:
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:
-    """Refuse a request that brings more vectors for a site than it may."""
+    """Refuse a request that brings more vectors, or rows of features, for a site than it may."""
     if catalog.inline_rows is None:
         return
-    brought: defaultdict[str, set[Direction]] = defaultdict(set)
-    for site, change in ((group.site, change) for group in found.groups for change in group.changes):
-        if isinstance(change.target, Direction) and not isinstance(change.target.vector, str):
-            if catalog.pinned and (site, change.target) in catalog.pinned:
+    brought: defaultdict[str, set[object]] = defaultdict(set)
+    changes = ((group.site, change) for group in found.groups for change in group.changes)
+    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
+    for site, one in (*((read.site, read) for read in reads), *changes):
+        target = one.target
+        if isinstance(target, Feature) and is_by_rows(catalog, target.dictionary):
+            key, what = "feature", "feature {} that the request takes from files for {}"
+        elif isinstance(target, Direction) and not isinstance(target.vector, str):
+            if catalog.pinned and (site, target) in catalog.pinned:
                 continue
-            here = brought[catalog.op_site(site)]
-            here.add(change.target)
-            if len(here) > catalog.inline_rows:
-                message = f"is vector {len(here)} that the request brings for {site}"
-                hint = "the server takes more when started with a higher --inline-rows, or with the vectors themselves"
-                fail(f"{change.field}.vector", "too_many", f"{message}, expected at most {catalog.inline_rows}; {hint}")
+            key, what = "vector", "vector {} that the request brings for {}"
+        else:
+            continue
+        here = brought[catalog.op_site(site)]
+        here.add(target)
+        if len(here) > catalog.inline_rows:
+            message = f"is {what.format(len(here), site)}, expected at most {catalog.inline_rows}"
+            hint = f"the server takes more when started with a higher --inline-rows, or with the {_KEPT[key]}"
+            fail(f"{one.field}.{key}", "too_many", f"{message}; {hint}")
+
+
+_KEPT = {"feature": "dictionary in memory", "vector": "vectors themselves"}  # what needs no slot for a request

@@ -24,8 +24,9 @@ Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the he
 def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
     """The digest of each change by its site and content, group by group, without its windows.
 
-    A vector is identified by its numbers and not by its name; a dictionary by its name, whose meaning is fixed while a
-    server runs; a gate by what it reads and its bounds. The path of the edit in the request does not matter.
+    A vector is identified by its numbers and not by its name, and so are rows from a file; a dictionary by its name,
+    whose meaning is fixed while a server runs; a gate by what it reads and its bounds. The path of the edit in the
+    request does not matter.
 
     Args:
         plan: the plan of one request.
@@ -159,4 +160,6 @@ def _source(read: Condition | Read, catalog: Catalog) -> tuple[Any, ...]:
 def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[str, str]:
     if isinstance(target, Direction):
         return "direction", digest_of(target, catalog).hex()
+    if isinstance(target, Feature) and target in catalog.rows:  # several API servers may have opened different files
+        return "rows", catalog.rows[target].digest
     return str(target.feature) if isinstance(target, Feature) else "whole", target.dictionary

@@ -23,12 +23,13 @@ class LLM(vllm.LLM):
     Args:
         model: as vLLM takes it.
         dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
-            ``{"path": ..., "site": ...}``.
+            ``{"path": ..., "site": ..., "rows": ...}``; ``rows:`` in front of the path leaves it in its file.
         sites: more sites to instrument than those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
-        inline_rows: inline vectors that one request may bring for each site.
+        inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
+        dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
@@ -51,6 +52,7 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
+        dictionary_folder: str | None = None,
         default_module: str | None = None,
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
@@ -64,6 +66,7 @@ class LLM(vllm.LLM):
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
+            "dictionary_folder": dictionary_folder,
             "default_module": default_module,
             "max_dose": max_dose,
             "max_dose_action": max_dose_action,

@@ -57,7 +57,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
     assert words[5:8] == ["--port", "8001", "--enforce-eager"]
     assert additional_config(words) == {
         "saesteer": {
-            "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3"}},
+            "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3", "rows": False}},
             "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
             "max_edits": 32,
             "vectors": {},
@@ -65,6 +65,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "pool_rows": 64,
             "inline_rows": 1,
             "registers": 64,
+            "dictionary_folder": None,
             "default_module": None,
             "max_dose": None,
             "max_dose_action": None,
@@ -83,12 +84,16 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
     words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8"]
-    words += ["--default-module", "calm"]
+    words += ["--default-module", "calm", "--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
+    words += ["--dictionary-folder", str(DEMO_SAE.parent)]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
     assert additional_config(become["words"])["saesteer"] == {
-        "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": None}},
+        "dictionaries": {
+            "gs": {"path": str(DEMO_SAE), "site": None, "rows": False},
+            "stored": {"path": str(DEMO_SAE), "site": "resid_post.2", "rows": True},
+        },
         "vectors": {
             "sad": {"path": f"{tmp_path}/happy.npy", "bias": None},
             "happy": {"path": f"{tmp_path}/happy.npy", "bias": None},
@@ -99,6 +104,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "pool_rows": 9,
         "inline_rows": 2,
         "registers": 8,
+        "dictionary_folder": str(DEMO_SAE.parent),
         "default_module": "calm",
         "max_dose": 0.5,
         "max_dose_action": "refuse",
@@ -129,7 +135,9 @@ def test_demo_brings_model_dictionary_and_options(
     words = become["words"]
     assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
     assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
-    assert additional_config(words)["saesteer"]["dictionaries"] == {"demo": {"path": str(DEMO_SAE), "site": None}}
+    assert additional_config(words)["saesteer"]["dictionaries"] == {
+        "demo": {"path": str(DEMO_SAE), "site": None, "rows": False}
+    }
 
 
 @pytest.mark.parametrize(

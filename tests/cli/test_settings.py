@@ -27,7 +27,7 @@ names = st.text(min_size=1, max_size=128).filter(str.isprintable)
 paths = st.text(max_size=20)
 unlimited = st.builds(
     SaesteerConfig,
-    st.dictionaries(names, st.builds(DictionarySource, paths, st.none() | paths), max_size=3),
+    st.dictionaries(names, st.builds(DictionarySource, paths, st.none() | paths, st.booleans()), max_size=3),
     st.lists(st.sampled_from([f"{kind}.{layer}" for kind in KINDS for layer in ("0", "33", "all")]), max_size=3).map(
         tuple
     ),
@@ -57,6 +57,23 @@ def test_what_is_not_said_is_as_usual() -> None:
     assert (SaesteerConfig().max_edits, SaesteerConfig().pool_rows, SaesteerConfig().inline_rows) == (64, 64, 1)
     assert (SaesteerConfig().max_dose, SaesteerConfig().max_dose_action) == (None, "clamp")
     assert SaesteerConfig.from_json({"max_dose": 1, "max_dose_action": None}) == SaesteerConfig(max_dose=1.0)
+
+
+def test_a_dictionary_may_stay_in_its_file(tmp_path: Path) -> None:
+    (tmp_path / "scope").mkdir()
+    told = "dictionaries: {a: 'rows:scope@mlp_in.1:mlp_out.1'}\ndictionary_folder: scope"
+    (tmp_path / "settings.yaml").write_text(told)
+    config = read_settings(["b=rows:org/repo/x", "c=org/repo/rows"], file=tmp_path / "settings.yaml")
+    scope = str(tmp_path / "scope")
+    assert config.dictionary_folder == scope
+    assert config.dictionaries == {
+        "a": DictionarySource(scope, "mlp_in.1:mlp_out.1", rows=True),
+        "b": DictionarySource("org/repo/x", rows=True),
+        "c": DictionarySource("org/repo/rows"),
+    }
+    parts = {"path": scope, "site": "mlp_in.1:mlp_out.1", "rows": True}
+    assert SaesteerConfig.from_json({"dictionaries": {"a": parts}}).dictionaries["a"] == config.dictionaries["a"]
+    assert (config.dictionaries["a"].reads, config.dictionaries["b"].reads) == ("mlp_in.1", None)
 
 
 def vector(file: Path, *shape: int, seed: int = 0) -> Path:

@@ -5,7 +5,7 @@ position; prefix_cache.py makes the keys of the cache's blocks from them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -17,11 +17,14 @@ from saesteer.engine.wire import encode
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.applied import applied
+from saesteer.planning.by_rows import features_of
 from saesteer.planning.digests import digest
 from saesteer.planning.messages import named, resolve
+from saesteer.planning.plan import Feature
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.runs import Run, change_digests, runs
 from saesteer.plugin.door.conversation import Conversation
+from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.results.counts import Report
 
@@ -37,6 +40,7 @@ class Meaning:
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
+    rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
 
 
 class Door:
@@ -48,10 +52,14 @@ class Door:
     Args:
         server: fingerprint of the server's dictionaries and limits.
         config: the operator's settings, of which the limit for doses counts here; None: no limit.
+        fetching: the dictionaries that are served by rows; None: there are none.
     """
 
-    def __init__(self, server: str = "", config: SaesteerConfig | None = None) -> None:
+    def __init__(
+        self, server: str = "", config: SaesteerConfig | None = None, fetching: Fetching | None = None
+    ) -> None:
         self.config = config
+        self.fetching = fetching
         self.default = None if config is None else config.default_module
         self._server = server
         self._catalog: Catalog | None = None
@@ -100,9 +108,12 @@ class Door:
             found = self._find(spec, catalog, prompt_len)
         if found is None:
             planned = plan(spec, catalog, prompt_len)
-            found = _meaning(spec, catalog, planned)
+            rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
+            found = _meaning(spec, replace(catalog, rows=rows) if rows else catalog, planned)
             with self._lock:
                 self._keep(catalog, (spec, prompt_len) if planned.relative else spec, found)
+        elif self.fetching:
+            self.fetching.check(found.rows.items())
         return found
 
     def _find(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning | None:
@@ -126,7 +137,8 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
     # The ops are only for logs (logs.py).
     admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
     edited = runs(found, change_digests(found, catalog))
-    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted)
+    rows = features_of(found, catalog) if catalog.rows else {}
+    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted, rows)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:

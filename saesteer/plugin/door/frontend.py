@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from saesteer.plugin import contract
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, resolved, without_ours
 from saesteer.plugin.door.conversation import conversation_of
+from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
@@ -78,7 +80,8 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
     if assets is not None:
         refuse_unservable(vllm_config)
     self.saesteer_names = None if assets is None else _names(assets, vllm_config)
-    self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config)
+    fetching = None if assets is None else Fetching(assets.rows, vllm_config.model_config.dtype)
+    self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config, fetching)
     _default.clear()
     if self.saesteer_door.default:
         _default.add(self.saesteer_door.default)
@@ -165,7 +168,10 @@ def _checking(
 async def _asking_ahead(
     original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens."""
+    """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens.
+
+    The rows of dictionaries in files are read there, too.
+    """
     known = self.input_processor.saesteer_names
     conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
     if conversation is not None and catalog is not None and _mentions_messages(params):
@@ -175,6 +181,11 @@ async def _asking_ahead(
                 await asyncio.to_thread(resolved, spec, catalog, prompt["prompt_token_ids"], conversation)
         except SpecError as error:
             raise SpecRefused(error) from None
+    fetching = self.input_processor.saesteer_door.fetching
+    if fetching and catalog is not None:
+        with suppress(SpecError):  # vLLM's own checks come first
+            if (spec := spec_of(params)) is not None:
+                await asyncio.to_thread(fetching.prepare, spec, catalog)
     queue = await original(self, request_id, prompt, params, *args, **kwargs)
     streams.admitted()
     return queue

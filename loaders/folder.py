@@ -1,0 +1,35 @@
+"""The dictionaries below a folder, found by the names of files alone. Knows no format's keys, and opens nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from saesteer.errors import LoadError
+from saesteer.loaders import FORMATS
+
+_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth")
+
+
+def listed(folder: str | Path) -> dict[str, Path]:
+    """The places below a folder by their paths in it, in order; some may turn out to be no dictionaries.
+
+    A file with a name that a format gives to every dictionary, such as params.npz, stands for the folder that it
+    belongs to; every other file of weights stands for itself. Hidden folders are left out.
+
+    Raises:
+        LoadError: there is no such folder, or no file of weights below it.
+    """
+    root = Path(folder).expanduser()
+    usual = {name for form in FORMATS.values() for name in form.FILES if name.endswith(_SUFFIXES) and "*" not in name}
+    found = {}
+    for here, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(here, name) for name in sorted(files) if name.endswith(_SUFFIXES)):
+            alone = [name for name in usual if path.match(name)]
+            place = path.parents[alone[0].count("/")] if alone else path
+            found[(path if place == root else place).relative_to(root).as_posix()] = place
+    if not found:
+        what = "no file of weights below it" if root.is_dir() else "no such folder"
+        raise LoadError(f"{folder}: {what}; expected a folder with dictionaries")
+    return found

@@ -1,0 +1,39 @@
+"""``saesteer convert``: a dictionary of any format, written again in saesteer's own, row by row. Knows no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from saesteer.config.config import DictionarySource
+from saesteer.errors import ConfigError
+from saesteer.loaders import load
+from saesteer.loaders.formats import own
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(place: str, target: Path, *, dtype: str | None) -> str:
+    """Write a dictionary so that the numbers of a feature lie next to each other; say what was written.
+
+    Args:
+        place: of the dictionary, as ``PATH_OR_REPO[@SITE]``.
+        target: a new file, ``*.safetensors``.
+        dtype: of its two matrices; None: as stored.
+
+    Raises:
+        ConfigError: the target is not such a file, or exists; or the dtype is another.
+        LoadError: the dictionary cannot be read, or the target cannot be written.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"{target}: expected the name of a new file that ends in .safetensors")
+    if target.exists():
+        raise ConfigError(f"{target}: exists; expected the name of a new file")
+    source = DictionarySource.from_argument(place)
+    coder = load(source.path, dtype=None if dtype is None else DTYPES[dtype], site=source.site)
+    own.write(target, coder)
+    info = coder.info
+    return f"{target}: {info.features:,} features of {info.format}, {target.stat().st_size / 1e6:,.1f} MB"

@@ -1,0 +1,114 @@
+"""Dictionaries that stay in their files: what is known of each, and the rows of features that requests ask for.
+
+Those of ``--dictionary NAME=rows:PLACE`` are opened at start, those below ``--dictionary-folder`` when a request names
+them. Safe to use in threads. Knows no request, no model and no device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from saesteer.config.config import DictionarySource
+from saesteer.dictionaries.coder import CoderInfo
+from saesteer.dictionaries.rows import FeatureRow, feature_row
+from saesteer.loaders.folder import listed
+from saesteer.loaders.rows import RowFile, open_rows
+
+RECENT = 1024  # rows that are kept: 32 MB where the stream is 4096 wide
+OPENED = 4096  # dictionaries below the folder that are kept open, as requests name them, each with any site
+
+Place = Callable[[str, DictionarySource, CoderInfo], CoderInfo]  # fills in the operator's sites, or refuses
+
+
+class RowStore(Mapping[str, CoderInfo]):
+    """Facts by name. A name that is asked for may raise ConfigError or LoadError, as its file is opened then.
+
+    A name below the folder may end in ``@SITE``, as a place does on the command line.
+
+    Args:
+        named: the operator's own, by name.
+        folder: where all others are; None: there are no others.
+        place: gives a dictionary its sites.
+
+    Raises:
+        ConfigError, LoadError: one of ``named`` cannot be read by rows, or the folder has no dictionaries.
+    """
+
+    def __init__(self, named: Mapping[str, DictionarySource], folder: str | None, place: Place) -> None:
+        self._place = place
+        self._listed: Mapping[str, Path] = {} if folder is None else listed(folder)
+        self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
+        self._own = frozenset(named)
+        self._rows: dict[tuple[str, int, torch.dtype], FeatureRow] = {}  # the last used comes last
+        self._lock = Lock()
+        self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
+
+    def __getitem__(self, name: str) -> CoderInfo:
+        return self._find(name)[1]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.named or (isinstance(name, str) and self._source(name) is not None)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.named
+        yield from self._listed.keys() - self.named.keys()
+
+    def __len__(self) -> int:
+        return len(self.named.keys() | self._listed.keys())
+
+    def row(self, name: str, feature: int, dtype: torch.dtype) -> FeatureRow:
+        """What an edit of a feature needs, from the file as it was when it was opened.
+
+        Args:
+            name: the name of a dictionary here.
+            feature: a feature that it has.
+            dtype: of the server's weights.
+
+        Raises:
+            LoadError: the file has changed or vanished, or a number is wrong.
+        """
+        key = name, feature, dtype
+        file, info = self._find(name)
+        with self._lock:
+            found = self._rows.pop(key, None)
+        if found is None:
+            row = info.row_of(feature)
+            assert row is not None, key
+            found = feature_row(file.row(row, torch.float32 if info.in_norm == "layer_norm" else dtype))
+        else:
+            file.check()
+        with self._lock:
+            self._rows[key] = found
+            if len(self._rows) > RECENT:
+                del self._rows[next(iter(self._rows))]
+        return found
+
+    def check(self, name: str) -> None:
+        """Raises LoadError if the file of a dictionary has changed or vanished."""
+        self._find(name)[0].check()
+
+    def _find(self, name: str) -> tuple[RowFile, CoderInfo]:
+        found = self._opened.get(name)
+        if found is not None:
+            return found
+        source = self._source(name)
+        if source is None:
+            raise KeyError(name)
+        return self._open(name, source)
+
+    def _source(self, name: str) -> DictionarySource | None:
+        """Where a dictionary below the folder is."""
+        path, _, site = (name, "", "") if name in self._listed else name.rpartition("@")
+        return DictionarySource(str(self._listed[path]), site or None) if path in self._listed else None
+
+    def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
+        file = open_rows(source.path, site=source.reads)
+        info = replace(self._place(name, source, file.info), by_rows=True)
+        with self._lock:
+            found = self._opened.setdefault(name, (file, info))
+            if len(self._opened) > OPENED + len(self._own):
+                del self._opened[next(one for one in self._opened if one not in self._own)]
+        return found

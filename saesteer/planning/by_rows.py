@@ -1,0 +1,40 @@
+"""Which features a plan or a spec takes from dictionaries that are served by rows. Knows no file and no number."""
+
+from collections.abc import Iterator
+
+from saesteer.errors import SpecError
+from saesteer.language.edits import Clamp
+from saesteer.language.spec import Spec
+from saesteer.planning.expand import steps
+from saesteer.planning.plan import Catalog, Condition, Feature, Plan, Read
+
+
+def is_by_rows(catalog: Catalog, name: str) -> bool:
+    """Whether rows of a dictionary come with the requests that need them."""
+    return getattr(catalog.dictionaries[name], "by_rows", False)
+
+
+def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
+    """The features whose rows a plan needs, each with the path of its first mention."""
+    reads: tuple[Condition | Read, ...] = (*plan.conditions, *plan.reads)
+    changes = (change for group in plan.groups for change in group.changes)
+    found: dict[Feature, str] = {}
+    for one in (*changes, *reads):
+        if isinstance(one.target, Feature) and is_by_rows(catalog, one.target.dictionary):
+            found.setdefault(one.target, one.field)
+    return found
+
+
+def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
+    """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
+    try:
+        default = catalog.default if spec.defaults else None
+        edits = [step.edit for step in steps(spec.edits, catalog.modules, default=default)]
+    except SpecError:
+        return
+    for edit in edits:
+        if isinstance(edit, Clamp):
+            yield Feature(edit.dictionary, edit.feature)
+        for _, one in edit.sources():
+            if one.dictionary is not None and one.feature is not None:
+                yield Feature(one.dictionary, one.feature)

@@ -1,0 +1,70 @@
+"""The rows of features that a request needs of dictionaries in files, read before it is sent on. Knows no tensor.
+
+They are read in a thread before vLLM is ready for the request (``prepare``), so the event loop waits for no disk. The
+plan then finds them among the store's recent rows, and only looks at their files' state (``fetch``). Offline, where no
+loop waits, ``fetch`` reads them.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from saesteer.config.row_store import RowStore
+from saesteer.dictionaries.rows import FeatureRow
+from saesteer.errors import ConfigError, LoadError
+from saesteer.language.fields import fail
+from saesteer.language.spec import Spec
+from saesteer.planning.by_rows import features_of, mentioned
+from saesteer.planning.plan import Catalog, Feature, Plan
+
+
+class Fetching:
+    """A server's store of rows.
+
+    Args:
+        store: the store.
+        dtype: torch's, of the server's weights.
+    """
+
+    def __init__(self, store: RowStore, dtype: Any) -> None:
+        self._store, self._dtype = store, dtype
+
+    def __bool__(self) -> bool:
+        return bool(len(self._store))
+
+    def prepare(self, spec: Spec, catalog: Catalog) -> None:
+        """Read what a spec names; what is wrong with it, ``fetch`` and the plan say."""
+        for one in mentioned(spec, catalog):
+            with suppress(ConfigError, LoadError):
+                if one.dictionary in self._store and self._store[one.dictionary].row_of(one.feature) is not None:
+                    self._store.row(one.dictionary, one.feature, self._dtype)
+
+    def fetch(self, plan: Plan, catalog: Catalog) -> Mapping[Feature, FeatureRow]:
+        """The rows that a plan needs.
+
+        Raises:
+            SpecError: a file has changed or vanished since it was opened, or holds a wrong number.
+        """
+        found = {}
+        for one, at in features_of(plan, catalog).items():
+            try:
+                found[one] = self._store.row(one.dictionary, one.feature, self._dtype)
+            except LoadError as exc:
+                _refuse(exc, one, at)
+        return found
+
+    def check(self, rows: Collection[tuple[Feature, str]]) -> None:
+        """Refuses rows whose files have changed or vanished since they were opened.
+
+        Raises:
+            SpecError: one has.
+        """
+        for one, at in rows:
+            try:
+                self._store.check(one.dictionary)
+            except LoadError as exc:
+                _refuse(exc, one, at)
+
+
+def _refuse(exc: LoadError, feature: Feature, at: str) -> None:
+    fail(f"{at}.dictionary", "unreadable", f"the file of {feature.dictionary!r} gives no rows: {exc}")

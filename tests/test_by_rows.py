@@ -1,0 +1,345 @@
+"""Dictionaries that stay in their files: the same edits as with the whole, what is refused, and files that change."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import current_thread
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saesteer.config import row_store
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import RANKED
+from saesteer.engine.engine import Engine, Row
+from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.language.spec import from_json
+from saesteer.loaders.folder import listed
+from saesteer.loaders.formats import own
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.door.rows import Fetching
+from tests.loaders import writers
+from tests.small_world import CODERS, KINDS, SITES, TOKENS, WIDTH, edits
+from tests.test_formulas import forward, make_engine
+
+# A module of the small world reconstructs by jump.
+SERVED = [name for name, kind in KINDS.items() if kind[0] not in RANKED and name != "jump"]
+CLAMP = {"op": "clamp", "dictionary": "rect", "feature": 3, "value": 1.5}
+
+
+def assets_of(folder: Path, **changes: Any) -> Assets:
+    """The small world by rows, as far as it can be."""
+    rows = {name: "rows:" if name in SERVED else "" for name in KINDS}
+    places = {name: f"{rows[name]}{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()}
+    return Assets.open(SaesteerConfig.from_json({"dictionaries": places, "sites": SITES, "inline_rows": 64, **changes}))
+
+
+def making(assets: Assets) -> Callable[[Engine, Any, int], Row | None]:
+    """What a server's front end does with a request, and what its worker makes of that."""
+
+    def row_of(engine: Engine, spec: Any, prompt_len: int) -> Row | None:
+        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+        return engine.make_row(door.meaning(from_json(spec), engine.catalog, prompt_len).admitted)
+
+    return row_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("by-rows")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Engine:
+    return make_engine(folder, inline_rows=64)
+
+
+@pytest.fixture(scope="module")
+def by_rows(folder: Path, whole: Engine) -> Engine:
+    dictionaries = assets_of(folder).config.to_json()["dictionaries"]
+    return make_engine(folder, inline_rows=64, dictionaries=dictionaries)  # which writes the files again
+
+
+@pytest.fixture(scope="module")
+def assets(by_rows: Engine, folder: Path) -> Assets:
+    return assets_of(folder)
+
+
+def test_a_dictionary_by_rows_takes_no_memory(whole: Engine, by_rows: Engine) -> None:
+    for site in SITES:
+        kept = [name for name, kind in KINDS.items() if kind[3] == site and name not in SERVED]
+        assert by_rows.sites[site].pool == sum(CODERS[name].info.features for name in kept)
+        assert by_rows.sites[site].has_norms == whole.sites[site].has_norms
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_random_specs_do_the_same_as_with_the_whole(
+    data: st.DataObject, whole: Engine, by_rows: Engine, assets: Assets
+) -> None:
+    asked = data.draw(st.lists(edits(), min_size=1, max_size=5))
+    spec = {"edits": asked}
+    prompt_len = data.draw(st.integers(1, TOKENS))
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    try:
+        theirs = forward(whole, [spec], prompt_len, x)
+    except SpecError:
+        with pytest.raises(SpecError):
+            forward(by_rows, [spec], prompt_len, x, making(assets))
+        return
+    if any(
+        one["op"] == "reconstruct" and one["dictionary"] in SERVED and one["error"] == "drop" for one in spec["edits"]
+    ):
+        with pytest.raises(SpecError, match=r"without rows:, to reconstruct"):
+            forward(by_rows, [spec], prompt_len, x, making(assets))
+        return
+    ours = forward(by_rows, [spec], prompt_len, x, making(assets))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_are_shared_by_requests_and_freed(by_rows: Engine, assets: Assets) -> None:
+    row_of = making(assets)
+    rows = [row_of(by_rows, {"edits": [CLAMP]}, 4) for _ in range(2)]
+    for number, row in enumerate(rows, 1):
+        by_rows.fill(number, row)
+    first, second = rows
+    assert first is not None and second is not None
+    assert first.words[first.at].tolist() == second.words[second.at].tolist()
+    other = row_of(by_rows, {"edits": [{**CLAMP, "feature": 4}]}, 4)
+    by_rows.fill(3, other)
+    assert other is not None
+    assert other.words[other.at].tolist() != first.words[first.at].tolist()
+    for number in (1, 2, 3):
+        by_rows.fill(number, None)
+    by_rows.flush()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[Any], str, str, str]] = {
+    "reconstruct": (
+        {}, [{"op": "reconstruct", "dictionary": "rect"}], "saesteer.edits[0].dictionary", "not_served",
+        "needs all of 'rect', of which this server reads only the rows of features; start it with --dictionary",
+    ),
+    "a full pool": (
+        {"inline_rows": 1}, [CLAMP, {**CLAMP, "feature": 4}], "saesteer.edits[1].feature", "too_many",
+        "is feature 2 that the request takes from files for resid_post.1, expected at most 1; the server takes more "
+        "when started with a higher --inline-rows, or with the dictionary in memory",
+    ),
+    "a gate takes a slot": (
+        {"inline_rows": 1}, [{**CLAMP, "when": {"dictionary": "ahead", "feature": 1, "above": 0}}],
+        "saesteer.edits[0].feature", "too_many", "is feature 2 that",
+    ),
+    "an unknown feature": (
+        {}, [{**CLAMP, "feature": 12}], "saesteer.edits[0].feature", "out_of_range", "dictionary 'rect', 0 to 11",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_rows_cannot_do_is_refused(name: str, folder: Path, by_rows: Engine) -> None:
+    changes, wrong, field, code, words = REFUSED[name]
+    assets = assets_of(folder, **changes)
+    with pytest.raises(SpecError) as refused:
+        Door("server", assets.config, Fetching(assets.rows, torch.float32)).meaning(
+            from_json({"edits": wrong}), assets.catalog(width=WIDTH, layers=4), 4
+        )
+    assert (refused.value.field, refused.value.code) == (field, code)
+    assert words in str(refused.value)
+
+
+def test_ranked_dictionaries_are_refused_at_start(folder: Path, by_rows: Engine) -> None:
+    with pytest.raises(LoadError, match=r"top\.safetensors: uses topk, .* loaded whole, as NAME="):
+        assets_of(folder, dictionaries={"top": f"rows:{folder}/top.safetensors@resid_post.1"})
+
+
+def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    own.write(file, CODERS["jump"])
+    assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{file}@resid_post.1"})
+    catalog = assets.catalog(width=WIDTH, layers=4)
+    fetching = Fetching(assets.rows, torch.float32)
+    door, spec = Door("server", assets.config, fetching), from_json({"edits": [CLAMP]})
+    fetching.prepare(spec, catalog)
+    meaning = door.meaning(spec, catalog, 4)
+    assert door.meaning(spec, catalog, 4) is meaning
+    [[kind, digest, data]] = meaning.admitted["vectors"]
+    numbers = np.frombuffer(data, np.float32)
+    assert kind == "feature"
+    expected = [CODERS["jump"].w_enc[3], CODERS["jump"].w_dec[3]]
+    assert np.array_equal(numbers[1:].reshape(2, -1), torch.stack(expected).numpy())
+    assert meaning.applied[0]["version"].startswith(digest.hex()[:16])
+    read, other = os.pread, from_json({"edits": [{**CLAMP, "value": 2}]})
+    try:
+        os.pread = None  # type: ignore[assignment]  # the row is known
+        assert door.meaning(other, catalog, 4).admitted["vectors"] == meaning.admitted["vectors"]
+    finally:
+        os.pread = read
+    os.utime(file, ns=(0, 0))
+    for again in (spec, from_json({"edits": [{**CLAMP, "feature": 5}]}), from_json({"edits": [{**CLAMP, "value": 3}]})):
+        with pytest.raises(SpecError, match=r"one\.safetensors: has changed since the server opened it") as refused:
+            door.meaning(again, catalog, 4)
+        assert (refused.value.field, refused.value.code) == ("saesteer.edits[0].dictionary", "unreadable")
+    file.unlink()
+    with pytest.raises(SpecError, match="cannot be read any more"):
+        door.meaning(spec, catalog, 4)
+
+
+def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
+    """Several API servers of one engine may have opened different files under one name."""
+    found = []
+    for number, coder in enumerate([CODERS["jump"], CODERS["jump"], CODERS["rect"]]):
+        own.write(tmp_path / f"{number}.safetensors", coder)
+        assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{tmp_path}/{number}.safetensors@resid_post.1"})
+        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+        found.append(door.meaning(from_json({"edits": [CLAMP]}), assets.catalog(width=WIDTH, layers=4), 4).runs)
+    assert found[0] == found[1] != found[2]
+
+
+def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_rows: Engine) -> None:
+    from saesteer.plugin.door import frontend
+
+    assets, threads = assets_of(folder), []
+    catalog = replace(by_rows.catalog, default="calm")
+
+    class Telling(Fetching):
+        def prepare(self, spec: Any, catalog: Any) -> None:
+            threads.append(current_thread())
+            super().prepare(spec, catalog)
+
+    async def original(self: Any, request_id: str, prompt: Any, params: Any) -> str:
+        return "a queue"
+
+    door = SimpleNamespace(fetching=Telling(assets.rows, torch.float32))
+    processor = SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=catalog))
+    params = SimpleNamespace(extra_args={"saesteer": {"edits": [{**CLAMP, "feature": 9}]}})
+    asked = frontend._asking_ahead(original)(SimpleNamespace(input_processor=processor), "r", {}, params)
+    assert asyncio.run(asked) == "a queue"
+    assert threads != [current_thread()]
+    known = {(name, feature) for name, feature, _ in assets.rows._rows}
+    assert known == {("rect", 9), ("rect", 2)}  # the default module has the other one
+
+
+def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "RECENT", 3)
+    store = assets_of(folder).rows
+    first, _, third = (store.row("rect", n, torch.float32) for n in range(3))
+    assert store.row("rect", 0, torch.float32) is first
+    store.row("rect", 3, torch.float32)  # in place of 1
+    assert store.row("rect", 2, torch.float32) is third
+    assert store.row("rect", 0, torch.float32) is first
+    assert store.row("rect", 0, torch.bfloat16) is not first
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder of dictionaries of several formats; one is of another width, and one file is broken."""
+    (tmp_path / "a").mkdir()
+    own.write(tmp_path / "a" / "first.safetensors", CODERS["jump"])
+    wide = writers.raw(d_in=WIDTH, d_out=WIDTH)
+    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7", wide)
+    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_3" / "width_16k" / "average_l0_7", wide)
+    narrow = writers.raw(d_in=12, d_out=12)
+    writers.gemma_scope(tmp_path / "narrow" / "gemma-scope-2b-pt-res" / "layer_1" / "w" / "l", narrow)
+    own.write(tmp_path / "top.safetensors", CODERS["top"])
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "params.npz").write_bytes(b"no")
+    return tmp_path
+
+
+NAMES = [
+    "broken.safetensors",
+    "top.safetensors",
+    "a/first.safetensors",
+    "gemma-scope-2b-pt-res/layer_1/width_16k/average_l0_7",
+    "gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_7",
+    "narrow/gemma-scope-2b-pt-res/layer_1/w/l",
+]
+
+
+def test_a_folder_is_listed_by_paths(tree: Path) -> None:
+    assert list(listed(tree)) == NAMES
+    assert list(listed(tree / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7")) == ["params.npz"]
+    with pytest.raises(LoadError, match="no such folder; expected a folder with dictionaries"):
+        listed(tree / "nothing")
+
+
+FROM_FOLDER: dict[str, tuple[str, str, str, str]] = {
+    "no op there": (NAMES[4], "dictionary", "not_served", "start it with --sites resid_post.3 to have one there"),
+    "no site": (NAMES[2], "dictionary", "not_served", "do not say where they belong"),
+    "broken": (NAMES[0], "dictionary", "not_served", "cannot be opened: "),
+    "ranked": (f"{NAMES[1]}@resid_post.1", "dictionary", "not_served", "uses topk, which ranks all features"),
+    "another width": (NAMES[5], "dictionary", "conflict", "is 12 wide, expected 24, the width of this model"),
+    "unknown": ("a/firts.safetensors", "dictionary", "unknown_name", "did you mean 'a/first.safetensors'?"),
+    "outside": ("../top.safetensors", "dictionary", "unknown_name", "expected one of"),
+}
+
+
+@pytest.mark.parametrize("name", FROM_FOLDER)
+def test_what_a_folder_cannot_serve_is_refused(name: str, tree: Path) -> None:
+    called, part, code, words = FROM_FOLDER[name]
+    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tree), "sites": ["resid_post.1"]}))
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    with pytest.raises(SpecError) as refused:
+        door.meaning(from_json({"edits": [{**CLAMP, "dictionary": called}]}), assets.catalog(width=WIDTH, layers=4), 4)
+    assert (refused.value.field, refused.value.code) == (f"saesteer.edits[0].{part}", code)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("called", [NAMES[3], f"{NAMES[2]}@resid_post.1"])
+def test_a_dictionary_of_a_folder_does_the_same_as_in_memory(called: str, tree: Path) -> None:
+    place, _, _ = called.partition("@")
+    size: dict[str, Any] = {"width": WIDTH, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    alone = {"sites": SITES, "dictionaries": {"it": f"{tree}/{place}@resid_post.1"}}
+    below = Assets.open(SaesteerConfig.from_json({"sites": SITES, "dictionary_folder": str(tree)}))
+    engines = [
+        Engine(one, dtype=torch.float32, device=torch.device("cpu"), **size)
+        for one in (Assets.open(SaesteerConfig.from_json(alone)), below)
+    ]
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(4))
+    specs = [{"edits": [{**CLAMP, "dictionary": name, "value": 4.0}]} for name in ("it", called)]
+    theirs = forward(engines[0], [specs[0]], 4, x)
+    assert not torch.equal(theirs, forward(engines[0], [None], 4, x))
+    torch.testing.assert_close(forward(engines[1], [specs[1]], 4, x, making(below)), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "OPENED", 2)
+    own_one = {"it": f"rows:{tree}/{NAMES[2]}@resid_post.1"}
+    told = {"dictionary_folder": str(tree), "dictionaries": own_one}
+    store = Assets.open(SaesteerConfig.from_json(told)).rows
+    first = store["it"]
+    for layer in range(9):
+        assert store[f"{NAMES[2]}@resid_post.{layer}"].site_in == f"resid_post.{layer}"
+    assert list(store._opened) == ["it", f"{NAMES[2]}@resid_post.7", f"{NAMES[2]}@resid_post.8"]
+    assert store["it"] is first
+
+
+def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
+    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1"]}
+    module = {"edits": [{**CLAMP, "dictionary": NAMES[3]}]}
+    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": module}})).catalog(width=WIDTH, layers=4)
+    wrong = {"edits": [{**CLAMP, "dictionary": NAMES[4]}]}
+    with pytest.raises(ConfigError, match=r"module 'm': .*--sites resid_post\.3"):
+        Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": wrong}})).catalog(width=WIDTH, layers=4)
+
+
+def test_a_thousand_dictionaries_are_listed_at_once(tmp_path: Path) -> None:
+    for number in range(1000):
+        folder = tmp_path / f"layer_{number % 26}" / f"width_{number}" / "average_l0_7"
+        folder.mkdir(parents=True)
+        (folder / "params.npz").write_bytes(b"opened by nobody")
+    begun = time.monotonic()
+    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)}))
+    assert time.monotonic() - begun < 5
+    assert len(assets.rows) == 1000
