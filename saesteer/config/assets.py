@@ -3,10 +3,11 @@
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
+from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
@@ -24,9 +25,10 @@ class Assets:
     """A configuration with the contents of its files; made by ``Assets.open``."""
 
     config: SaesteerConfig
-    infos: Mapping[str, CoderInfo]  # the dictionaries' headers, with the operator's sites filled in
+    infos: Mapping[str, CoderInfo]  # the dictionaries' headers by ``Catalog.key``, with the operator's sites filled in
     vectors: Mapping[str, VectorSet]
     modules: Mapping[str, Spec]  # each a valid spec that names only what this server has
+    sets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the layers of the dictionaries that are sets
 
     @classmethod
     def open(cls, config: SaesteerConfig) -> "Assets":
@@ -37,16 +39,19 @@ class Assets:
                 module that cannot be read, is wrong, names something unknown, or uses itself.
             LoadError: a file is invalid.
         """
-        infos = {name: _placed(name, source) for name, source in config.dictionaries.items()}
+        sources, sets = opened(config.dictionaries)
+        infos = {key: _placed(key, source) for key, source in sources.items()}
+        for name, layers in sets.items():
+            check_set(name, config.dictionaries[name], infos, layers)
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=infos, vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=config.dictionaries, vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
-        return cls(config, infos, vectors, modules)
+        return cls(config, infos, vectors, modules, sets)
 
     def sites(self, layers: int) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
@@ -94,6 +99,7 @@ class Assets:
             inline_rows=self.config.inline_rows,
             registers=self.config.registers,
             default=self.config.default_module,
+            sets=self.sets,
         )
         check_modules(catalog)
         return catalog

@@ -124,7 +124,7 @@ class Engine:
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
         for key, info in infos.items():
             reads, writes = (self.sites[site] for site in ends[key])
-            placements[key] = fill(info, config.dictionaries[key].path, reads, writes, rows[key])
+            placements[key] = fill(info, info.source, reads, writes, rows[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)

@@ -54,7 +54,9 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
             if len(runs) > catalog.max_entries:
                 expected = f"at most {catalog.max_entries}, the server's limit on entries"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
-            info = catalog.dictionaries.get(edit.dictionary) if isinstance(edit, Clamp | Reconstruct) else None
+            info = None
+            if isinstance(edit, Clamp | Reconstruct):
+                info = catalog.dictionaries.get(catalog.key(edit.dictionary, edit.layer))
             whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
             found = _meet(whole, spans(runs, f"{at}.messages"))
             total += len(found)

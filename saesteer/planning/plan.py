@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from saesteer.language.fields import INT32_MAX
 from saesteer.language.inline import Vector
-from saesteer.language.sites import op_site
+from saesteer.language.sites import op_site, parse
 from saesteer.language.spec import Spec
 
 END = INT32_MAX  # the open end of a window
@@ -75,11 +75,22 @@ class Vectors(Protocol):
         """The bias of a probe."""
 
 
+def member(name: str, layer: int) -> str:
+    """The key of the dictionary at a layer of a set, which messages show as well: ``gs@20``."""
+    return f"{name}@{layer}"
+
+
+def layer_of(info: Dictionary) -> int | None:
+    """The layer of a dictionary: that of the site where it reads."""
+    site = info.site_in or info.site_out
+    return None if site is None else parse(site)[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """What requests may name on a server."""
 
-    dictionaries: Mapping[str, Dictionary]
+    dictionaries: Mapping[str, Dictionary]  # by name; the members of sets by their own keys, see ``key``
     sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
     max_entries: int  # limit for one request: changes times windows, plus conditions
     vectors: Mapping[str, Vectors] = option(default_factory=dict)
@@ -90,6 +101,17 @@ class Catalog:
     registers: int = 64  # what one request may read and keep at a time, for each token
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
+    sets: Mapping[str, tuple[int, ...]] = option(default_factory=dict)  # the layers of each set, by its name
+
+    def key(self, name: str, layer: int | None) -> str:
+        """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
+        return member(name, layer) if name in self.sets and layer is not None else name
+
+    def named(self, key: str) -> tuple[str, int | None]:
+        """The inverse of ``key``: the name in requests, and the layer of a member of a set."""
+        name, _, layer = key.rpartition("@")
+        here = layer.isdecimal() and int(layer) in self.sets.get(name, ())
+        return (name, int(layer)) if here else (key, None)
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""

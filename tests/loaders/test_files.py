@@ -148,7 +148,9 @@ def test_fake_hub_single_file_and_name_inside_a_folder(fake_hub: FakeHub) -> Non
     tensors = writers.manifest_tensors(raw, writers.SEEN)
     writers.manifest(repo / "m", tensors, layers=((20, "post_block"), (4, "pre_attn")))
     assert describe("org/sae/m#layer_4_pre_attn").site_in == "resid_pre.4"
-    with pytest.raises(LoadError, match="2 sites and none chosen"):
+    with pytest.raises(
+        LoadError, match=r"2 dictionaries and none chosen; expected one of .*layer_20_post_block.safetensors"
+    ):
         describe("org/sae/m")
     with pytest.raises(LoadError, match="known names: layer_20_post_block, layer_4_pre_attn"):
         describe("org/sae/m#../sub/mine")
