@@ -7,7 +7,7 @@ pattern finds (``FOLDER/layer_*_width_16k_l0_small``). What the members of one n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +19,14 @@ from saesteer.loaders.files import WEIGHT_SUFFIXES, fetch, wrong
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
 _NAMED = re.compile(r"(?:^|[^a-z])(?:layers?|blocks|h)[._-]?(\d+)", re.IGNORECASE)
-# What members have in common: as users call it, and a field of CoderInfo.
-_ALIKE = {
-    "kind": "kind",
-    "width of the input": "d_in",
-    "width of the output": "d_out",
-    "activation": "activation",
-    "input norm": "in_norm",
-    "unit": "feature_unit",
+# What members have in common, as users call it.
+_ALIKE: dict[str, Callable[[CoderInfo], object]] = {
+    "sites": lambda info: " -> ".join(str(site).partition(".")[0] for site in (info.site_in, info.site_out)),
+    "width of the input": lambda info: info.d_in,
+    "width of the output": lambda info: info.d_out,
+    "activation": lambda info: info.activation,
+    "input norm": lambda info: info.in_norm,
+    "unit": lambda info: info.feature_unit,
 }
 
 
@@ -47,8 +47,8 @@ def members(place: str | Path) -> list[Member]:
     Raises:
         LoadError: there is none, or a file is wrong.
     """
-    paths = _paths(place)
-    found = [one for path in paths for one in _inside(path, 0, [0])]
+    root, paths = _paths(place)
+    found = [_member(file, one, root) for path in paths for file, one in _inside(path, 0, [0])]
     if not found:
         from saesteer.loaders import describe  # which imports this file
 
@@ -58,28 +58,30 @@ def members(place: str | Path) -> list[Member]:
     return sorted(found, key=lambda one: (-1 if one.layer is None else one.layer, one.place))
 
 
-def _paths(place: str | Path) -> Sequence[Path]:
+def _paths(place: str | Path) -> tuple[Path, Sequence[Path]]:
+    """The folder that layers are named below, and the files and folders that a place means."""
     if "*" not in str(place) or Path(place).expanduser().exists():
-        return [fetch(place)]
+        path = fetch(place)
+        return path, [path]
     whole = Path(place).expanduser()
     first = next(n for n, part in enumerate(whole.parts) if "*" in part)
     base, pattern = Path(*whole.parts[:first]), "/".join(whole.parts[first:])
     found = sorted(base.glob(pattern)) if base.is_dir() else []
     if not found:
         raise LoadError(f"{place}: nothing fits this pattern; expected files or folders with dictionaries")
-    return found
+    return base, found
 
 
-def _inside(path: Path, depth: int, looked: list[int]) -> Iterator[Member]:
-    """The dictionaries that a file or folder holds itself, or else those below it."""
+def _inside(path: Path, depth: int, looked: list[int]) -> Iterator[tuple[Path, Draft]]:
+    """The dictionaries that a file or folder holds itself, or else those below it, each with its own place."""
     from saesteer.loaders import FORMATS  # which imports this file
 
     for form in FORMATS.values():
         found = form.draft(path)
         if isinstance(found, Draft):
-            yield _member(path, found)
+            yield path, found
         elif found is not None:
-            yield from (_member(one.weights.path, one) for one in found)
+            yield from ((one.weights.path, one) for one in found)
         if found is not None:
             return
     looked[0] += 1
@@ -91,9 +93,10 @@ def _inside(path: Path, depth: int, looked: list[int]) -> Iterator[Member]:
             yield from _inside(child, depth + 1, looked)
 
 
-def _member(place: Path, draft: Draft) -> Member:
+def _member(place: Path, draft: Draft, root: Path) -> Member:
     named = [int(site.partition(".")[2]) for site in draft.sites if site and "." in site]
-    return Member(str(place), draft.sites, named[0] if named else layer_in(place))
+    below = Path(place.name) if place == root else place.relative_to(root)
+    return Member(str(place), draft.sites, named[0] if named else layer_in(below))
 
 
 def layer_in(path: Path) -> int | None:
@@ -124,8 +127,8 @@ def check_alike(place: str, found: Mapping[int, CoderInfo], *, whole: bool) -> N
         named = ", ".join(map(str, missing[:8]))
         raise wrong(place, f"layer {named}", "missing", f"every layer from {first} to {last}, or the layers chosen")
     for layer in layers[1:]:
-        for what, name in _ALIKE.items():
-            here, there = getattr(found[layer], name), getattr(found[first], name)
+        for what, of in _ALIKE.items():
+            here, there = of(found[layer]), of(found[first])
             if here != there:
                 expected = f"{there}, as at layer {first} ({found[first].source})"
                 raise wrong(found[layer].source, what, here, expected)

@@ -71,6 +71,7 @@ class Dictionaries:
             "mlp": f"{self.folder}/mlp.safetensors@mlp_out.12",
             "attn": f"{self.folder}/attn.safetensors@attn_out.9",
             "cross": f"{self.folder}/cross.safetensors@mlp_in.18:mlp_out.18",
+            "deep": f"{self.folder}/deep@resid_post",
         }
 
     @property
@@ -101,6 +102,9 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
     own.write(folder / "group.safetensors", random_coder("groupmax", 6))
     for seed, (name, activation) in enumerate([("mlp", "jumprelu"), ("attn", "relu"), ("cross", "topk")], 7):
         own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
+    (folder / "deep").mkdir()  # a set
+    for layer in (15, 20):
+        own.write(folder / "deep" / f"layer_{layer}.safetensors", random_coder("jumprelu", layer))
     for name, rows in VECTORS.items():
         named = {"any" if layer is None else f"layer.{layer}": row for layer, row in rows.items()}
         save_file(named, folder / f"{name}.safetensors")
