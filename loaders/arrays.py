@@ -15,8 +15,9 @@ import json
 import math
 import pickle
 import struct
+import sys
 import zipfile
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from torch import Tensor
 from saesteer.errors import LoadError
 from saesteer.loaders.files import readable, wrong
 
+SHOWN_BYTES = 1 << 30  # of an array whose reading is shown: it takes seconds
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -160,10 +162,12 @@ class Arrays:
         rows, columns = shape if len(shape) == 2 else (1, shape[0])
         dtype = DTYPES[array.dtype]
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
-        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream:
+        shown = _shown(f"{self.path.name}: {key}", rows * columns * dtype.itemsize)
+        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream, shown as read:
             for start in range(0, rows, step):
                 buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
                 _fill(stream, buffer)
+                read(len(buffer))
                 yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
             if array.member is not None:
                 stream.read(1)  # the end of a zip member is where its checksum is compared
@@ -178,6 +182,21 @@ class Arrays:
             with zipfile.ZipFile(self.path) as archive, archive.open(array.member) as stream:
                 stream.read(array.start)
                 yield stream
+
+
+@contextmanager
+def _shown(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """Shows on a terminal how much of a large array has been read; gives the function that adds bytes to it."""
+    if size < SHOWN_BYTES or not sys.stderr.isatty():
+        yield lambda more: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=size)
+        yield lambda more: progress.advance(task, more)
 
 
 def open_arrays(path: Path) -> Arrays:

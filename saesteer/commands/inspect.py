@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saesteer.config.assets import unserved
+from saesteer.config.assets import in_words, unserved
 from saesteer.config.config import DictionarySource
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -70,7 +70,7 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
     known = f"unknown at layer {_listed(tuple(without))}" if without else "known"
     lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
     lines += [(name, first[name]) for name in shared]
-    lines += [("max_act", known), ("on disk", _size(sum(info.bytes_on_disk for info in infos))), _in_memory(infos)]
+    lines += [("max_act", known), ("on disk", in_words(sum(info.bytes_on_disk for info in infos))), _in_memory(infos)]
     for layer, info in zip(layers, infos, strict=True):
         about = dict(_facts(info))
         lines.append((f"layer {layer}", f"{about['features']} features, {about['site']}, {info.source}"))
@@ -79,7 +79,7 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
 
 
 def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
-    half, full = (_size(sum(whole(info, size) for info in infos)) for size in (2, 4))
+    half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
     return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
 
 
@@ -129,7 +129,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("max_act", "known" if info.has_max_act else unknown),
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
-        ("on disk", _size(info.bytes_on_disk)),
+        ("on disk", in_words(info.bytes_on_disk)),
         _in_memory([info]),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
@@ -142,13 +142,6 @@ def _kind(info: CoderInfo) -> str:
 
 def _skip(info: CoderInfo) -> str:
     return f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
-
-
-def whole(info: CoderInfo, size: int) -> int:
-    """Bytes of a dictionary in memory whose matrices have items of this size: what loading it needs, and keeps."""
-    rows = info.features * ((info.d_in + info.d_out) * size + 4)
-    thresholds, max_act = info.activation == "jumprelu", info.has_max_act
-    return rows + 4 * (info.features * (thresholds + max_act) + info.d_out)
 
 
 def _activation(info: CoderInfo) -> str:
@@ -184,12 +177,3 @@ def _not_served(info: CoderInfo) -> list[str]:
     if info.activation in RANKED and info.site_in == info.site_out:
         notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError(count)

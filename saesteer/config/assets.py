@@ -17,7 +17,7 @@ from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
 from saesteer.models.families import SERVED_KINDS
-from saesteer.planning.plan import Catalog
+from saesteer.planning.plan import Catalog, member
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +104,22 @@ class Assets:
         check_modules(catalog)
         return catalog
 
+    def memory(self, size: int) -> list[str]:
+        """A sentence for each dictionary that a request may name: what it takes in memory.
+
+        Args:
+            size: bytes of a number of the model's dtype, in which the matrices are held.
+        """
+        found = []
+        for name in self.config.dictionaries:
+            keys = [member(name, layer) for layer in self.sets[name]] if name in self.sets else [name]
+            infos = [self.infos[key] for key in keys]
+            features, taken = sum(info.features for info in infos), sum(info.memory(size) for info in infos)
+            several = f"{len(infos)} dictionaries with " if len(infos) > 1 else ""
+            on_disk = in_words(sum(info.bytes_on_disk for info in infos))
+            found.append(f"{name}: {several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk")
+        return found
+
     @property
     def fingerprint(self) -> str:
         """Hex digest of everything that decides where ops are in the compiled graph, and what they read.
@@ -117,6 +133,16 @@ class Assets:
             {name: spec.to_json() for name, spec in self.modules.items()},
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def in_words(count: int) -> str:
+    """A number of bytes, as in 8.0 KB."""
+    size = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError(count)
 
 
 def unserved(info: CoderInfo) -> str | None:

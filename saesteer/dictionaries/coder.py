@@ -89,6 +89,12 @@ class CoderInfo:
         """Whether it reads mlp_in_pregain, for which the op of resid_mid normalises the stream."""
         return self.site_in is not None and self.site_in.startswith(PREGAIN)
 
+    def memory(self, size: int) -> int:
+        """Bytes in memory, with matrices whose items have this size: what loading needs, and keeps."""
+        rows = self.features * ((self.d_in + self.d_out) * size + 4)
+        thresholds, max_act = self.activation == "jumprelu", self.has_max_act
+        return rows + 4 * (self.features * (thresholds + max_act) + self.d_out)
+
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""
         if self.feature_ids is None:

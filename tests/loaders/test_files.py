@@ -310,3 +310,20 @@ def test_describe_of_a_million_features_is_instant_but_for_its_hash(
     assert (info.features, info.bytes_on_disk > 19e9) == (features, True)
     assert "1,048,576" in report(tmp_path)
     assert "19.3 GB" in report(tmp_path)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_large_array_shows_how_much_has_been_read(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = writers.gemma_scope(tmp_path, writers.raw())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    load(folder)
+    assert capsys.readouterr() == ("", "")  # it is small
+    monkeypatch.setattr(arrays, "SHOWN_BYTES", 1000)
+    load(folder)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("params.npz: W_enc" in err) == ("params.npz: W_dec" in err) == terminal
+    assert "b_enc" not in err

@@ -224,3 +224,10 @@ def test_two_members_are_not_mixed_up(tmp_path: Path) -> None:
     for layer in (3, 7):
         expected = writers.raw(seed=layer)["W_dec"]
         np.testing.assert_array_equal(load(infos[f"gs@{layer}"].source).w_dec.numpy(), expected)
+
+
+def test_what_a_set_takes_is_said(tmp_path: Path) -> None:
+    config = read_settings([f"gs={scope(tmp_path, 3, 7)}", f"one={tmp_path}/gemma-scope-2b-pt-res/layer_3"])
+    [both, one] = Assets.open(config).memory(2)
+    assert both.startswith("gs: 2 dictionaries with 80 features, 8.5 KB in memory, ")  # 80 * (48 * 2 + 8) + 2 * 24 * 4
+    assert one.startswith("one: 40 features, 4.3 KB in memory, ")
