@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import LoadError
+from saesteer.loaders import hub
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import WEIGHT_SUFFIXES, fetch, wrong
+from saesteer.loaders.files import fetch, wrong
+from saesteer.loaders.hub import WEIGHT_SUFFIXES
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
@@ -30,6 +32,9 @@ _ALIKE: dict[str, Callable[[CoderInfo], object]] = {
 }
 
 
+Get = Callable[[str], Path]
+
+
 class Member(NamedTuple):
     """One dictionary of a place."""
 
@@ -38,38 +43,63 @@ class Member(NamedTuple):
     layer: int | None  # by its sites, or else by its path
 
 
-def members(place: str | Path) -> list[Member]:
+def members(place: str | Path, layers: Collection[int] | None = None, get: Get = fetch) -> list[Member]:
     """The dictionaries of a place, in the order of their layers; one, if it holds a single dictionary.
 
     Args:
-        place: as in ``load``, or a path with ``*``.
+        place: as in ``load``, or a path or hub id with ``*``.
+        layers: of a repository on the hub, nothing else is downloaded; None: all.
+        get: what makes a local copy of a dictionary on the hub.
 
     Raises:
         LoadError: there is none, or a file is wrong.
     """
-    root, paths = _paths(place)
+    root, paths = _paths(place, layers, get)
     found = [_member(file, one, root) for path in paths for file, one in _inside(path, 0, [0])]
     if not found:
         from saesteer.loaders import describe  # which imports this file
 
         describe(paths[0])  # refuses it, and says what is there instead
-    if len(paths) == len(found) == 1 and found[0].place == str(paths[0]):
+    if len(paths) == len(found) == 1 and found[0].place == str(paths[0]) and "*" not in str(place) and get is fetch:
         return [found[0]._replace(place=str(place))]  # a hub id stays one
     return sorted(found, key=lambda one: (-1 if one.layer is None else one.layer, one.place))
 
 
-def _paths(place: str | Path) -> tuple[Path, Sequence[Path]]:
+def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
     """The folder that layers are named below, and the files and folders that a place means."""
-    if "*" not in str(place) or Path(place).expanduser().exists():
+    whole, text = Path(place).expanduser(), str(place)
+    if whole.exists() or ("*" not in text and ("#" in text or not hub.is_id(text))):
         path = fetch(place)
         return path, [path]
-    whole = Path(place).expanduser()
-    first = next(n for n, part in enumerate(whole.parts) if "*" in part)
+    first = next((n for n, part in enumerate(whole.parts) if "*" in part), len(whole.parts))
     base, pattern = Path(*whole.parts[:first]), "/".join(whole.parts[first:])
+    if not base.is_dir() and hub.is_id(text):
+        return _from_hub(text, first, layers, get)
     found = sorted(base.glob(pattern)) if base.is_dir() else []
     if not found:
         raise LoadError(f"{place}: nothing fits this pattern; expected files or folders with dictionaries")
     return base, found
+
+
+def _from_hub(place: str, first: int, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
+    """The same of a hub id, of which only the layers asked for are downloaded, and nothing if a layer has two."""
+    try:
+        listed = hub.dictionaries(place)
+    except LoadError:  # without a network, the hub's cache may still have it
+        listed = []
+    if not listed or listed == [place]:
+        path = get(place) if listed else fetch(place)
+        return path, [path]
+    below = {one: Path(*Path(one).parts[first:]) for one in listed}
+    wanted = [Member(one, (None, None), layer_in(path)) for one, path in below.items()]
+    wanted = [one for one in wanted if layers is None or one.layer in layers]
+    if not wanted:
+        known = ", ".join(sorted({str(layer_in(path)) for path in below.values()}))
+        raise LoadError(f"{place}: none of layer {', '.join(map(str, sorted(layers or ())))}; expected among {known}")
+    chosen = only_one_each(place, wanted).values() if len(wanted) > 1 else wanted
+    paths = [get(one.place) for one in chosen]
+    steps = len(below[wanted[0].place].parts)
+    return Path(*paths[0].parts[: len(paths[0].parts) - steps]), paths
 
 
 def _inside(path: Path, depth: int, looked: list[int]) -> Iterator[tuple[Path, Draft]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError
-from saesteer.loaders import describe
+from saesteer.loaders import describe, hub
+from saesteer.loaders.sets import Get
 from saesteer.loaders.vectors import read_vectors
 
 _HERE = "PLACE"  # what a refusal calls the dictionary, which has no name yet
@@ -43,8 +45,7 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
     """A .safetensors or .pt file may be either; if it is neither, the error says why it is no dictionary."""
     source = DictionarySource(str(place)) if Path(place).exists() else DictionarySource.from_argument(str(place))
     try:
-        sources, sets = opened({_HERE: source})
-        found = {key: describe(one.path, site=one.site, hashed=False) for key, one in sources.items()}
+        return _dictionary(source)
     except LoadError:
         if not str(place).endswith((".safetensors", ".pt")):
             raise
@@ -53,10 +54,25 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
         except LoadError:
             pass
         raise
+
+
+def _dictionary(source: DictionarySource) -> list[tuple[str, str]]:
+    """A dictionary or a set, from headers alone: of one on the hub, nothing else is downloaded."""
+    with tempfile.TemporaryDirectory(prefix="saesteer-") as folder:
+        copies = hub.Headers(folder)
+        try:
+            return [(name, copies.said(value)) for name, value in _described(source, copies.get)]
+        except LoadError as error:
+            raise LoadError(copies.said(str(error))) from error
+
+
+def _described(source: DictionarySource, get: Get) -> list[tuple[str, str]]:
+    sources, sets = opened({_HERE: source}, get)
+    found = {key: describe(one.path, site=one.site, hashed=False) for key, one in sources.items()}
     found = {key: _placed(info, sources[key].site) for key, info in found.items()}
     if sets:
         check_set(_HERE, source, found, sets[_HERE])
-        return _set_facts(str(place), list(found.values()), sets[_HERE])
+        return _set_facts(source.path, list(found.values()), sets[_HERE])
     [info] = found.values()
     lines = [(name, value) for name, value in _facts(info) if value]
     return lines + [("not served", note) for note in _not_served(info)]

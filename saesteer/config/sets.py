@@ -16,7 +16,8 @@ from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
 from saesteer.language.sites import KINDS, MAX_LAYER, parse
-from saesteer.loaders.sets import Member, check_alike, members, only_one_each
+from saesteer.loaders.files import fetch
+from saesteer.loaders.sets import Get, Member, check_alike, members, only_one_each
 from saesteer.planning.plan import member
 
 Layers = tuple[int, ...]
@@ -43,8 +44,14 @@ class _Choice:
         return ":".join(f"{kind}.{layer}" for kind in self.kinds)
 
 
-def opened(dictionaries: Mapping[str, DictionarySource]) -> tuple[dict[str, DictionarySource], dict[str, Layers]]:
+def opened(
+    dictionaries: Mapping[str, DictionarySource], get: Get = fetch
+) -> tuple[dict[str, DictionarySource], dict[str, Layers]]:
     """The source of each dictionary by its key (``Catalog.key``), and the layers of each set.
+
+    Args:
+        dictionaries: as the operator wrote them, by name.
+        get: what makes a local copy of a dictionary on the hub.
 
     Raises:
         ConfigError: a place does not have what is chosen, or a set's dictionary has the name of another dictionary.
@@ -53,7 +60,7 @@ def opened(dictionaries: Mapping[str, DictionarySource]) -> tuple[dict[str, Dict
     sources: dict[str, DictionarySource] = {}
     sets: dict[str, Layers] = {}
     for name, source in dictionaries.items():
-        found = _members(name, source)
+        found = _members(name, source, get)
         if len(found) == 1:
             [sources[name]] = found.values()
             continue
@@ -75,10 +82,13 @@ def check_set(name: str, source: DictionarySource, infos: Mapping[str, CoderInfo
     check_alike(source.path, {layer: infos[member(name, layer)] for layer in layers}, whole=every)
 
 
-def _members(name: str, source: DictionarySource) -> dict[int, DictionarySource]:
+def _members(name: str, source: DictionarySource, get: Get) -> dict[int, DictionarySource]:
     """The dictionaries that a name stands for, by layer; the layer of a single one has no meaning."""
-    found = members(source.path)
-    if len(found) == 1 and (source.site is None or all(map(_is_site, source.site.split(":")))):
+    sides = source.site.split(":") if source.site else []
+    plain = all(map(_is_site, sides))
+    layers = _Choice.read(source.site).layers if source.site and not plain else None
+    found = members(source.path, frozenset(map(_layer, sides[:1])) if sides and plain else layers, get)
+    if len(found) == 1 and plain:
         return {found[0].layer or 0: replace(source, path=found[0].place)}
     choice, shared = _Choice.read(source.site) if source.site else _Choice(), Counter(one.place for one in found)
     kinds = {str(one.sites[0]).partition(".")[0] for one in found if one.sites[0]}
@@ -126,4 +136,8 @@ def _layers(text: str, whole: str) -> frozenset[int]:
 
 def _is_site(side: str) -> bool:
     kind, _, layer = side.partition(".")
-    return not side or (kind in KINDS and layer.isdecimal()) or _SIDE.fullmatch(side) is None
+    return kind in KINDS and layer.isdecimal()
+
+
+def _layer(site: str) -> int:
+    return parse(site)[1]
