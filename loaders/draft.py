@@ -87,6 +87,7 @@ class Draft:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True
     model: str | None = None
+    l0: float | None = None
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present

@@ -68,6 +68,10 @@ def members(place: str | Path, layers: Collection[int] | None = None, get: Get =
 def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
     """The folder that layers are named below, and the files and folders that a place means."""
     whole, text = Path(place).expanduser(), str(place)
+    repo, mark, name = text.rpartition("#")
+    if mark and get is not fetch and hub.is_id(repo) and not whole.exists() and not Path(repo).exists():
+        path = get(f"{repo}/{name}.safetensors")
+        return path, [path]
     if whole.exists() or ("*" not in text and ("#" in text or not hub.is_id(text))):
         path = fetch(place)
         return path, [path]
@@ -151,9 +155,9 @@ def check_alike(place: str, found: Mapping[int, CoderInfo], *, whole: bool) -> N
     """
     layers = sorted(found)
     first, last = layers[0], layers[-1]
-    # Some sets have a few layers far apart. Where most layers are there, one that is not was lost.
+    # Some sets have a few layers far apart. Where most of three or more are there, one that is not was lost.
     missing = sorted(set(range(first, last)) - set(layers))
-    if whole and missing and 2 * len(layers) > last - first + 1:
+    if whole and missing and len(layers) > 2 and 2 * len(layers) > last - first + 1:
         named = ", ".join(map(str, missing[:8]))
         raise wrong(place, f"layer {named}", "missing", f"every layer from {first} to {last}, or the layers chosen")
     for layer in layers[1:]:

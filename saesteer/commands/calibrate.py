@@ -18,9 +18,9 @@ from saesteer.commands.features import open_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
-from saesteer.dictionaries.coder import SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, l2_normed
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical
+from saesteer.language.sites import canonical, reading_site
 from saesteer.loaders import max_act
 from saesteer.loaders.files import fetch
 
@@ -53,7 +53,7 @@ def run(
     Raises:
         SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
     """
-    text = _read(file, max_tokens)
+    text = read_text(file, max_tokens)
     if not config.dictionaries:
         raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PATH_OR_REPO[@SITE]")
     paths = {key: fetch(source.path) for key, source in opened(config.dictionaries)[0].items()}
@@ -73,7 +73,7 @@ def _measure_all(
     asked = {
         oracle.engine.catalog.key(name, layer): (name, layer) for name in names for layer in oracle.layers_of(name)
     }
-    windows = _windows(oracle, text, max_tokens)
+    windows = windows_of(oracle, text, max_tokens)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Reading", total=len(windows))
         found = measure(oracle, asked, windows, lambda: progress.advance(task))
@@ -99,15 +99,21 @@ def measure(
     """
     coders = {key: oracle.coder(*one) for key, one in asked.items()}
     found = {key: Measured(torch.zeros(coder.info.features), 0) for key, coder in coders.items()}
-    sites = {key: canonical(str(oracle.info(*one).site_in)) for key, one in asked.items()}
+    infos = {key: oracle.info(*one) for key, one in asked.items()}
     for window in windows:
         streams = oracle.streams(window)
         for key, coder in coders.items():
-            stream = streams[sites[key]][max(1, coder.info.skip_first) :]
+            stream = inputs(infos[key], streams)[max(1, coder.info.skip_first) :]
             largest = torch.maximum(found[key].max_act, _largest(coder, stream))
             found[key] = Measured(largest, found[key].tokens + len(stream))
         step()
     return found
+
+
+def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
+    """What a dictionary reads [tokens, d_in], of what stands at the instrumented sites."""
+    found = streams[reading_site(canonical(str(info.site_in)))]
+    return l2_normed(found.float()) if info.reads_pregain else found
 
 
 def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
@@ -119,7 +125,12 @@ def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
     return largest
 
 
-def _read(file: Path, max_tokens: int) -> str:
+def read_text(file: Path, max_tokens: int) -> str:
+    """As much of a text file as makes this many tokens.
+
+    Raises:
+        ConfigError: it cannot be read or is empty, or the number is out of range.
+    """
     if not 1 <= max_tokens <= MAX_TOKENS:
         raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
     try:
@@ -133,7 +144,7 @@ def _read(file: Path, max_tokens: int) -> str:
     return text
 
 
-def _windows(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
+def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
     """The text's tokens in windows, each of which begins as the tokenizer begins a text."""
     tokenizer = oracle.tokenizer
     begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []

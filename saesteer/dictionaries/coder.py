@@ -59,6 +59,7 @@ class CoderInfo:
     can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
     model: str | None = None  # the language model that it was trained on, if the files say
     skip: bool = False  # y += x @ w_skip.T as well
+    l0: float | None = None  # active features of a token, as whoever trained it measured, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
 
