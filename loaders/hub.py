@@ -16,7 +16,7 @@ from typing import IO, Any
 from saesteer.errors import LoadError
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*-]*)+")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+")
 _LAYER_FILE = re.compile(r"layer_?\d+(\.sae)?\.(safetensors|pt)")  # a dictionary of a set, with no folder of its own
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
 _BLOCK = 1 << 16  # bytes that one request asks for at least

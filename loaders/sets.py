@@ -20,7 +20,8 @@ from saesteer.loaders.hub import WEIGHT_SUFFIXES
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
-_NAMED = re.compile(r"(?:^|[^a-z])(?:layers?|blocks|h)[._-]?(\d+)", re.IGNORECASE)
+# layer_20, blocks.8, h.3, and the L15R of Llama Scope
+_NAMED = re.compile(r"(?:^|[^a-z])(?:(?:layers?|blocks|h)[._-]?|l(?=\d+(?:r|a|m|tc)(?![a-z\d])))(\d+)", re.IGNORECASE)
 # What members have in common, as users call it.
 _ALIKE: dict[str, Callable[[CoderInfo], object]] = {
     "sites": lambda info: " -> ".join(str(site).partition(".")[0] for site in (info.site_in, info.site_out)),

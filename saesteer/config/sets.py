@@ -104,14 +104,14 @@ def _members(name: str, source: DictionarySource, get: Get) -> dict[int, Diction
             raise ConfigError(f"dictionary {name!r}: {message}; expected layers among {listing(have - {None})}")
         found = [one for one in found if one.layer in choice.layers]
     by_layer = only_one_each(source.path, found)
-    return {layer: _source(one, layer, choice, shared[one.place] > 1) for layer, one in by_layer.items()}
+    return {layer: _source(one, source, layer, choice, shared[one.place] > 1) for layer, one in by_layer.items()}
 
 
-def _source(one: Member, layer: int, choice: _Choice, shared: bool) -> DictionarySource:
-    """Its place, and its site where the operator says it, or where one file holds several dictionaries."""
+def _source(one: Member, source: DictionarySource, layer: int, choice: _Choice, shared: bool) -> DictionarySource:
+    """One member's place, and its site where the operator says it or one file holds several dictionaries."""
     if choice.kinds and (len(choice.kinds) > 1 or one.sites[0] is None):
-        return DictionarySource(one.place, choice.site(layer))
-    return DictionarySource(one.place, one.sites[0] if shared else None)
+        return replace(source, path=one.place, site=choice.site(layer))
+    return replace(source, path=one.place, site=one.sites[0] if shared else None)
 
 
 def _side(side: str, whole: str) -> tuple[str | None, frozenset[int] | None]:

@@ -15,6 +15,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.errors import LoadError
 from saesteer.loaders import describe
+from saesteer.loaders.hub import is_id
 from tests.loaders import writers
 from tests.loaders.formats import circuit_tracer, qwen_scope
 from tests.loaders.hub import Hub, serving
@@ -145,3 +146,19 @@ def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63" in done.stdout
     assert str(tmp_path) not in done.stdout
     assert sum(hub.sent.values()) < LARGE * 48 * 4 / 5
+
+
+@pytest.mark.parametrize(
+    ("place", "good"),
+    [
+        ("org/repo", True),
+        ("org/repo/layer_*/width_16k", True),
+        ("org/repo/gpt2-small_L5_lr1.20e-03_l11.00e+00.pt", True),
+        ("repo", False),
+        ("org/../repo", False),
+        ("/org/repo", False),
+        ("org/repo/a b", False),
+    ],
+)
+def test_what_may_be_a_hub_id(place: str, good: bool) -> None:
+    assert is_id(place) == good

@@ -213,6 +213,9 @@ def test_a_settings_file_may_hold_a_pattern_next_to_it(tmp_path: Path) -> None:
         ("layer3.sae.pt", 3),
         ("autoencoders/11.pt", 11),
         ("width_16k/l0_9", None),
+        ("Llama3_1-8B-Base-L15R-8x", 15),
+        ("400M-Slimpajama/L9R", 9),
+        ("Llama3_1-8B-Base-L3TC-8x/checkpoints", 3),
     ],
 )
 def test_the_layer_in_a_path(path: str, layer: int | None) -> None:
