@@ -59,7 +59,7 @@ def dictionaries(place: str) -> list[str]:
     Raises:
         LoadError: the hub does not say what the repository holds.
     """
-    return [one for one, _ in _found(place)]
+    return [one for one, _ in _found(place, _listed(place))]
 
 
 class Headers:
@@ -71,6 +71,7 @@ class Headers:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._listed: dict[str, list[str]] = {}  # by repository
 
     def get(self, place: str) -> Path:
         """The copy of one dictionary.
@@ -80,7 +81,9 @@ class Headers:
         """
         repo, inside = _split(place)
         root = Path(self._folder, f"models--{repo.replace('/', '--')}")  # formats look for the repository's name
-        [(_, files)] = _found(place)
+        if repo not in self._listed:
+            self._listed[repo] = _listed(place)
+        [(_, files)] = _found(place, self._listed[repo])
         for name in files:
             if not (root / name).exists():
                 _copy(place, repo, name, root / name)
@@ -91,13 +94,17 @@ class Headers:
         return re.sub(rf"{re.escape(self._folder)}/models--(\S+?)--([^/\s]+)", r"\1/\2", text)
 
 
-def _found(place: str) -> list[tuple[str, list[str]]]:
-    """The place of each dictionary, and the files that it consists of."""
-    repo, inside = _split(place)
+def _listed(place: str) -> list[str]:
+    """The names of all files of a place's repository."""
     with _answering(place):
         from huggingface_hub import list_repo_files
 
-        listed = list_repo_files(repo)
+        return list(list_repo_files(_split(place)[0]))
+
+
+def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
+    """The place of each dictionary below a place, and the files that it consists of."""
+    repo, inside = _split(place)
     weights = [name for name in _names() if name.endswith(WEIGHT_SUFFIXES)]
     folders: dict[str, list[str]] = {}
     for name in listed:
