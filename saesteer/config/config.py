@@ -136,8 +136,8 @@ OPTIONS: dict[str, Option] = {
         "--dictionary",
         "NAME=PLACE[@SITE]",
         _named(_source(DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word))),
-        "A dictionary or a set, and its name in requests: a path or hub id, @SITE if its files do not state it, or @LAYERS. "
-        "Repeatable.",
+        "A dictionary or a set, and its name in requests: a path or hub id, @SITE if its files do not state it, or "
+        "@LAYERS. Repeatable.",
     ),
     "sites": Option(
         "--sites",

@@ -11,11 +11,13 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from saesteer import hf
-from saesteer.commands import measure
+from saesteer.commands import calibrate, features, measure
 from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.assets import Assets
+from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError, LoadError
-from saesteer.loaders import describe
+from saesteer.loaders import describe, load
 from saesteer.loaders.formats import own
 from tests.cli.test_reading import Tokenizer, saesteer
 from tests.loaders import writers
@@ -87,8 +89,6 @@ def truth(model: Any, windows: list[list[int]], modules: tuple[Any, Any], file: 
     x, y = (torch.cat([one.reshape(-1, WIDTH) for one in keep]).double().numpy() for keep in seen)
     if normed:
         x = x / np.sqrt((x**2).mean(1, keepdims=True))
-    from saesteer.loaders import load
-
     coder = load(file)
     w_enc, b_enc, w_dec, b_dec = (getattr(coder, key).double().numpy() for key in ("w_enc", "b_enc", "w_dec", "b_dec"))
     f = np.maximum(x @ w_enc.T + b_enc, 0)
@@ -133,6 +133,30 @@ def test_each_dictionary_of_a_set_has_its_own_figures(text: Path, tmp_path: Path
             "-",
             f"{figures.fvu:.3f}",
         ]
+
+
+def test_calibrate_and_features_take_every_dictionary_of_a_set(
+    model: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for layer in (0, 2):
+        written(tmp_path / "set", f"layer_{layer}", layer)
+    config = read_settings([f"gs={tmp_path}/set@resid_post"])
+    oracle = hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries))
+    for command in (calibrate, features):
+        monkeypatch.setattr(command, "open_model", lambda *_: (oracle, ["gs"]))
+    found = calibrate.run(Console(width=200), "any", config, text, max_tokens=300)
+    assert list(found) == ["gs@0", "gs@2"]
+    for layer in (0, 2):
+        known = load(tmp_path / "set" / f"layer_{layer}.safetensors").max_act
+        assert known is not None and torch.equal(known, found[f"gs@{layer}"].max_act)
+    assert not torch.equal(found["gs@0"].max_act, found["gs@2"].max_act)
+    assert all(info.has_max_act for info in Assets.open(config).infos.values())
+    capsys.readouterr()
+    monkeypatch.setattr(oracle, "encode", lambda text: [3, 1, 4, 1, 5])
+    monkeypatch.setattr(oracle.tokenizer, "decode", lambda ids: str(ids[0]), raising=False)
+    features.run(Console(width=200), "any", config, "a text")
+    said = capsys.readouterr().out
+    assert "gs, at resid_post.0" in said and "gs, at resid_post.2" in said
 
 
 def test_what_the_files_publish_stands_next_to_it(text: Path, tmp_path: Path, capsys: Any) -> None:
