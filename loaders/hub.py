@@ -62,6 +62,18 @@ def dictionaries(place: str) -> list[str]:
     return [one for one, _ in _found(place, _listed(place))]
 
 
+def cached(place: str) -> Path:
+    """The folder of a place's repository in the hub's own cache, without a network.
+
+    Raises:
+        LoadError: it is not there.
+    """
+    with _answering(place):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(_split(place)[0], local_files_only=True))
+
+
 class Headers:
     """Copies of dictionaries in which the headers of files are there, and zeros for values.
 

@@ -80,10 +80,14 @@ def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple
     base, pattern = Path(*whole.parts[:first]), "/".join(whole.parts[first:])
     if not base.is_dir() and hub.is_id(text):
         return _from_hub(text, first, layers, get)
+    return base, _matching(place, base, pattern)
+
+
+def _matching(place: str | Path, base: Path, pattern: str) -> Sequence[Path]:
     found = sorted(base.glob(pattern)) if base.is_dir() else []
     if not found:
         raise LoadError(f"{place}: nothing fits this pattern; expected files or folders with dictionaries")
-    return base, found
+    return found
 
 
 def _from_hub(place: str, first: int, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
@@ -91,6 +95,9 @@ def _from_hub(place: str, first: int, layers: Collection[int] | None, get: Get) 
     try:
         listed = hub.dictionaries(place)
     except LoadError:  # without a network, the hub's cache may still have it
+        if "*" in place:
+            root = hub.cached(place)
+            return root, _matching(place, root, "/".join(Path(place).parts[2:]))
         listed = []
     if not listed or listed == [place]:
         path = get(place) if listed else fetch(place)

@@ -36,6 +36,8 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
         return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
 
     def fetched(*args: Any, **how: Any) -> str:
+        if how.get("local_files_only"):
+            return str(fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots" / "abc")
         everything.append(fake.given)
         found = FakeHub.snapshot_download(fake, *args, **how)
         everything.append(fake.given)
@@ -99,6 +101,22 @@ def test_without_a_network_the_hubs_cache_still_serves(fake_hub: FakeHub, monkey
     monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
     place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
     assert opened(place).infos["gs"] == describe(place)
+
+
+def test_without_a_network_a_pattern_means_what_the_cache_has(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope(fake_hub.root / "google", 3, 7, 20)
+    place = "google/gemma-scope-2b-pt-res/layer_*/width_16k/*"
+    online = opened(f"{place}@3,20")
+
+    def gone(repo: str) -> list[str]:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
+    assert opened(place).infos == opened(f"{place}@3,20").infos == online.infos
+    with pytest.raises(LoadError, match="nothing fits this pattern"):
+        opened("google/gemma-scope-2b-pt-res/*/width_1m")
 
 
 @pytest.fixture(scope="module")
