@@ -115,4 +115,5 @@ def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:
         if len(drafts) == 1 or one.sites[0] == site is not None:
             return one
     what = f"{len(drafts)} dictionaries and none chosen" if site is None else f"no dictionary of {site}"
-    raise LoadError(f"{path}: {what}; expected one of {', '.join(f'{path}@{one.sites[0]}' for one in drafts)}")
+    known = [f"{path}@{one.sites[0]}" if one.weights.path == path else str(one.weights.path) for one in drafts]
+    raise LoadError(f"{path}: {what}; expected one of {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}")

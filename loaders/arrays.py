@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from saesteer.errors import LoadError
-from saesteer.loaders.files import readable, wrong
+from saesteer.loaders.files import State, readable, state_of, wrong
+from saesteer.loaders.progress import shown
 
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
@@ -39,7 +40,6 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COMPLETE = "a complete file"
 LARGEST_PICKLE = 16 << 20  # the names and shapes of a .pt file are some kilobytes
 _PLAIN = str | int | float | None  # nothing that could hold itself, or another thing many times
-State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
 _NPY = {"<f2": "F16", "<f4": "F32", "<f8": "F64"}
 
 
@@ -200,10 +200,12 @@ class Arrays:
             yield 0, torch.frombuffer(found, dtype=dtype).view(rows, columns)
             return
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
-        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream:
+        progress = shown(f"{self.path.name}: {key}", rows * columns * dtype.itemsize)
+        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream, progress as read:
             for start in range(0, rows, step):
                 buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
                 _fill(stream, buffer)
+                read(len(buffer))
                 yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
             if array.member is not None:
                 stream.read(1)  # the end of a zip member is where its checksum is compared
@@ -218,11 +220,6 @@ class Arrays:
             with zipfile.ZipFile(self.path) as archive, archive.open(array.member) as stream:
                 stream.read(array.start)
                 yield stream
-
-
-def state_of(stat: os.stat_result) -> State:
-    """The state of a file that was looked at."""
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def open_arrays(path: Path) -> Arrays:

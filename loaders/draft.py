@@ -87,6 +87,7 @@ class Draft:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True
     model: str | None = None
+    l0: float | None = None
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present
@@ -112,7 +113,8 @@ class Format(Protocol):
     def draft(self, place: Path) -> Draft | Sequence[Draft] | None:
         """The draft of the dictionary at an existing file or folder, or None if the files have another format.
 
-        A file that holds several dictionaries has a draft for each, with distinct sites, by which they are chosen.
+        A folder that holds several dictionaries has a draft for each, with a file of its own; a file that does has
+        drafts with distinct sites, by which they are chosen.
 
         Raises:
             LoadError: the files have this format and are wrong.

@@ -1,6 +1,6 @@
 """From a place (a path or a hub id) to files on disk, and readers of small JSON files. Knows no weight format.
 
-Only this file imports huggingface_hub. A place that ends in ``#name`` is the file ``name.safetensors`` of the folder.
+A place that ends in ``#name`` is the file ``name.safetensors`` of the folder.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +19,12 @@ import yaml
 
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
+from saesteer.loaders.hub import download, is_id
 
-WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
 LARGEST_YAML = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.=-]*)+")
+
+State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
 
 
 def wrong(file: Path | str, key: str, found: object, expected: str) -> LoadError:
@@ -58,8 +60,8 @@ def fetch(place: str | Path) -> Path:
     if path.exists():
         return path
     base, mark, name = str(place).rpartition("#")
-    if mark and "/" not in name and _HUB_ID.fullmatch(base) and not Path(base).exists():
-        return _from_hub(f"{base}/{name}.safetensors")  # alone: a set may hold 100 GB
+    if mark and "/" not in name and is_id(base) and not Path(base).exists():
+        return download(f"{base}/{name}.safetensors")  # alone: a set may hold 100 GB
     if mark and base:
         folder = fetch(base)
         chosen = folder / f"{name}.safetensors"
@@ -67,35 +69,9 @@ def fetch(place: str | Path) -> Path:
             have = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none"
             raise LoadError(f"{place}: no file {name}.safetensors in {folder}; known names: {have}")
         return chosen
-    if isinstance(place, Path) or not _HUB_ID.fullmatch(place):
+    if isinstance(place, Path) or "*" in place or not is_id(place):
         raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
-    return _from_hub(place)
-
-
-def _from_hub(place: str) -> Path:
-    from saesteer.loaders import FORMATS  # which import this file
-
-    repo, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:])
-    is_file = inside.endswith(WEIGHT_SUFFIXES)
-    folder = inside.rpartition("/")[0] if is_file else inside
-    prefix = f"{folder}/" if folder else ""
-    # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
-    names = [
-        name for form in FORMATS.values() for name in form.FILES if name.endswith((".json", ".yaml")) or not is_file
-    ]
-    patterns = list(dict.fromkeys([inside] * is_file + [prefix + name for name in names]))
-    try:
-        from huggingface_hub import snapshot_download
-
-        # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
-        crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
-        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
-    except Exception as exc:  # every failure of the hub, the network and the hub's cache becomes ours here
-        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({_first_line(exc)})") from exc
-    found = root / inside
-    if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
-        return found
-    raise LoadError(f"{place}: {repo} has nothing there that saesteer reads; expected one of {', '.join(patterns)}")
+    return download(place)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -200,3 +176,8 @@ def _digest(file: Path) -> str:
 def bytes_on_disk(files: Iterable[Path]) -> int:
     """The sum of the files' sizes."""
     return sum(file.stat().st_size for file in files)
+
+
+def state_of(stat: os.stat_result) -> State:
+    """The state of a file that was looked at."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -17,9 +17,8 @@ from torch import Tensor
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
-from saesteer.loaders.arrays import state_of
 from saesteer.loaders.draft import Draft, facts, row_of, thresholds
-from saesteer.loaders.files import fetch
+from saesteer.loaders.files import fetch, state_of
 
 
 class RowFile:

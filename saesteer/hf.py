@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
-from saesteer.dictionaries.coder import SparseCoder, l2_normed
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, l2_normed
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.wire import encode
@@ -45,7 +45,8 @@ class Model:
         model: a loaded model, or a path or hub id.
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
         dictionaries: name → path or hub id, with ``@site`` if the files do not name their site, or
-            ``{"path": ..., "site": ...}``; one that a server would serve by rows is loaded whole.
+            ``{"path": ..., "site": ...}``. A place with a dictionary for each layer is a set. A dictionary that a
+            server would serve by rows is loaded whole.
         sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -102,8 +103,9 @@ class Model:
         sources = {name: replace(one, rows=False) for name, one in self._config.dictionaries.items()}
         self._config = replace(self._config, dictionaries=sources)
         text = model.config.get_text_config()
+        self._assets = Assets.open(self._config)
         self.engine = Engine(
-            Assets.open(self._config),
+            self._assets,
             width=text.hidden_size,
             other_widths=other_widths(text),
             layers=len(getattr(trunk, family.layers)),
@@ -282,42 +284,63 @@ class Model:
             raise ConfigError(f"site {site!r} is not instrumented; known: {', '.join(self.engine.sites)}")
         return self.streams(prompt, steer=steer)[name]
 
-    def coder(self, dictionary: str) -> SparseCoder:
-        """The dictionary itself, to encode and decode with.
+    def layers_of(self, dictionary: str) -> tuple[int | None, ...]:
+        """The layers of a set, in ascending order; None alone for a dictionary that is none.
 
         Raises:
             ConfigError: no dictionary has this name.
         """
         if dictionary not in self._config.dictionaries:
             raise ConfigError(f"no dictionary {dictionary!r}; known: {', '.join(self._config.dictionaries)}")
-        if dictionary not in self._coders:
-            site = self.engine.catalog.dictionaries[dictionary].site_in
-            coder = load(self._config.dictionaries[dictionary].path, dtype=self.model.dtype, site=site)
-            self._coders[dictionary] = coder
-        return self._coders[dictionary]
+        return self._assets.sets.get(dictionary, (None,))
 
-    def activations(self, prompt: str | Sequence[int], dictionary: str, *, steer: Any = None) -> Tensor:
+    def info(self, dictionary: str, layer: int | None = None) -> CoderInfo:
+        """What is known about a dictionary, with the sites that it has here; of a set, at a layer.
+
+        Raises:
+            ConfigError: no dictionary has this name, or a set has no such layer.
+        """
+        layers = self.layers_of(dictionary)
+        if layer not in layers:
+            raise ConfigError(f"dictionary {dictionary!r} at layer {layer}; expected {' or '.join(map(str, layers))}")
+        return self._assets.infos[self.engine.catalog.key(dictionary, layer)]
+
+    def coder(self, dictionary: str, layer: int | None = None) -> SparseCoder:
+        """The dictionary itself, to encode and decode with; of a set, the one of a layer.
+
+        Raises:
+            ConfigError: no dictionary has this name, or a set has no such layer.
+        """
+        info, key = self.info(dictionary, layer), self.engine.catalog.key(dictionary, layer)
+        if key not in self._coders:
+            self._coders[key] = load(info.source, dtype=self.model.dtype, site=info.site_in)
+        return self._coders[key]
+
+    def activations(
+        self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, steer: Any = None
+    ) -> Tensor:
         """Feature activations [tokens, F], float32, in the dictionary's own unit.
 
         Raises:
-            ConfigError: no dictionary has this name.
+            ConfigError: no dictionary has this name, or a set has no such layer.
         """
-        coder = self.coder(dictionary)
-        site = self.engine.catalog.dictionaries[dictionary].site_in
+        coder, site = self.coder(dictionary, layer), self.info(dictionary, layer).site_in
         x = self.stream(prompt, reading_site(canonical(str(site))), steer=steer)
         if str(site).startswith(PREGAIN):
             x = l2_normed(x.float())
         return coder.encode(x)
 
-    def features(self, prompt: str | Sequence[int], dictionary: str, *, top_k: int = 5) -> list[list[ActiveFeature]]:
+    def features(
+        self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, top_k: int = 5
+    ) -> list[list[ActiveFeature]]:
         """The strongest features of each token, strongest first; position 0, an outlier, is left out.
 
         Raises:
-            ConfigError: no dictionary has this name.
+            ConfigError: no dictionary has this name, or a set has no such layer.
         """
         ids = self.encode(prompt)
-        info = self.coder(dictionary).info
-        values, rows = self.activations(ids, dictionary).topk(min(top_k, info.features), dim=-1)
+        info = self.coder(dictionary, layer).info
+        values, rows = self.activations(ids, dictionary, layer=layer).topk(min(top_k, info.features), dim=-1)
         words = [self.tokenizer.decode([token]) if self.tokenizer else str(token) for token in ids]
         named = info.feature_ids or range(info.features)
         return [

@@ -89,7 +89,7 @@ def test_foreign_imports_have_one_home(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imports_of(path)} - {"saesteer"}
     if room != "plugin":
         assert "vllm" not in foreign
-    if name_of(path) != "loaders/files.py":
+    if name_of(path) != "loaders/hub.py":
         assert "huggingface_hub" not in foreign
     if room in STANDARD_LIBRARY_ONLY:
         base64 = {"pybase64"} if name_of(path) == "saesteer/language/inline.py" else set()

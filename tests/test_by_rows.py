@@ -28,7 +28,7 @@ from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
 from tests.loaders import writers
-from tests.small_world import CODERS, KINDS, SITES, TOKENS, WIDTH, edits
+from tests.small_world import CODERS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
 from tests.test_formulas import forward, make_engine
 
 # A module of the small world reconstructs by jump.
@@ -76,8 +76,13 @@ def assets(by_rows: Engine, folder: Path) -> Assets:
 
 def test_a_dictionary_by_rows_takes_no_memory(whole: Engine, by_rows: Engine) -> None:
     for site in SITES:
-        kept = [name for name, kind in KINDS.items() if kind[3] == site and name not in SERVED]
-        assert by_rows.sites[site].pool == sum(CODERS[name].info.features for name in kept)
+        here = [
+            name
+            for name, kind in KINDS.items()
+            if kind[3].replace("mlp_in_pregain", "resid_mid").partition(":")[0] == site
+        ]
+        kept = [CODERS[name].info for name in here if name not in SERVED and (name in WHOLE or name == "group")]
+        assert by_rows.sites[site].pool == sum(info.features + info.d_in * info.skip for info in kept)
         assert by_rows.sites[site].has_norms == whole.sites[site].has_norms
 
 

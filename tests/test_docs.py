@@ -28,13 +28,15 @@ ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the
 PROMPT = 34
 # What docs/requests.md says that its server has.
 CATALOG = Catalog(
-    {"demo": Info("resid_post.15", features=9216), "gs20": Info("resid_post.20", features=16384, has_max_act=False)},
+    {"demo": Info("resid_post.15", features=9216), "gs20": Info("resid_post.20", features=16384, has_max_act=False)}
+    | {f"scope@{layer}": Info(f"resid_post.{layer}", features=16384) for layer in (9, 17, 22)},
     None,
     64,
     {name: Set() for name in ("happy", "assistant", "refusal", "sentiment")} | {"layered": Set((12, 13, 14))},
     {"golden-gate": from_json({"edits": [{"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}]})},
     width=4,
     inline_rows=1,
+    sets={"scope": (9, 17, 22)},
 )
 
 

@@ -4,8 +4,8 @@
 
 act: pre where pre > activation_function.threshold, even where that is below 0; relu where the file has none; or topk by
 the config. circuit-tracer's topk keeps negative values where fewer than k are positive; here they are 0. A set that
-lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder adds x @ W_skip.T. It
-knows one layer at a time: ``folder#layer_3`` or the layer's file chooses.
+lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder adds x @ W_skip.T. A
+folder has a draft for each layer; ``folder#layer_3`` or the layer's file chooses one.
 
 Two public sets say less than they mean, so the repository's name counts: that of Qwen3 14B has no config, and reads and
 writes as the smaller ones; Facebook's CRV is a topk whose k stands in circuit-tracer's code alone.
@@ -34,8 +34,8 @@ _UNSAID: dict[str, dict[str, Any]] = {
 }
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of a layer's file, or of a folder with the file of one layer; None for others. Raises LoadError."""
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The draft of a layer's file, or the drafts of a folder's layers; None for others. Raises LoadError."""
     config = (place if place.is_dir() else place.parent) / FILES[0]
     if not (place.is_dir() or _LAYER.fullmatch(place.name)):
         return None
@@ -52,11 +52,16 @@ def draft(place: Path) -> Draft | None:
         raise wrong(config, "model_kind", f"{kind!r}, which may write to several layers", "transcoder_set")
     if listed := cfg.get("transcoders"):
         raise wrong(config, "transcoders", f"a list: {listed!s:.80}", "one of its places itself, without hf://")
-    if len(layers) != 1:
-        raise wrong(place, "layer_*.safetensors", f"{len(layers)} files and none chosen", f"{place}#layer_0 or another")
-    match = _LAYER.fullmatch(layers[0].name)
+    if not layers:
+        raise wrong(place, "layer_*.safetensors", "0 files and none chosen", "one for each layer")
+    drafts = [_one(file, config, cfg) for file in layers]
+    return drafts if len(drafts) > 1 else drafts[0]
+
+
+def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+    match = _LAYER.fullmatch(file.name)
     assert match is not None
-    weights, model = open_arrays(layers[0]), text(config, cfg, "model_name")
+    weights, model = open_arrays(file), text(config, cfg, "model_name")
     activation: Activation = "jumprelu" if _THRESHOLD in weights.index else "relu"
     if text(config, cfg, "activation") == "topk":
         activation = "topk"

@@ -17,6 +17,7 @@ from saesteer.loaders.draft import Draft
 
 FILES = ("params.npz",)
 _REPOSITORY = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|att|mlp|transcoders)\Z")
+_L0 = re.compile(r"average_l0_(\d+)")
 _SITES = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_in_pregain"}  # where each kind reads
 
 
@@ -30,8 +31,11 @@ def draft(place: Path) -> Draft | None:
     if "w_enc" in weights.index:
         keys |= {"w_enc": "w_enc", "w_dec": "w_dec"}
     optional = {"ones": "scaling_factor"}
-    sites, model = _from_path(file.absolute().parts)
-    return Draft(weights, keys, "jumprelu", optional=optional, transposed={"w_enc"}, sites=sites, model=model)
+    parts = file.absolute().parts
+    sites, model = _from_path(parts)
+    said = _L0.fullmatch(parts[-2])
+    l0 = float(said[1]) if said else None
+    return Draft(weights, keys, "jumprelu", optional=optional, transposed={"w_enc"}, sites=sites, model=model, l0=l0)
 
 
 def _from_path(parts: tuple[str, ...]) -> tuple[tuple[str | None, str | None], str | None]:

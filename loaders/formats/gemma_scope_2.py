@@ -18,7 +18,7 @@ from typing import Any
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import read_json, text, wrong
+from saesteer.loaders.files import positive, read_json, text, wrong
 
 FILES = ("params.safetensors", "config.json")
 _KEYS = {key: key for key in ("w_enc", "w_dec", "b_enc", "b_dec", "threshold")}
@@ -39,8 +39,9 @@ def draft(place: Path) -> Draft | None:
         return None
     weights = open_arrays(file)
     sites, model = _from_path(file.absolute().parts)
+    cfg = read_json(config) if config.is_file() else {}
     if config.is_file():
-        sites, model = _from_config(config, read_json(config), sites, model)
+        sites, model = _from_config(config, cfg, sites, model)
     return Draft(
         weights,
         _KEYS,
@@ -51,6 +52,7 @@ def draft(place: Path) -> Draft | None:
         below_zero="raised",
         sites=sites,
         model=model,
+        l0=None if cfg.get("l0") is None else positive(config, cfg, "l0"),
     )
 
 

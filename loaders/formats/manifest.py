@@ -11,7 +11,7 @@ False, because features and b_dec are missing. A full file holds every feature, 
 TopK in delta mode is refused unless the manifest lists every feature, since all of them decide what the top k are.
 Scalar thresholds of old manifests (activation_params.threshold) are refused: a dictionary has one for each feature.
 
-Several sites: ``folder#layer_20_post_block`` or the file's path chooses one; with one site the folder is enough. The
+Several sites: a folder has a draft for each; ``folder#layer_20_post_block`` or the file's path chooses one. The
 hooks mlp_in and mlp_out are named after another engine's module and leave open on which side of Gemma's norms they
 lie, so their sites are None, and the operator names them.
 """
@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 
 from saesteer.dictionaries.coder import Activation
-from saesteer.errors import LoadError
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import read_json, whole_number, wrong
@@ -42,8 +41,8 @@ _REQUIRED = {"d_model", "d_sae", "activation", "layers", "clampable_features"}
 _OPTIONAL = {"activation_params", "weights_uri", "kind"}
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of one site of a folder with ``manifest.json``; the place may be a file there. Raises LoadError."""
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The drafts of a folder with ``manifest.json``, one for each site, or of a file there. Raises LoadError."""
     file = (place if place.is_dir() else place.parent) / FILES[0]
     if not file.is_file():
         return None
@@ -64,27 +63,30 @@ def draft(place: Path) -> Draft | None:
     rows = d_sae if full else len(clampable)
     in_order = full or clampable == tuple(range(rows))
     activation, k = _activation(file, manifest, rows, complete)
-    layer, hook = _choose(file, place, _sites(file, manifest))
-    weights = file.parent / f"layer_{layer}_{hook}.safetensors"
-    if not weights.is_file():
-        raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} next to it")
     keys = {"w_dec": "decoder_weight", "w_enc": "encoder_weight", "b_enc": "encoder_bias"}
     keys |= {"threshold": "threshold"} if activation == "jumprelu" else {}
     keys |= {"b_dec": "decoder_bias"} if full else {}
-    site = None if HOOKS[hook] is None else f"{HOOKS[hook]}.{layer}"
-    return Draft(
-        open_arrays(weights),
-        keys,
-        activation,
-        configs=(file,),
-        sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
-        unmistakable=True,
-        order=torch.tensor(clampable).argsort() if complete and not in_order else None,
-        k=k,
-        sites=(site, site),
-        feature_ids=None if complete or in_order else clampable,
-        can_reconstruct=full,
-    )
+    drafts = []
+    for layer, hook in _chosen(file, place, _sites(file, manifest)):
+        weights = file.parent / f"layer_{layer}_{hook}.safetensors"
+        if not weights.is_file():
+            raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} next to it")
+        site = None if HOOKS[hook] is None else f"{HOOKS[hook]}.{layer}"
+        made = Draft(
+            open_arrays(weights),
+            keys,
+            activation,
+            configs=(file,),
+            sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
+            unmistakable=True,
+            order=torch.tensor(clampable).argsort() if complete and not in_order else None,
+            k=k,
+            sites=(site, site),
+            feature_ids=None if complete or in_order else clampable,
+            can_reconstruct=full,
+        )
+        drafts.append(made)
+    return drafts if len(drafts) > 1 else drafts[0]
 
 
 def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, ...]:
@@ -135,13 +137,12 @@ def _sites(file: Path, manifest: dict[str, Any]) -> list[tuple[int, str]]:
     return sites
 
 
-def _choose(file: Path, place: Path, sites: list[tuple[int, str]]) -> tuple[int, str]:
+def _chosen(file: Path, place: Path, sites: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """All sites of a folder, or the site of a file."""
     names = {f"layer_{layer}_{hook}": (layer, hook) for layer, hook in sites}
     known = ", ".join(f"{file.parent}#{name}" for name in names)
     if place.suffix == ".safetensors":
         if place.stem not in names:
             raise wrong(file, "layers", f"nothing about {place.name}", f"one of {known}")
-        return names[place.stem]
-    if len(sites) > 1:
-        raise LoadError(f"{file}: layers: {len(sites)} sites and none chosen; expected a place such as {known}")
-    return sites[0]
+        return [names[place.stem]]
+    return sites

@@ -31,12 +31,20 @@ _KEYS = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b_dec"}
 _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of our .safetensors file, or of a folder with ``saesteer.safetensors`` or just one .safetensors file.
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The draft of our .safetensors file or of a folder with ``saesteer.safetensors``, or those of a folder's files.
 
     A ``saesteer.safetensors`` is always ours; another file is ours if its metadata or keys say so. Raises LoadError.
     """
-    file = _file(place) if place.is_dir() else place
+    drafts = []
+    for file in _files(place) if place.is_dir() else [place]:
+        if (one := _one(file)) is None:
+            return None
+        drafts.append(one)
+    return drafts if len(drafts) > 1 else drafts[0] if drafts else None
+
+
+def _one(file: Path) -> Draft | None:
     if file.suffix != ".safetensors" or not file.is_file():
         return None
     try:
@@ -120,10 +128,10 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
     return {key: value for key, value in document.items() if value is not None}
 
 
-def _file(folder: Path) -> Path:
-    """``saesteer.safetensors``, or the folder's only .safetensors file."""
-    files = list(folder.glob("*.safetensors"))
-    return files[0] if len(files) == 1 else folder / FILES[0]
+def _files(folder: Path) -> list[Path]:
+    """``saesteer.safetensors``, or else all .safetensors files of the folder."""
+    file = folder / FILES[0]
+    return [file] if file.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _one_of(file: Path, about: dict[str, str], key: str, known: tuple[str, ...], default: str) -> Any:

@@ -1,4 +1,4 @@
-"""Qwen-Scope: one ``layer{n}.sae.pt`` for each layer, with the set's ``config.json``; it knows one layer at a time.
+"""Qwen-Scope: one ``layer{n}.sae.pt`` for each layer, with the set's ``config.json``. A folder has a draft for each.
 
     f = relu(the k largest of x @ W_enc.T + b_enc)        y = f @ W_dec.T + b_dec
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
@@ -18,8 +19,8 @@ FILES = ("config.json",)  # and the layer's file, which a place names: a set has
 _LAYER = re.compile(r"layer(\d+)\.sae\.pt")
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of a layer's file, or of a folder with the file of one layer; None for others. Raises LoadError."""
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The draft of a layer's file, or the drafts of a folder's layers; None for others. Raises LoadError."""
     config = (place if place.is_dir() else place.parent) / FILES[0]
     if not (place.is_dir() or _LAYER.fullmatch(place.name)) or not config.is_file():
         return None
@@ -28,13 +29,18 @@ def draft(place: Path) -> Draft | None:
         return None
     only(config, cfg, {"hook_point": "resid_post"})
     layers = sorted(path for path in place.iterdir() if _LAYER.fullmatch(path.name)) if place.is_dir() else [place]
-    if len(layers) != 1:
-        raise wrong(place, "layer*.sae.pt", f"{len(layers)} files and none chosen", f"{place}/layer0.sae.pt or another")
-    match = _LAYER.fullmatch(layers[0].name)
+    if not layers:
+        raise wrong(place, "layer*.sae.pt", "0 files and none chosen", "one for each layer")
+    drafts = [_one(file, config, cfg) for file in layers]
+    return drafts if len(drafts) > 1 else drafts[0]
+
+
+def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+    match = _LAYER.fullmatch(file.name)
     assert match is not None
     site, width = f"resid_post.{int(match[1])}", Axis("d_model", whole_number(config, cfg, "d_model"))
     return Draft(
-        open_arrays(layers[0]),
+        open_arrays(file),
         {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"},
         "topk",
         transposed={"w_dec"},

@@ -3,7 +3,7 @@
 Asks the Transformers backend; does not know vLLM. ``saesteer.loaders.max_act`` saves the result and finds it again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from torch import Tensor
 from saesteer.commands.features import open_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.dictionaries.coder import SparseCoder
+from saesteer.config.sets import opened
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, l2_normed
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical
+from saesteer.language.sites import canonical, reading_site
 from saesteer.loaders import max_act
 from saesteer.loaders.files import fetch
 
@@ -52,10 +53,10 @@ def run(
     Raises:
         SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
     """
-    text = _read(file, max_tokens)
+    text = read_text(file, max_tokens)
     if not config.dictionaries:
         raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PATH_OR_REPO[@SITE]")
-    paths = {name: fetch(source.path) for name, source in config.dictionaries.items()}
+    paths = {key: fetch(source.path) for key, source in opened(config.dictionaries)[0].items()}
     with ExitStack() as aside:
         for path in paths.values():
             aside.enter_context(max_act.set_aside(path))
@@ -69,37 +70,50 @@ def _measure_all(
         if info.has_max_act:
             raise ConfigError(f"dictionary {name!r} already contains its max activations; expected one that does not")
     oracle, names = open_model(model, config)
-    windows = _windows(oracle, text, max_tokens)
+    asked = {
+        oracle.engine.catalog.key(name, layer): (name, layer) for name in names for layer in oracle.layers_of(name)
+    }
+    windows = windows_of(oracle, text, max_tokens)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Reading", total=len(windows))
-        found = measure(oracle, names, windows, lambda: progress.advance(task))
+        found = measure(oracle, asked, windows, lambda: progress.advance(task))
     for name, measured in found.items():
-        place = max_act.write(paths[name], oracle.coder(name), measured.max_act, tokens=measured.tokens)
+        place = max_act.write(paths[name], oracle.coder(*asked[name]), measured.max_act, tokens=measured.tokens)
         console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
     return found
 
 
 def measure(
-    oracle: Any, names: Sequence[str], windows: Sequence[Sequence[int]], step: Callable[[], object]
+    oracle: Any,
+    asked: Mapping[str, tuple[str, int | None]],
+    windows: Sequence[Sequence[int]],
+    step: Callable[[], object],
 ) -> dict[str, Measured]:
     """Find the largest activations of dictionaries over windows of tokens, without the first positions of each window.
 
     Args:
         oracle: a ``saesteer.hf.Model``.
-        names: the dictionaries' names; the text is read once for all of them.
+        asked: name and layer of each dictionary, by its key; the text is read once for all of them.
         windows: token ids.
         step: called after each window.
     """
-    found = {name: Measured(torch.zeros(oracle.coder(name).info.features), 0) for name in names}
-    sites = {name: canonical(str(oracle.engine.catalog.dictionaries[name].site_in)) for name in names}
+    coders = {key: oracle.coder(*one) for key, one in asked.items()}
+    found = {key: Measured(torch.zeros(coder.info.features), 0) for key, coder in coders.items()}
+    infos = {key: oracle.info(*one) for key, one in asked.items()}
     for window in windows:
         streams = oracle.streams(window)
-        for name in names:
-            stream = streams[sites[name]][max(1, oracle.coder(name).info.skip_first) :]
-            largest = torch.maximum(found[name].max_act, _largest(oracle.coder(name), stream))
-            found[name] = Measured(largest, found[name].tokens + len(stream))
+        for key, coder in coders.items():
+            stream = inputs(infos[key], streams)[max(1, coder.info.skip_first) :]
+            largest = torch.maximum(found[key].max_act, _largest(coder, stream))
+            found[key] = Measured(largest, found[key].tokens + len(stream))
         step()
     return found
+
+
+def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
+    """What a dictionary reads [tokens, d_in], of what stands at the instrumented sites."""
+    found = streams[reading_site(canonical(str(info.site_in)))]
+    return l2_normed(found.float()) if info.reads_pregain else found
 
 
 def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
@@ -111,7 +125,12 @@ def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
     return largest
 
 
-def _read(file: Path, max_tokens: int) -> str:
+def read_text(file: Path, max_tokens: int) -> str:
+    """As much of a text file as makes this many tokens.
+
+    Raises:
+        ConfigError: it cannot be read or is empty, or the number is out of range.
+    """
     if not 1 <= max_tokens <= MAX_TOKENS:
         raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
     try:
@@ -125,7 +144,7 @@ def _read(file: Path, max_tokens: int) -> str:
     return text
 
 
-def _windows(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
+def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
     """The text's tokens in windows, each of which begins as the tokenizer begins a text."""
     tokenizer = oracle.tokenizer
     begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []

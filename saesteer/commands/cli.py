@@ -30,6 +30,7 @@ Settings = Annotated[
     str | None,
     typer.Option("--saesteer-config", metavar="FILE", help="A YAML file with all these settings; flags override it."),
 ]
+Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's output.")]
 
 
@@ -112,11 +113,19 @@ def inspect(
     place: Annotated[
         str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
     ],
+    measure: Annotated[bool, typer.Option("--measure", help="Also measure L0 and FVU on a model and a text.")] = False,
+    model: Model = "demo",
+    text_file: Annotated[Path | None, typer.Option("--text-file", help="Text for --measure, in UTF-8.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 10_000,
 ) -> None:
-    """Describe a weight file: format, site, shapes, activation, units. Reads no weights."""
+    """Describe a weight file: format, site, shapes, activation, units. Reads no weights, except to measure."""
     from saesteer.commands.inspect import report
 
     typer.echo(report(place))
+    if measure or text_file is not None:
+        from saesteer.commands.measure import run
+
+        run(Console(), model, place, text_file, max_tokens=max_tokens)
 
 
 @app.command()
@@ -132,9 +141,6 @@ def convert(
     from saesteer.commands.convert import run
 
     typer.echo(run(place, target, dtype=dtype))
-
-
-Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
 
 
 @app.command()

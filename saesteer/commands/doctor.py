@@ -153,12 +153,14 @@ def _options() -> dict[str, Any]:
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
     """A clamp to twice a strong activation: max_act where the file has it, otherwise the strongest in a prompt."""
-    active = oracle.activations(PROMPTS[0], dictionary)[1:]  # position 0 is an outlier
+    layer = oracle.layers_of(dictionary)[0]
+    active = oracle.activations(PROMPTS[0], dictionary, layer=layer)[1:]  # position 0 is an outlier
     chosen = int(active.amax(dim=0).argmax()) if feature is None else feature
-    known = oracle.engine.catalog.dictionaries[dictionary].has_max_act
+    known = oracle.info(dictionary, layer).has_max_act
     value = 2.0 if known else 2 * float(active.max())
     unit = "max_act" if known else "raw"
-    return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": chosen, "value": value, "unit": unit}]}
+    where = {"dictionary": dictionary} if layer is None else {"dictionary": dictionary, "layer": layer}
+    return {"edits": [{"op": "clamp", **where, "feature": chosen, "value": value, "unit": unit}]}
 
 
 def _distances(oracle: Any, answers: list[Completion], spec: dict[str, Any]) -> Distances:

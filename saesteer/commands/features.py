@@ -34,10 +34,10 @@ def run(console: Console, model: str, config: SaesteerConfig, text: str, *, top_
     ids = oracle.chat_ids(text) if chat else oracle.encode(text)
     if not 1 < len(ids) <= MAX_TOKENS:
         raise ConfigError(f"the text has {len(ids)} tokens, expected 2 to {MAX_TOKENS}")
-    for name in names:
-        coder = oracle.coder(name)
-        table = Table("", "token", f"strongest features of {name}, at {coder.info.site_in or ''}", box=box.ROUNDED)
-        for active in oracle.features(ids, name, top_k=top_k):
+    for name, layer in [(one, layer) for one in names for layer in oracle.layers_of(one)]:
+        coder, site = oracle.coder(name, layer), oracle.info(name, layer).site_in
+        table = Table("", "token", f"strongest features of {name}, at {site}", box=box.ROUNDED)
+        for active in oracle.features(ids, name, layer=layer, top_k=top_k):
             if active:
                 shown = "   ".join(_show(coder, one) for one in active)
                 table.add_row(str(active[0].position), Text(repr(active[0].token)[1:-1]), Text(shown))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from saesteer.config.assets import unserved
+from saesteer.config.assets import in_words, unserved
 from saesteer.config.config import DictionarySource
+from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError
-from saesteer.loaders import describe
+from saesteer.loaders import describe, hub
+from saesteer.loaders.sets import Get
 from saesteer.loaders.vectors import read_vectors
+
+_HERE = "PLACE"  # what a refusal calls the dictionary, which has no name yet
 
 
 def report(place: str | Path) -> str:
@@ -39,7 +45,7 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
     """A .safetensors or .pt file may be either; if it is neither, the error says why it is no dictionary."""
     source = DictionarySource(str(place)) if Path(place).exists() else DictionarySource.from_argument(str(place))
     try:
-        info = describe(source.path, site=source.site, hashed=False)
+        return _dictionary(source)
     except LoadError:
         if not str(place).endswith((".safetensors", ".pt")):
             raise
@@ -48,9 +54,49 @@ def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
         except LoadError:
             pass
         raise
-    info = _placed(info, source.site)
+
+
+def _dictionary(source: DictionarySource) -> list[tuple[str, str]]:
+    """A dictionary or a set, from headers alone: of one on the hub, nothing else is downloaded."""
+    with tempfile.TemporaryDirectory(prefix="saesteer-") as folder:
+        copies = hub.Headers(folder)
+        try:
+            return [(name, copies.said(value)) for name, value in _described(source, copies.get)]
+        except LoadError as error:
+            raise LoadError(copies.said(str(error))) from error
+
+
+def _described(source: DictionarySource, get: Get) -> list[tuple[str, str]]:
+    sources, sets = opened({_HERE: source}, get)
+    found = {key: describe(one.path, site=one.site, hashed=False) for key, one in sources.items()}
+    found = {key: _placed(info, sources[key].site) for key, info in found.items()}
+    if sets:
+        check_set(_HERE, source, found, sets[_HERE])
+        return _set_facts(source.path, list(found.values()), sets[_HERE])
+    [info] = found.values()
     lines = [(name, value) for name, value in _facts(info) if value]
     return lines + [("not served", note) for note in _not_served(info)]
+
+
+def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> list[tuple[str, str]]:
+    """What all dictionaries of a set have in common, and one line for each of them."""
+    first = dict(_facts(infos[0]))
+    shared = ("format", "kind", "model", "activation", "input norm", "unit", "leaves alone", "dtype")
+    without = [layer for layer, info in zip(layers, infos, strict=True) if not info.has_max_act]
+    known = f"unknown at layer {_listed(tuple(without))}" if without else "known"
+    lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
+    lines += [(name, first[name]) for name in shared]
+    lines += [("max_act", known), ("on disk", in_words(sum(info.bytes_on_disk for info in infos))), _in_memory(infos)]
+    for layer, info in zip(layers, infos, strict=True):
+        about = dict(_facts(info))
+        lines.append((f"layer {layer}", f"{about['features']} features, {about['site']}, {info.source}"))
+    notes = dict.fromkeys(note for info in infos for note in _not_served(info))
+    return lines + [("not served", note) for note in notes]
+
+
+def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
+    half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
+    return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
 
 
 def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
@@ -73,10 +119,11 @@ def _listed(layers: tuple[int, ...]) -> str:
 
 
 def _placed(info: CoderInfo, site: str | None) -> CoderInfo:
-    """With the site that was given, where the files name none."""
+    """With the sites that were given, where the files name none."""
     if site is None or info.site_in is not None or info.site_out is not None:
         return info
-    return replace(info, site_in=site, site_out=site)
+    reads, _, writes = site.partition(":")
+    return replace(info, site_in=reads, site_out=writes or reads)
 
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
@@ -98,8 +145,8 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("max_act", "known" if info.has_max_act else unknown),
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
-        ("on disk", _size(info.bytes_on_disk)),
-        ("in memory", f"{_size(whole(info, 2))} in float16 or bfloat16, {_size(whole(info, 4))} in float32"),
+        ("on disk", in_words(info.bytes_on_disk)),
+        _in_memory([info]),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
 
@@ -111,13 +158,6 @@ def _kind(info: CoderInfo) -> str:
 
 def _skip(info: CoderInfo) -> str:
     return f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
-
-
-def whole(info: CoderInfo, size: int) -> int:
-    """Bytes of a dictionary in memory whose matrices have items of this size: what loading it needs, and keeps."""
-    rows = info.features * ((info.d_in + info.d_out) * size + 4)
-    thresholds, max_act = info.activation == "jumprelu", info.has_max_act
-    return rows + 4 * (info.features * (thresholds + max_act) + info.d_out)
 
 
 def _activation(info: CoderInfo) -> str:
@@ -153,12 +193,3 @@ def _not_served(info: CoderInfo) -> list[str]:
     if info.activation in RANKED and info.site_in == info.site_out:
         notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError(count)

@@ -1,6 +1,6 @@
 """What commands do while their user waits: show the present step, load a model in Transformers. Knows no command."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,11 @@ def steps(console: Console, *, hidden: bool) -> Iterator[Callable[[str], None]]:
         yield lambda step: progress.update(task, description=step)
 
 
-def load_model(place: str, dictionaries: Mapping[str, Any]) -> Any:
-    """The ``saesteer.hf.Model`` of a checked model and its dictionaries, without Transformers' progress bar."""
+def load_model(place: str, dictionaries: Mapping[str, Any], sites: Sequence[str] = ()) -> Any:
+    """The ``saesteer.hf.Model`` of a checked model, its dictionaries and more sites, without Transformers' bar."""
     from transformers.utils import logging
 
     from saesteer import hf
 
     logging.disable_progress_bar()
-    return hf.Model(place, dictionaries=dictionaries)
+    return hf.Model(place, dictionaries=dictionaries, sites=sites)

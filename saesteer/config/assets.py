@@ -4,11 +4,12 @@ import hashlib
 import json
 from collections import ChainMap
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
 from saesteer.config.row_store import RowStore
+from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
@@ -18,7 +19,7 @@ from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
 from saesteer.models.families import SERVED_KINDS
-from saesteer.planning.plan import Catalog
+from saesteer.planning.plan import Catalog, member
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +27,11 @@ class Assets:
     """A configuration with the contents of its files; made by ``Assets.open``."""
 
     config: SaesteerConfig
-    infos: Mapping[str, CoderInfo]  # the dictionaries' headers, with the operator's sites filled in
+    infos: Mapping[str, CoderInfo]  # the dictionaries' headers by ``Catalog.key``, with the operator's sites filled in
     vectors: Mapping[str, VectorSet]
     modules: Mapping[str, Spec]  # each a valid spec that names only what this server has
     rows: RowStore  # dictionaries whose weights stay in their files; those with a name are in infos, too
+    sets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the layers of the dictionaries that are sets
 
     @classmethod
     def open(cls, config: SaesteerConfig) -> "Assets":
@@ -40,21 +42,23 @@ class Assets:
                 module that cannot be read, is wrong, names something unknown, or uses itself.
             LoadError: a file is invalid.
         """
-        sources = config.dictionaries
-        rows = RowStore({name: one for name, one in sources.items() if one.rows}, config.dictionary_folder, _placed)
+        sources, sets = opened(config.dictionaries)
+        rows = RowStore({key: one for key, one in sources.items() if one.rows}, config.dictionary_folder, _placed)
         infos = {
-            name: rows[name] if one.rows else _placed(name, one, describe(one.path, site=one.reads))
-            for name, one in sources.items()
+            key: rows[key] if one.rows else _placed(key, one, describe(one.path, site=one.reads))
+            for key, one in sources.items()
         }
+        for name, layers in sets.items():
+            check_set(name, config.dictionaries[name], infos, layers)
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=_both(infos, rows), vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows], vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
-        return cls(config, infos, vectors, modules, rows)
+        return cls(config, infos, vectors, modules, rows, sets)
 
     def sites(self, layers: int, other_widths: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
@@ -111,9 +115,27 @@ class Assets:
             registers=self.config.registers,
             default=self.config.default_module,
             other_widths=others,
+            sets=self.sets,
         )
         check_modules(catalog)
         return catalog
+
+    def memory(self, size: int) -> list[str]:
+        """A sentence for each dictionary that a request may name: what it takes in memory.
+
+        Args:
+            size: bytes of a number of the model's dtype, in which the matrices are held.
+        """
+        found = []
+        for name in self.config.dictionaries:
+            keys = [member(name, layer) for layer in self.sets[name]] if name in self.sets else [name]
+            infos = [self.infos[key] for key in keys]
+            features = sum(info.features for info in infos)
+            taken = sum(0 if info.by_rows else info.memory(size) for info in infos)
+            several = f"{len(infos)} dictionaries with " if len(infos) > 1 else ""
+            on_disk = in_words(sum(info.bytes_on_disk for info in infos))
+            found.append(f"{name}: {several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk")
+        return found
 
     @property
     def fingerprint(self) -> str:
@@ -129,6 +151,16 @@ class Assets:
             {name: spec.to_json() for name, spec in self.modules.items()},
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def in_words(count: int) -> str:
+    """A number of bytes, as in 8.0 KB."""
+    size = float(count)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError(count)
 
 
 def unserved(info: CoderInfo) -> str | None:

@@ -111,7 +111,8 @@ def _beside(folder: Path, path: str) -> str:
     base, mark, name = path.rpartition("#")  # a file in a folder, in the form that loaders accept
     place = base if mark else path
     found = folder / place
-    return f"{found}{mark}{name if mark else ''}" if not Path(place).is_absolute() and found.exists() else path
+    there = (folder / place.partition("*")[0]).exists() if "*" in place else found.exists()
+    return f"{found}{mark}{name if mark else ''}" if not Path(place).is_absolute() and there else path
 
 
 class _Loader(yaml.SafeLoader):

@@ -59,6 +59,7 @@ class CoderInfo:
     can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
     model: str | None = None  # the language model that it was trained on, if the files say
     skip: bool = False  # y += x @ w_skip.T as well
+    l0: float | None = None  # active features of a token, as whoever trained it measured, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
     by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
@@ -89,6 +90,12 @@ class CoderInfo:
     def reads_pregain(self) -> bool:
         """Whether it reads mlp_in_pregain, for which the op of resid_mid normalises the stream."""
         return self.site_in is not None and self.site_in.startswith(PREGAIN)
+
+    def memory(self, size: int) -> int:
+        """Bytes in memory, with matrices whose items have this size: what loading needs, and keeps."""
+        rows = self.features * ((self.d_in + self.d_out) * size + 4)
+        thresholds, max_act = self.activation == "jumprelu", self.has_max_act
+        return rows + 4 * (self.features * (thresholds + max_act) + self.d_out)
 
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""

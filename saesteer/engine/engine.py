@@ -136,8 +136,8 @@ class Engine:
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
         for key in rows:
             reads, writes = (self.sites[site] for site in ends[key])
-            path = config.dictionaries[key].path
-            placements[key] = fill(infos[key], path, reads, writes, rows[key], whole=whole[key])
+            info = infos[key]
+            placements[key] = fill(info, info.source, reads, writes, rows[key], whole=whole[key])
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)

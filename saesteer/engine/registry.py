@@ -21,9 +21,8 @@ from saesteer.planning.pins import Pins, Place, no_room
 KEPT = 4096  # recently pinned vectors: a request that was admitted before may still be waiting for its turn
 BROUGHT = 2048  # vectors that requests brought recently: clients send one set of directions with many requests
 
-Written = dict[
-    tuple[str, int], NDArray[np.float32]
-]  # site and slot → what belongs there, Arrow.unit, as wide as the site
+# Site and slot → what belongs there, Arrow.unit, as wide as the site.
+Written = dict[tuple[str, int], NDArray[np.float32]]
 # What a filled row protects from overwriting: all that was pinned after this change (0: nothing), and other slots.
 Held = tuple[int, list[tuple[Pool, bytes]]]
 

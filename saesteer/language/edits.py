@@ -38,6 +38,7 @@ ClampUnit = Literal["raw", "max_act"]
 Interval = tuple[int, int | None]
 
 _feature = integer(0, INT32_MAX)
+layer = optional(integer(0, MAX_LAYER))  # of a set's dictionary; None: the dictionary is alone under its name
 _place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
 
@@ -119,9 +120,10 @@ class Source(Record):
     dictionary: str | None = field(default=None, metadata=by(optional(text)))
     feature: int | None = field(default=None, metadata=by(optional(_feature)))
     probe: str | None = field(default=None, metadata=by(optional(text)))
+    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     def _whole(self, at: str) -> None:
-        if self.probe is not None and (self.dictionary is not None or self.feature is not None):
+        if self.probe is not None and (self.dictionary, self.feature, self.layer) != (None, None, None):
             fail(f"{at}.probe", "conflict", "stands next to a dictionary's feature, expected one of the two")
         if self.probe is None and self.dictionary is None:
             fail(f"{at}.dictionary", "missing_field", "is missing, expected dictionary and feature, or probe")
@@ -254,6 +256,7 @@ class Clamp(TokenEdit):
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
     unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
     only_if_active: bool = field(default=False, metadata=by(flag))
+    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     def _whole(self, at: str) -> None:
         if self.mode == "scale" and self.unit == "max_act":
@@ -311,6 +314,7 @@ class Reconstruct(TokenEdit):
 
     dictionary: str = field(metadata=by(text))
     error: Literal["keep", "drop"] = field(default="drop", metadata=by(one_of("keep", "drop")))
+    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from saesteer.language.edits import (
     Use,
     edit,
     intervals,
+    layer,
 )
 from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, record, show, site, text
 from saesteer.language.inline import InlineVector, Vector
@@ -87,6 +88,7 @@ class FeatureRead(Record):
 
     dictionary: str = field(metadata=by(text))
     top_k: int = field(default=8, metadata=by(integer(1, 1024)))
+    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Return(Record):
 
     features: tuple[FeatureRead, ...] = field(
         default=(),
-        metadata=by(list_of(record(FeatureRead), MAX_READS, key=attrgetter("dictionary"))),
+        metadata=by(list_of(record(FeatureRead), MAX_READS, key=attrgetter("dictionary", "layer"))),
     )
     probes: tuple[str, ...] = field(default=(), metadata=by(list_of(text, MAX_READS, key=str)))
     activations: tuple[ActivationRead, ...] = field(
@@ -220,6 +222,7 @@ def clamp(
     only_if_active: bool = False,
     when: When = None,
     scope: Within = None,
+    layer: int | None = None,
 ) -> Clamp:
     """Clamps one feature of a dictionary: sets it, adds to it, scales it, or bounds it by min or max.
 
@@ -232,11 +235,13 @@ def clamp(
         only_if_active: leave tokens alone where the feature is 0.
         when: a condition or several, such as ``{"dictionary": "gs20", "feature": 99, "above": 3.0}``.
         scope: the tokens, such as ``{"generated": True}``; by default all except the first.
+        layer: which dictionary of a set.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Clamp(dictionary, feature, _any(value), mode, unit, only_if_active, when=_any(when), scope=_any(scope))
+    law = _any(value), mode, unit, only_if_active
+    return Clamp(dictionary, feature, *law, layer=layer, when=_any(when), scope=_any(scope))
 
 
 def add(
@@ -285,14 +290,20 @@ def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = N
 
 
 def reconstruct(
-    dictionary: str, error: Literal["keep", "drop"] = "drop", when: When = None, scope: Within = None
+    dictionary: str,
+    error: Literal["keep", "drop"] = "drop",
+    when: When = None,
+    scope: Within = None,
+    layer: int | None = None,
 ) -> Reconstruct:
     """Puts the dictionary's reconstruction in place of the stream, with the clamps directly before it.
+
+    ``layer`` says which dictionary of a set.
 
     Raises:
         SpecError: a value is wrong.
     """
-    return Reconstruct(dictionary, error, when=_any(when), scope=_any(scope))
+    return Reconstruct(dictionary, error, layer=layer, when=_any(when), scope=_any(scope))
 
 
 def use(module: str, scale: Number = 1.0) -> Use:

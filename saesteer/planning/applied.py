@@ -51,7 +51,8 @@ def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
         else:
             about = {"version": fingerprint_of(target.vector)[:_LETTERS]}
         return about if target.layer is None else about | {"layer": target.layer}
-    about = {"dictionary": target.dictionary}
+    name, layer = catalog.named(target.dictionary)
+    about = {"dictionary": name} if layer is None else {"dictionary": name, "layer": layer}
     if isinstance(target, Feature):
         about["feature"] = target.feature
         if target in catalog.rows:

@@ -34,7 +34,7 @@ def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
         return
     for edit in edits:
         if isinstance(edit, Clamp):
-            yield Feature(edit.dictionary, edit.feature)
+            yield Feature(catalog.key(edit.dictionary, edit.layer), edit.feature)
         for _, one in edit.sources():
             if one.dictionary is not None and one.feature is not None:
-                yield Feature(one.dictionary, one.feature)
+                yield Feature(catalog.key(one.dictionary, one.layer), one.feature)

@@ -10,41 +10,51 @@ from saesteer.language import sites
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.sites import canonical, parse
-from saesteer.planning.plan import Catalog, Dictionary, Direction
+from saesteer.planning.plan import Catalog, Dictionary, Direction, Feature, layer_of
 
 
-def dictionary_of(catalog: Catalog, name: str, at: str) -> Dictionary:
-    """The dictionary with this name; ``at`` is the path of the object that names it.
+def dictionary_of(catalog: Catalog, name: str, layer: int | None, at: str) -> tuple[str, Dictionary]:
+    """The key of a dictionary in the catalog, and the dictionary; ``at`` is the path of the object that names it.
 
     Raises:
-        SpecError: there is no such dictionary, or its file, opened now, cannot be served.
+        SpecError: there is no such dictionary, its file, opened now, cannot be served, a set is named without a layer,
+            or it has no dictionary of this layer.
     """
+    key, layers = catalog.key(name, layer), catalog.sets.get(name)
     try:
-        info = catalog.dictionaries.get(name)
+        info = catalog.dictionaries.get(key)
     except (ConfigError, LoadError) as exc:
         fail(f"{at}.dictionary", "not_served", f"cannot be opened: {exc}")
-    if info is None:
-        known = catalog.dictionaries
+    if layers is not None and layer is None:
+        message = f"is missing: {name!r} has a dictionary for each of several layers"
+        fail(f"{at}.layer", "missing_field", f"{message}, expected one of {listing(layers)}")
+    if layers is not None and layer not in layers:
+        fail(f"{at}.layer", "out_of_range", f"got {layer}, expected a layer of {name!r}: {listing(layers)}")
+    if info is None or (layers is None and catalog.named(name) != (name, None)):
+        known = {catalog.named(one)[0] for one in catalog.dictionaries}
         found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
         fail(f"{at}.dictionary", "unknown_name", found)
-    return info
+    if layers is None and layer not in (None, layer_of(info)):
+        message = f"got {layer}, but dictionary {name!r} is of layer {layer_of(info)}"
+        fail(f"{at}.layer", "out_of_range", f"{message}, expected that or no layer")
+    return key, info
 
 
-def feature_of(catalog: Catalog, name: str, feature: int, at: str) -> Dictionary:
-    """The dictionary of a feature, after a check that it has the feature.
+def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at: str) -> tuple[Feature, Dictionary]:
+    """A feature, after a check that its dictionary has it, and the dictionary.
 
     Raises:
         SpecError: there is no such dictionary, or it has no such feature.
     """
-    info = dictionary_of(catalog, name, at)
+    key, info = dictionary_of(catalog, name, layer, at)
     held = getattr(info, "feature_ids", None)  # set if a file holds only some features, by their original index
     if held is not None and feature not in held:
         expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
-        fail(f"{at}.feature", "out_of_range", f"got {feature} for dictionary {name!r}, expected {expected}")
+        fail(f"{at}.feature", "out_of_range", f"got {feature} for dictionary {key!r}, expected {expected}")
     if held is None and feature >= info.features:
-        expected = f"a feature of dictionary {name!r}, 0 to {info.features - 1}"
+        expected = f"a feature of dictionary {key!r}, 0 to {info.features - 1}"
         fail(f"{at}.feature", "out_of_range", f"got {feature}, expected {expected}")
-    return info
+    return Feature(key, feature), info
 
 
 def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:

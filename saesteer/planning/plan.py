@@ -78,11 +78,22 @@ class Vectors(Protocol):
         """The bias of a probe."""
 
 
+def member(name: str, layer: int) -> str:
+    """The key of the dictionary at a layer of a set, which messages show as well: ``gs@20``."""
+    return f"{name}@{layer}"
+
+
+def layer_of(info: Dictionary) -> int | None:
+    """The layer of a dictionary: that of the site where it reads."""
+    site = info.site_in or info.site_out
+    return None if site is None else parse(site)[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """What requests may name on a server."""
 
-    dictionaries: Mapping[str, Dictionary]
+    dictionaries: Mapping[str, Dictionary]  # by name; the members of sets by their own keys, see ``key``
     sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
     max_entries: int  # limit for one request: changes times windows, plus conditions
     vectors: Mapping[str, Vectors] = option(default_factory=dict)
@@ -97,6 +108,17 @@ class Catalog:
     rows: "Mapping[Feature, FeatureRow]" = option(
         default_factory=dict
     )  # what one request brings of files, once planned
+    sets: Mapping[str, tuple[int, ...]] = option(default_factory=dict)  # the layers of each set, by its name
+
+    def key(self, name: str, layer: int | None) -> str:
+        """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
+        return member(name, layer) if name in self.sets and layer is not None else name
+
+    def named(self, key: str) -> tuple[str, int | None]:
+        """The inverse of ``key``: the name in requests, and the layer of a member of a set."""
+        name, _, layer = key.rpartition("@")
+        here = layer.isdecimal() and int(layer) in self.sets.get(name, ())
+        return (name, int(layer)) if here else (key, None)
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""

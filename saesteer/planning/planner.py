@@ -89,15 +89,16 @@ class _Planner:
     def clamp(self, step: Step) -> None:
         edit, at = step.edit, step.at
         assert isinstance(edit, Clamp)
-        info = feature_of(self.catalog, edit.dictionary, edit.feature, at)
+        target, info = feature_of(self.catalog, edit.dictionary, edit.layer, edit.feature, at)
+        name = target.dictionary
         if edit.unit == "max_act" and not info.has_max_act:
-            expected = f"raw: the max activations of {edit.dictionary!r} are not known, `saesteer calibrate` finds them"
+            expected = f"raw: the max activations of {name!r} are not known, `saesteer calibrate` finds them"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
-        reads = reading_site(self.catalog, edit.dictionary, info, at)
-        site = writing_site(self.catalog, edit.dictionary, info, at)
+        reads = reading_site(self.catalog, name, info, at)
+        site = writing_site(self.catalog, name, info, at)
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
-            Feature(edit.dictionary, edit.feature),
+            target,
             self._windows(edit.scope, at, info.skip_first),
             at,
             scale={"set": 0.0, "scale": value}.get(edit.mode, 1.0),
@@ -109,8 +110,8 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
-        held = None if reads == site else self.reads.feature(change.target, reads, site, at)  # type: ignore[arg-type]
-        self._join(site, edit.dictionary, step, change, held)
+        held = None if reads == site else self.reads.feature(target, reads, site, at)
+        self._join(site, name, step, change, held)
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -154,15 +155,15 @@ class _Planner:
     def reconstruct(self, step: Step) -> None:
         edit, at = step.edit, step.at
         assert isinstance(edit, Reconstruct)
-        info = dictionary_of(self.catalog, edit.dictionary, at)
-        site = writing_site(self.catalog, edit.dictionary, info, at)
+        name, info = dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
+        site = writing_site(self.catalog, name, info, at)
         spans = self._windows(edit.scope, at, info.skip_first)
         keys = self.reads.gates(edit.when, site, at)
         clamps = self.last.get(site)
-        if clamps is None or clamps.of != edit.dictionary or clamps.run != step.run:
+        if clamps is None or clamps.of != name or clamps.run != step.run:
             clamps = None
         if edit.error == "keep" and clamps is None:
-            message = f"is keep, but no clamp of {edit.dictionary!r} stands directly before it, so it does nothing"
+            message = f"is keep, but no clamp of {name!r} stands directly before it, so it does nothing"
             fail(f"{at}.error", "conflict", f"{message}; expected drop, or a clamp before it")
         for one in clamps.members if clamps else ():
             if one.change.windows != spans:
@@ -170,10 +171,10 @@ class _Planner:
             if set(one.keys) != set(keys):
                 fail(f"{at}.when", "conflict", f"is not the same as in {one.change.field}, expected equal conditions")
         if edit.error == "drop":
-            _refuse_partial(edit.dictionary, info, at)
-            reads, target = reading_site(self.catalog, edit.dictionary, info, at), Whole(edit.dictionary)
+            _refuse_partial(name, info, at)
+            reads, target = reading_site(self.catalog, name, info, at), Whole(name)
             held = None if reads == site else self.reads.whole(target, reads, site, at)
-            self._join(site, edit.dictionary, step, Change(target, spans, at, gain=step.scale, op=edit.op), held)
+            self._join(site, name, step, Change(target, spans, at, gain=step.scale, op=edit.op), held)
             clamps = self.last[site]
         assert clamps is not None
         clamps.of = None  # what follows reads the reconstruction

@@ -121,9 +121,8 @@ class Reads:
             what = f"{at}.probe"
         else:
             assert source.dictionary is not None and source.feature is not None
-            info = feature_of(self.catalog, source.dictionary, source.feature, at)
-            place = reading_site(self.catalog, source.dictionary, info, at)
-            target, what = Feature(source.dictionary, source.feature), f"{at}.dictionary"
+            target, info = feature_of(self.catalog, source.dictionary, source.layer, source.feature, at)
+            place, what = reading_site(self.catalog, target.dictionary, info, at), f"{at}.dictionary"
         if order(place) > order(site):
             message = f"reads {place}, which comes after {site}, where the edit stands"
             fail(what, "conflict", f"{message}; expected the same site or an earlier one")

@@ -21,6 +21,7 @@ from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
+from saesteer.planning.plan import Catalog
 
 WIDE = {**os.environ, "COLUMNS": "200"}
 
@@ -45,11 +46,16 @@ class Oracle:
         self.read: list[list[int]] = []
         shape = SimpleNamespace(max_position_embeddings=2048)
         self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
-        site = SimpleNamespace(site_in="resid_post.15")
-        self.engine = SimpleNamespace(catalog=SimpleNamespace(dictionaries={"d": site, "e": site}))
+        self.engine = SimpleNamespace(catalog=Catalog({}, None, 1))
 
-    def coder(self, name: str) -> Any:
+    def coder(self, name: str, layer: None) -> Any:
         return self._coder
+
+    def layers_of(self, name: str) -> tuple[None]:
+        return (None,)
+
+    def info(self, name: str, layer: None) -> Any:
+        return replace(self._coder.info, site_in="resid_post.15")
 
     def streams(self, ids: list[int]) -> dict[str, torch.Tensor]:
         self.read.append(list(ids))

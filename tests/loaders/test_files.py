@@ -20,7 +20,7 @@ from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
-from saesteer.loaders import arrays, describe, files, load, max_act
+from saesteer.loaders import arrays, describe, files, load, max_act, progress
 from saesteer.loaders.files import fetch
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
@@ -148,7 +148,9 @@ def test_fake_hub_single_file_and_name_inside_a_folder(fake_hub: FakeHub) -> Non
     tensors = writers.manifest_tensors(raw, writers.SEEN)
     writers.manifest(repo / "m", tensors, layers=((20, "post_block"), (4, "pre_attn")))
     assert describe("org/sae/m#layer_4_pre_attn").site_in == "resid_pre.4"
-    with pytest.raises(LoadError, match="2 sites and none chosen"):
+    with pytest.raises(
+        LoadError, match=r"2 dictionaries and none chosen; expected one of .*layer_20_post_block.safetensors"
+    ):
         describe("org/sae/m")
     with pytest.raises(LoadError, match="known names: layer_20_post_block, layer_4_pre_attn"):
         describe("org/sae/m#../sub/mine")
@@ -308,3 +310,20 @@ def test_describe_of_a_million_features_is_instant_but_for_its_hash(
     assert (info.features, info.bytes_on_disk > 19e9) == (features, True)
     assert "1,048,576" in report(tmp_path)
     assert "19.3 GB" in report(tmp_path)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_large_array_shows_how_much_has_been_read(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = writers.gemma_scope(tmp_path, writers.raw())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    load(folder)
+    assert capsys.readouterr() == ("", "")  # it is small
+    monkeypatch.setattr(progress, "SHOWN_BYTES", 1000)
+    load(folder)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("params.npz: W_enc" in err) == ("params.npz: W_dec" in err) == terminal
+    assert "b_enc" not in err

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.commands.inspect import report, whole
+from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import RANKED, Activation, InNorm
@@ -203,7 +203,7 @@ def test_kinds_and_memory(tmp_path: Path) -> None:
         for size, dtype in ((2, torch.float16), (4, torch.float32)):
             one = load(cases[name], dtype=dtype)
             held = [one.w_enc, one.w_dec, one.b_enc, one.b_dec, one.threshold, one.max_act]
-            assert whole(one.info, size) == sum(each.nbytes for each in held if each is not None)
+            assert one.info.memory(size) == sum(each.nbytes for each in held if each is not None)
     assert lines(cases["gemma_scope-res"])["in memory"] == ["4.3 KB in float16 or bfloat16, 8.1 KB in float32"]
 
 

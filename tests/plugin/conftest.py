@@ -72,6 +72,7 @@ class Dictionaries:
             "attn": f"{self.folder}/attn.safetensors@attn_out.9",
             "cross": f"{self.folder}/cross.safetensors@mlp_in.18:mlp_out.18",
             "skip": f"{self.folder}/skip.safetensors@mlp_in_pregain.24:mlp_out.24",
+            "deep": f"{self.folder}/deep@resid_post",
         }
 
     @property
@@ -104,6 +105,9 @@ def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
     for seed, (name, activation) in enumerate([("mlp", "jumprelu"), ("attn", "relu"), ("cross", "topk")], 7):
         own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
     own.write(folder / "skip.safetensors", random_coder("topk", 10, skip=True))
+    (folder / "deep").mkdir()  # a set
+    for layer in (15, 20):
+        own.write(folder / "deep" / f"layer_{layer}.safetensors", random_coder("jumprelu", layer))
     for name, rows in VECTORS.items():
         named = {"any" if layer is None else f"layer.{layer}": row for layer, row in rows.items()}
         save_file(named, folder / f"{name}.safetensors")

@@ -77,6 +77,15 @@ SPECS: dict[str, Any] = {
             {"op": "add", "vector": "any", "site": ["mlp_out.18", "attn_out.9", "mlp_in.18", "mlp_out.15"]},
         ]
     },
+    "a set": {
+        "edits": [
+            {"op": "clamp", "dictionary": "deep", "layer": 15, "feature": 17, "value": 20.0},
+            {"op": "clamp", "dictionary": "deep", "layer": 20, "feature": 17, "value": 5.0}
+            | {"when": {"dictionary": "deep", "layer": 15, "feature": 3, "above": 0.2}},
+            {"op": "add", "vector": "any", "site": "resid_post.20"}
+            | {"scale": {"dictionary": "deep", "layer": 20, "feature": 4, "max": 2.0}},
+        ]
+    },
     "embedding": {"edits": [{"op": "clamp", "dictionary": "embed", "feature": 3, "value": 4.0}]},
     "last layer": {"edits": [{"op": "clamp", "dictionary": "last", "feature": 17, "value": 40.0}]},
     "several sites": {
@@ -110,6 +119,7 @@ def compare_ids(oracle: hf.Model, ids: list[int], made: Answer, spec: Any) -> tu
 def near_a_bound(oracle: hf.Model, ids: list[int], prompt_len: int, spec: Any) -> list[bool]:
     """Tokens on which a feature, a rank or a condition of the spec stands within 1e-3 of where it turns over."""
     streams = oracle.streams(ids, steer=spec, prompt_len=prompt_len)
+    spec = keyed(spec)
     wide = {site: found.double().cpu().numpy() for site, found in streams.items()}
     here = world(oracle, spec)
     near = []
@@ -122,13 +132,21 @@ def near_a_bound(oracle: hf.Model, ids: list[int], prompt_len: int, spec: Any) -
     return near
 
 
+def keyed(value: Any) -> Any:
+    """The same spec, in which each dictionary of a set goes by its own key."""
+    if isinstance(value, dict):
+        found = {key: keyed(one) for key, one in value.items()}
+        return found | {"dictionary": f"{found['dictionary']}@{found['layer']}"} if "layer" in found else found
+    return [keyed(one) for one in value] if isinstance(value, list) else value
+
+
 def world(oracle: hf.Model, spec: Any) -> World:
     """What the oracle has, as tests/formulas.py takes it; of dictionaries those that the spec names."""
     infos = oracle.engine.catalog.dictionaries
     said = json.dumps([spec, MODULES])
     dictionaries = {}
     for name in (name for name in infos if f'"{name}"' in said):
-        coder = oracle.coder(name)
+        coder = oracle.coder(*oracle.engine.catalog.named(name))
         arrays: dict[str, Any] = {
             key: None if (value := getattr(coder, key)) is None else value.double().cpu().numpy()
             for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act", "w_skip")

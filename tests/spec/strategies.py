@@ -32,6 +32,7 @@ names = st.one_of(
 )
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 features = st.one_of(st.integers(0, 64), st.integers(0, 2**31 - 1))
+layers = st.sampled_from([None, None, None, 15, 0, 9999])  # of a set
 positions = st.one_of(st.integers(-12, 40), st.integers(-FAR, FAR))
 
 
@@ -67,7 +68,7 @@ def gates(draw: st.DrawFn) -> Gate:
     above, below = None if which == "below" else low, None if which == "above" else high
     if draw(st.booleans()):
         return Gate(probe=draw(names), above=above, below=below)
-    return Gate(dictionary=draw(names), feature=draw(features), above=above, below=below)
+    return Gate(dictionary=draw(names), layer=draw(layers), feature=draw(features), above=above, below=below)
 
 
 @st.composite
@@ -78,7 +79,7 @@ def read_strengths(draw: st.DrawFn) -> Strength:
     law |= draw(st.sampled_from([{}, {"min": low}, {"max": high}, {"min": low, "max": high}]))
     if draw(st.booleans()):
         return Strength(probe=draw(names), **law)
-    return Strength(dictionary=draw(names), feature=draw(features), **law)
+    return Strength(dictionary=draw(names), layer=draw(layers), feature=draw(features), **law)
 
 
 strengths = numbers | numbers | read_strengths()
@@ -117,7 +118,7 @@ def clamps(draw: st.DrawFn) -> Clamp:
     """A clamp of any mode, unit, gate and scope."""
     mode = draw(modes)
     unit: ClampUnit = "raw" if mode == "scale" else draw(units)
-    token: dict[str, Any] = {"when": draw(whens), "scope": draw(all_scopes)}
+    token: dict[str, Any] = {"when": draw(whens), "scope": draw(all_scopes), "layer": draw(layers)}
     value = draw(strengths if mode == "add" else numbers)
     return Clamp(draw(names), draw(features), value, mode, unit, draw(st.booleans()), **token)
 
@@ -141,14 +142,17 @@ adds |= st.builds(
     scope=all_scopes,
 )
 ablates = st.builds(Ablate, vectors, placed, numbers, when=whens, scope=all_scopes)
-reconstructs = st.builds(Reconstruct, names, st.sampled_from(["keep", "drop"]), when=whens, scope=all_scopes)
+errors = st.sampled_from(["keep", "drop"])
+reconstructs = st.builds(Reconstruct, names, errors, layer=layers, when=whens, scope=all_scopes)
 uses = st.builds(Use, names, strengths)
 edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
 
 returns = st.builds(
     Return,
     features=st.lists(
-        st.builds(FeatureRead, names, st.integers(1, 1024)), max_size=2, unique_by=lambda one: one.dictionary
+        st.builds(FeatureRead, names, st.integers(1, 1024), layer=layers),
+        max_size=2,
+        unique_by=lambda one: (one.dictionary, one.layer),
     ),
     probes=st.lists(names, max_size=2, unique=True),
     activations=st.lists(

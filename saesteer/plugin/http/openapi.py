@@ -41,6 +41,7 @@ _ANSWER = {
                     "op": {"type": "string"},
                     "site": {"type": "string"},
                     "version": {"type": "string", "description": "The version of its dictionary or vector."},
+                    "layer": {"type": "integer", "description": "Of a set, or of a vector with rows for layers."},
                     "positions": {"type": "array", "items": {"type": "array"}},
                     "tokens_edited": {"type": "integer"},
                     "tokens_cached": {"type": "integer"},

@@ -84,6 +84,8 @@ def attach(worker: Any, assets: Assets) -> None:
 
 def _build(runner: Any, assets: Assets) -> "Steering":
     model_config, scheduler = runner.vllm_config.model_config, runner.vllm_config.scheduler_config
+    for said in assets.memory(model_config.dtype.itemsize):
+        logger.info("saesteer loads %s", said)
     engine = Engine(
         assets,
         width=model_config.get_hidden_size(),

@@ -102,7 +102,7 @@ def wrong() -> list[Row]:
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
         row("clt", "config.yaml: model_kind: 'cross_layer_transcoder', which", model_kind="cross_layer_transcoder"),
         row("list", "config.yaml: transcoders: a list: ['hf://google/gemma-scope-2b-pt", transcoders=listed),
-        row("none-chosen", "layer_*.safetensors: 2 files and none chosen; expected", layers=(0, 1)),
+        row("none-chosen", ": 2 dictionaries and none chosen; expected one of", layers=(0, 1)),
         row("topk", "config.yaml: k: None; expected a whole number", activation="topk"),
         row("unsaid-topk", "layer_3.safetensors: k: an unknown key", ARRAYS | {"k": np.array(5)}),
         (
@@ -113,7 +113,7 @@ def wrong() -> list[Row]:
         (
             "circuit_tracer-no-config-none-chosen",
             lambda folder: unsaid(folder, ARRAYS, (1, 3)),
-            "layer_*.safetensors: 2 files and none chosen; expected",
+            ": 2 dictionaries and none chosen; expected one of",
         ),
         (
             "circuit_tracer-crv",

@@ -107,7 +107,7 @@ def wrong() -> list[Row]:
         row("layer", "layers: [-1, 'post_block']", layers=((-1, "post_block"),)),
         row("site-twice", "layers: a site twice", layers=(ONE[0], ONE[0])),
         row("no-layers", "layers: []", layers=()),
-        row("two-sites", "2 sites and none chosen", layers=two),
+        row("two-sites", ": 2 dictionaries and none chosen; expected one of", layers=two),
         row("no-such-site", "no file layer_9_post_block.safetensors", place="#layer_9_post_block"),
         row("kind", "kind: 'other'", kind="other"),
         row("uri", "weights_uri: 's3://x'; expected null", weights_uri="s3://x"),

@@ -50,7 +50,7 @@ def wrong() -> list[Row]:
         return f"qwen_scope-{name}", lambda folder: write(folder, ARRAYS, **more), words
 
     return [
-        row("none-chosen", "layer*.sae.pt: 2 files and none chosen; expected", layers=(0, 1)),
+        row("none-chosen", ": 2 dictionaries and none chosen; expected one of", layers=(0, 1)),
         row("none", "layer*.sae.pt: 0 files and none chosen; expected", layers=()),
         row("hook", "config.json: hook_point: 'resid_pre'; expected 'resid_post'", hook_point="resid_pre"),
         row("k", "config.json: k: True; expected a whole number", k=True),

@@ -1,0 +1,202 @@
+"""The Hugging Face hub: which of a repository's files are dictionaries, those files, or their headers alone.
+
+Only this file imports huggingface_hub. It knows the names of files of each format, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any
+
+from saesteer.errors import LoadError
+
+WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+")
+_LAYER_FILE = re.compile(r"layer_?\d+(\.sae)?\.(safetensors|pt)")  # a dictionary of a set, with no folder of its own
+_SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
+_BLOCK = 1 << 16  # bytes that one request asks for at least
+_MEMBER = 1 << 14  # bytes at the beginning of an array in an archive: more than its header has
+
+
+def is_id(place: str) -> bool:
+    """Whether a place may be ``org/repo[/sub/folder]``, with * in a folder's name or not."""
+    return bool(_ID.fullmatch(place))
+
+
+def download(place: str) -> Path:
+    """The local copy of ``org/repo[/sub/folder]`` or of a file there, in the hub's own cache.
+
+    Raises:
+        LoadError: the hub does not deliver it.
+    """
+    repo, inside = _split(place)
+    is_file = inside.endswith(WEIGHT_SUFFIXES)
+    folder = inside.rpartition("/")[0] if is_file else inside
+    prefix = f"{folder}/" if folder else ""
+    # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
+    names = [name for name in _names() if name.endswith((".json", ".yaml")) or not is_file]
+    patterns = list(dict.fromkeys([inside] * is_file + [prefix + name for name in names]))
+    with _answering(place):
+        from huggingface_hub import snapshot_download
+
+        # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
+        crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
+        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
+    found = root / inside
+    if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
+        return found
+    raise LoadError(f"{place}: {repo} has nothing there that saesteer reads; expected one of {', '.join(patterns)}")
+
+
+def dictionaries(place: str) -> list[str]:
+    """The places of the dictionaries below a place, or that a pattern means; the place itself, if it is one.
+
+    Raises:
+        LoadError: the hub does not say what the repository holds.
+    """
+    return [one for one, _ in _found(place, _listed(place))]
+
+
+def cached(place: str) -> Path:
+    """The folder of a place's repository in the hub's own cache, without a network.
+
+    Raises:
+        LoadError: it is not there.
+    """
+    with _answering(place):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(_split(place)[0], local_files_only=True))
+
+
+class Headers:
+    """Copies of dictionaries in which the headers of files are there, and zeros for values.
+
+    Args:
+        folder: an empty folder, where the copies are made.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._listed: dict[str, list[str]] = {}  # by repository
+
+    def get(self, place: str) -> Path:
+        """The copy of one dictionary.
+
+        Raises:
+            LoadError: the hub does not deliver it.
+        """
+        repo, inside = _split(place)
+        root = Path(self._folder, f"models--{repo.replace('/', '--')}")  # formats look for the repository's name
+        if repo not in self._listed:
+            self._listed[repo] = _listed(place)
+        [(_, files)] = _found(place, self._listed[repo])
+        for name in files:
+            if not (root / name).exists():
+                _copy(place, repo, name, root / name)
+        return root / inside
+
+    def said(self, text: str) -> str:
+        """A text about copies, as one about the hub's files."""
+        return re.sub(rf"{re.escape(self._folder)}/models--(\S+?)--([^/\s]+)", r"\1/\2", text)
+
+
+def _listed(place: str) -> list[str]:
+    """The names of all files of a place's repository."""
+    with _answering(place):
+        from huggingface_hub import list_repo_files
+
+        return list(list_repo_files(_split(place)[0]))
+
+
+def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
+    """The place of each dictionary below a place, and the files that it consists of."""
+    repo, inside = _split(place)
+    weights = [name for name in _names() if name.endswith(WEIGHT_SUFFIXES)]
+    folders: dict[str, list[str]] = {}
+    for name in listed:
+        file = name.rpartition("/")[2]
+        if inside == name or _LAYER_FILE.fullmatch(file):
+            folders[name] = [name]
+        for pattern in weights:
+            depth = pattern.count("/") + 1
+            if fnmatchcase("/".join(name.split("/")[-depth:]), pattern):
+                folders.setdefault("/".join(name.split("/")[:-depth]), []).append(name)
+    chosen = {one: files for one, files in folders.items() if _is_below(one, inside)}
+    if inside in chosen:
+        chosen = {inside: chosen[inside]}
+    config = {name for name in _names() if name.endswith((".json", ".yaml"))}
+    beside: dict[str, list[str]] = {}
+    for name in listed:
+        if name.rpartition("/")[2] in config or name.endswith("_cfg.json"):
+            beside.setdefault(name.rpartition("/")[0], []).append(name)
+    return [
+        (f"{repo}/{one}" if one else repo, [*beside.get(one if files != [one] else one.rpartition("/")[0], ()), *files])
+        for one, files in chosen.items()
+    ]
+
+
+def _is_below(name: str, inside: str) -> bool:
+    parts, wanted = name.split("/"), inside.split("/") if inside else []
+    return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _copy(place: str, repo: str, name: str, target: Path) -> None:
+    """A file's headers, or the file itself if the hub's cache has it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _answering(place):
+        from huggingface_hub import HfFileSystem, try_to_load_from_cache
+
+        if isinstance(cached := try_to_load_from_cache(repo, name), str):
+            target.symlink_to(cached)
+            return
+        stream: Any
+        with HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK) as stream, target.open("wb") as out:
+            size = stream.size
+            out.truncate(size)
+            for start, end in [(0, size)] if size <= _SMALL else _needed(stream, name, size):
+                stream.seek(start)
+                out.seek(start)
+                out.write(stream.read(min(end, size) - start))
+
+
+def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:
+    """Where the headers of a large file are."""
+    if name.endswith(".safetensors"):
+        return [(0, 8 + int.from_bytes(stream.read(8), "little"))]
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+        spans = [(one.header_offset, _MEMBER + min(one.compress_size, _SMALL)) for one in members if _is_small(one)]
+        spans += [(one.header_offset, _MEMBER) for one in members if not _is_small(one)]
+        return [*((start, start + length) for start, length in spans), (archive.start_dir, size)]
+
+
+def _is_small(member: zipfile.ZipInfo) -> bool:
+    return member.compress_size <= _SMALL and not member.filename.endswith(".npy")
+
+
+def _split(place: str) -> tuple[str, str]:
+    parts = place.split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:])
+
+
+def _names() -> list[str]:
+    """The names of all files that a format consists of."""
+    from saesteer.loaders import FORMATS  # which import this file
+
+    return [name for form in FORMATS.values() for name in form.FILES]
+
+
+@contextmanager
+def _answering(place: str) -> Iterator[None]:
+    """Turns every failure of the hub, the network and the hub's cache into a LoadError."""
+    try:
+        yield
+    except Exception as exc:
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason})") from exc

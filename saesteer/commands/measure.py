@@ -1,0 +1,132 @@
+"""`saesteer inspect --measure`: how well a dictionary fits its model on a text: L0 and FVU. Does not know vLLM.
+
+    L0   active features of a token, on average
+    FVU  sum |y - y_hat|^2 / sum |y - mean(y)|^2: the fraction of the variance that the reconstruction leaves
+
+y is what the dictionary writes to, or what a transcoder's MLP adds. A dictionary at a wrong site, of a wrong model or
+read in a wrong orientation has another L0 than its files say, and an FVU near 1 or above.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from saesteer.commands.calibrate import inputs, read_text, windows_of
+from saesteer.commands.serve import check, resolve
+from saesteer.commands.waiting import load_model
+from saesteer.config.assets import Assets
+from saesteer.config.settings import read_settings
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.errors import ConfigError
+from saesteer.language.sites import canonical
+
+_NAME = "PLACE"
+_BLOCK_BYTES = 256 << 20  # size of the activations held at once
+
+
+@dataclass(slots=True, eq=False)
+class Figures:
+    """What has been counted of one dictionary so far, in float64."""
+
+    tokens: int = 0
+    active: int = 0
+    left: float = 0.0  # sum |y - y_hat|^2
+    squares: float = 0.0  # sum |y|^2
+    total: Tensor | float = 0.0  # sum y [d_out]
+
+    @property
+    def l0(self) -> float:
+        """Active features of a token, on average."""
+        return self.active / self.tokens
+
+    @property
+    def fvu(self) -> float:
+        """The fraction of the variance that is left."""
+        mean_squares = float(torch.as_tensor(self.total).square().sum()) / self.tokens
+        return self.left / (self.squares - mean_squares)
+
+    def add(self, coder: SparseCoder, x: Tensor, y: Tensor) -> None:
+        """Count tokens: x [tokens, d_in] is read, and y [tokens, d_out] is what the reconstruction is compared with."""
+        f, wide = coder.encode(x), y.double()
+        self.tokens += len(x)
+        self.active += int((f != 0).sum())
+        self.left += float((coder.decode(f, like=x).double() - wide).square().sum())
+        self.squares += float(wide.square().sum())
+        self.total = self.total + wide.sum(0)
+
+
+def run(console: Console, model: str, place: str, file: Path | None, *, max_tokens: int) -> dict[str, Figures]:
+    """Measure a dictionary, or each of a set, and print a table.
+
+    Args:
+        console: where to print.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        place: as ``--dictionary`` takes it behind the name.
+        file: plain text in UTF-8.
+        max_tokens: how many tokens of the text to read.
+
+    Raises:
+        SaesteerError: the model, the dictionary or the text is invalid, or they do not fit each other.
+    """
+    if file is None:
+        raise ConfigError("--measure needs a text that the model reads: --text-file FILE")
+    text = read_text(file, max_tokens)
+    config = read_settings([f"{_NAME}={place}"])
+    assets = Assets.open(config)
+    folder, _, _ = resolve(model, config)
+    check(folder, config)
+    written = sorted({canonical(str(info.site_out)) for info in assets.infos.values()})
+    oracle = load_model(folder, config.dictionaries, written)
+    found = measure(oracle, oracle.layers_of(_NAME), windows_of(oracle, text, max_tokens), console)
+    table = Table("dictionary", "tokens", "L0", "published", "FVU", box=box.ROUNDED)
+    for layer, figures in found.items():
+        info = oracle.info(_NAME, layer)
+        l0 = "-" if info.l0 is None else f"{info.l0:g}"
+        fvu = f"{figures.fvu:.3f}" if info.can_reconstruct else "-"
+        table.add_row(str(info.site_in), f"{figures.tokens:,}", f"{figures.l0:.1f}", l0, fvu)
+    console.print(table)
+    return {str(oracle.info(_NAME, layer).site_in): figures for layer, figures in found.items()}
+
+
+def measure(
+    oracle: Any, layers: Sequence[int | None], windows: Sequence[Sequence[int]], console: Console
+) -> dict[int | None, Figures]:
+    """The figures of each layer's dictionary, over windows of tokens, without the first positions of each window.
+
+    Args:
+        oracle: a ``saesteer.hf.Model`` with an op at each site that a dictionary reads or writes.
+        layers: of the set; None alone for one dictionary.
+        windows: token ids.
+        console: where a bar shows how much of the text has been read.
+
+    Raises:
+        ConfigError: the text is too short.
+    """
+    found = {layer: Figures() for layer in layers}
+    coders = {layer: (oracle.coder(_NAME, layer), oracle.info(_NAME, layer)) for layer in layers}
+    for window in track(windows, "Reading", console=console, transient=True):
+        streams = oracle.streams(window)
+        for layer, (coder, info) in coders.items():
+            x, y = inputs(info, streams), streams[canonical(str(info.site_out))]
+            for start in _starts(info, len(x)):
+                end = start + _step(info)
+                found[layer].add(coder, x[start:end], y[start:end])
+    if not all(figures.tokens for figures in found.values()):
+        raise ConfigError("the text has no token that the dictionary does not leave alone; expected a longer one")
+    return found
+
+
+def _step(info: CoderInfo) -> int:
+    return max(1, _BLOCK_BYTES // (4 * info.features))
+
+
+def _starts(info: CoderInfo, tokens: int) -> range:
+    return range(max(1, info.skip_first), tokens, _step(info))

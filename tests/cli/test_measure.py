@@ -1,0 +1,196 @@
+"""`saesteer inspect --measure`: L0 and FVU of a dictionary on a tiny model, against numbers computed here."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from saesteer import hf
+from saesteer.commands import calibrate, features, measure
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.assets import Assets
+from saesteer.config.settings import read_settings
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.errors import ConfigError, LoadError
+from saesteer.loaders import describe, load
+from saesteer.loaders.formats import own
+from tests.cli.test_reading import Tokenizer, saesteer
+from tests.loaders import writers
+
+WIDTH, LAYERS, FEATURES = 24, 3, 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").write_text("The old bridge is long.\n" * 100)
+    return tmp_path / "text"
+
+
+@pytest.fixture(autouse=True)
+def loaded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tiny model in place of one on disk; gives the windows that it has read."""
+    read: list[list[int]] = []
+
+    def load_model(place: str, dictionaries: Any, sites: Any) -> Any:
+        fresh = LlamaForCausalLM(model.config)
+        fresh.load_state_dict(model.state_dict())
+        oracle = hf.Model(fresh, tokenizer=Tokenizer(), dictionaries=dictionaries, sites=sites)
+        streams = oracle.streams
+
+        def remembering(window: list[int]) -> Any:
+            read.append(list(window))
+            return streams(window)
+
+        oracle.streams = remembering  # type: ignore[method-assign, assignment]
+        return oracle
+
+    monkeypatch.setattr(measure, "load_model", load_model)
+    monkeypatch.setattr(measure, "resolve", lambda model, config: (model, config, {}))
+    monkeypatch.setattr(measure, "check", lambda folder, config: None)
+    return read
+
+
+def written(folder: Path, name: str, seed: int, **facts: Any) -> Path:
+    draw = torch.Generator().manual_seed(seed)
+    info = CoderInfo("saesteer", WIDTH, WIDTH, FEATURES, "relu", skip_first=3, **facts)
+    wide = torch.randn(FEATURES, WIDTH, generator=draw), torch.randn(FEATURES, WIDTH, generator=draw) / 8
+    coder = SparseCoder(wide[0], torch.randn(FEATURES, generator=draw), wide[1], torch.randn(WIDTH) / 9, info)
+    folder.mkdir(exist_ok=True)
+    own.write(folder / f"{name}.safetensors", coder)
+    return folder / f"{name}.safetensors"
+
+
+def truth(model: Any, windows: list[list[int]], modules: tuple[Any, Any], file: Path, normed: bool) -> Any:
+    """L0 and FVU by hooks of the test's own, in numpy."""
+    seen: list[Any] = [[], []]
+
+    def hook(keep: list[Any]) -> Any:
+        return lambda _m, args, out: keep.append((args[0] if normed and keep is seen[0] else out)[0, 3:])
+
+    handles = [module.register_forward_hook(hook(keep)) for module, keep in zip(modules, seen, strict=True)]
+    with torch.no_grad():
+        for window in windows:
+            model(torch.tensor([window]))
+    for handle in handles:
+        handle.remove()
+    x, y = (torch.cat([one.reshape(-1, WIDTH) for one in keep]).double().numpy() for keep in seen)
+    if normed:
+        x = x / np.sqrt((x**2).mean(1, keepdims=True))
+    coder = load(file)
+    w_enc, b_enc, w_dec, b_dec = (getattr(coder, key).double().numpy() for key in ("w_enc", "b_enc", "w_dec", "b_dec"))
+    f = np.maximum(x @ w_enc.T + b_enc, 0)
+    left = ((f @ w_dec + b_dec - y) ** 2).sum()
+    return (f > 0).sum(1).mean(), left / ((y - y.mean(0)) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("site", "ends"),
+    [
+        ("resid_post.1", lambda layers: (layers[1], layers[1])),
+        ("mlp_in.1:mlp_out.1", lambda layers: (layers[1].post_attention_layernorm, layers[1].mlp)),
+        ("mlp_in_pregain.1:mlp_out.1", lambda layers: (layers[1].post_attention_layernorm, layers[1].mlp)),
+    ],
+)
+def test_figures_are_those_of_the_definition(
+    site: str, ends: Any, model: Any, text: Path, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "one", 5)
+    monkeypatch.setattr(measure, "_BLOCK_BYTES", 4 * FEATURES * 7)  # seven tokens at once
+    console = Console(width=120, record=True, quiet=True)
+    [figures] = measure.run(console, "any", f"{file}@{site}", text, max_tokens=300).values()
+    l0, fvu = truth(model, loaded, ends(model.model.layers), file, normed="pregain" in site)
+    assert figures.tokens == sum(len(window) - 3 for window in loaded)
+    assert figures.l0 == pytest.approx(l0, rel=1e-3)
+    assert figures.fvu == pytest.approx(fvu, rel=1e-4)
+
+
+def test_each_dictionary_of_a_set_has_its_own_figures(text: Path, tmp_path: Path, capsys: Any) -> None:
+    for layer in (0, 2):
+        written(tmp_path / "set", f"layer_{layer}", layer)
+    found = measure.run(Console(width=120), "any", f"{tmp_path}/set@resid_post", text, max_tokens=300)
+    assert list(found) == ["resid_post.0", "resid_post.2"]
+    one, other = found.values()
+    assert one.fvu != other.fvu
+    said = capsys.readouterr().out
+    for site, figures in found.items():
+        [line] = [line for line in said.splitlines() if site in line]
+        assert [word.strip() for word in line.split("│")[2:6]] == [
+            f"{figures.tokens}",
+            f"{figures.l0:.1f}",
+            "-",
+            f"{figures.fvu:.3f}",
+        ]
+
+
+def test_calibrate_and_features_take_every_dictionary_of_a_set(
+    model: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for layer in (0, 2):
+        written(tmp_path / "set", f"layer_{layer}", layer)
+    config = read_settings([f"gs={tmp_path}/set@resid_post"])
+    oracle = hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries))
+    for command in (calibrate, features):
+        monkeypatch.setattr(command, "open_model", lambda *_: (oracle, ["gs"]))
+    found = calibrate.run(Console(width=200), "any", config, text, max_tokens=300)
+    assert list(found) == ["gs@0", "gs@2"]
+    for layer in (0, 2):
+        known = load(tmp_path / "set" / f"layer_{layer}.safetensors").max_act
+        assert known is not None and torch.equal(known, found[f"gs@{layer}"].max_act)
+    assert not torch.equal(found["gs@0"].max_act, found["gs@2"].max_act)
+    assert all(info.has_max_act for info in Assets.open(config).infos.values())
+    capsys.readouterr()
+    monkeypatch.setattr(oracle, "encode", lambda text: [3, 1, 4, 1, 5])
+    monkeypatch.setattr(oracle.tokenizer, "decode", lambda ids: str(ids[0]), raising=False)
+    features.run(Console(width=200), "any", config, "a text")
+    said = capsys.readouterr().out
+    assert "gs, at resid_post.0" in said and "gs, at resid_post.2" in said
+
+
+def test_what_the_files_publish_stands_next_to_it(text: Path, tmp_path: Path, capsys: Any) -> None:
+    repo = tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_71"
+    writers.gemma_scope(repo, writers.raw())
+    assert describe(repo).l0 == 71
+    measure.run(Console(width=120), "any", str(repo), text, max_tokens=300)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "resid_post.1" in line]
+    assert line.split("│")[4].strip() == "71"
+
+
+def test_mistakes_are_one_sentence(text: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, "one", 5, site_in="resid_post.1", site_out="resid_post.1")
+    with pytest.raises(ConfigError, match="--measure needs a text that the model reads: --text-file FILE"):
+        measure.run(Console(), "any", str(file), None, max_tokens=9)
+    with pytest.raises(ConfigError, match="expected a longer one"):
+        measure.run(Console(), "any", str(file), text, max_tokens=1)
+    with pytest.raises(LoadError, match="no such file"):
+        measure.run(Console(), "any", "/no/such", text, max_tokens=9)
+
+
+def test_own_files_say_no_l0(tmp_path: Path) -> None:
+    assert describe(written(tmp_path, "one", 5)).l0 is None
+    assert replace(describe(DEMO_SAE), l0=None) == describe(DEMO_SAE)
+
+
+@pytest.mark.slow
+def test_the_embedded_dictionary_measures_as_its_training_did(tmp_path: Path) -> None:
+    """L0 31 and FVU 0.08 on the model's own text; a text of another kind is not far from it."""
+    (tmp_path / "text").write_text("The old bridge lies over the river, and many people walk over it every day. " * 60)
+    done = saesteer("inspect", str(DEMO_SAE), "--measure", "--text-file", f"{tmp_path}/text", "--max-tokens", "800")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("│") and "resid_post.15" in line]
+    _, _, tokens, l0, _, fvu, _ = line.split("│")
+    assert int(tokens) > 700
+    assert 15 < float(l0) < 60
+    assert float(fvu) < 0.3

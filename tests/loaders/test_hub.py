@@ -1,0 +1,182 @@
+"""Sets on a hub, of which only what is asked for is fetched; and `inspect`, which fetches headers alone, over HTTP."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from saesteer.config.assets import Assets
+from saesteer.config.settings import read_settings
+from saesteer.errors import LoadError
+from saesteer.loaders import describe
+from saesteer.loaders.hub import is_id
+from tests.loaders import writers
+from tests.loaders.formats import circuit_tracer, qwen_scope
+from tests.loaders.hub import Hub, serving
+from tests.loaders.test_files import FakeHub
+from tests.loaders.test_sets import scope
+
+LARGE = 70_000  # features, so that files are larger than what is fetched whole
+
+
+@pytest.fixture
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake = FakeHub(tmp_path / "hub")
+
+    def listed(repo: str) -> list[str]:
+        source = fake.root / repo
+        if not source.is_dir():
+            raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}")
+        return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+
+    def fetched(*args: Any, **how: Any) -> str:
+        if how.get("local_files_only"):
+            return str(fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots" / "abc")
+        everything.append(fake.given)
+        found = FakeHub.snapshot_download(fake, *args, **how)
+        everything.append(fake.given)
+        return found
+
+    everything: list[list[str]] = []
+    fake.fetched = everything  # type: ignore[attr-defined]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
+    return fake
+
+
+def opened(place: str) -> Assets:
+    return Assets.open(read_settings([f"gs={place}"]))
+
+
+def given(hub: Any) -> set[str]:
+    return {name for names in hub.fetched for name in names}
+
+
+def test_of_a_set_only_the_layers_asked_for_are_fetched(fake_hub: FakeHub) -> None:
+    circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS | {"W_dec": np.ones((40, 24), "f4"),
+                         "b_dec": np.ones(24, "f4")}, (1, 2, 3))  # fmt: skip
+    assets = opened("org/set@1,3")
+    assert [info.site_in for info in assets.infos.values()] == ["mlp_in.1", "mlp_in.3"]
+    assert given(fake_hub) == {"config.yaml", "layer_1.safetensors", "layer_3.safetensors"}
+    assert len(opened("org/set").infos) == 3
+
+
+def test_a_pattern_chooses_among_the_widths_of_a_repository(fake_hub: FakeHub) -> None:
+    for width in ("16k", "65k"):
+        scope(fake_hub.root / "google", 3, 7, 20, width=width)
+    repo = "google/gemma-scope-2b-pt-res"
+    words = r"layer 20: two: .*16k.* and .*65k.*; expected one, chosen by a pattern such as .*/layer_\*/width_65k"
+    with pytest.raises(LoadError, match=words):
+        opened(repo)
+    assert given(fake_hub) == set()  # refused before anything is fetched
+    assets = opened(f"{repo}/layer_*/width_65k/*@3,20")
+    assert [info.site_in for info in assets.infos.values()] == ["resid_post.3", "resid_post.20"]
+    assert given(fake_hub) == {f"layer_{n}/width_65k/average_l0_{60 + n}/params.npz" for n in (3, 20)}
+    with pytest.raises(LoadError, match=r"none of layer 5; expected among 20, 3, 7"):
+        opened(f"{repo}/layer_*/width_65k/*@5")
+    with pytest.raises(LoadError, match=r"google/gemma-scope-2b-pt-res/\*/width_1m: "):
+        opened(f"{repo}/*/width_1m")
+
+
+def test_a_dictionary_alone_stays_a_hub_id(fake_hub: FakeHub) -> None:
+    scope(fake_hub.root / "google", 3, 7)
+    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
+    assert opened(place).infos["gs"].source == place
+    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (4, 12))
+    assert opened("org/qwen@12").infos["gs"].site_in == "resid_post.12"
+
+
+def test_without_a_network_the_hubs_cache_still_serves(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    scope(fake_hub.root / "google", 3)
+
+    def gone(repo: str) -> list[str]:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
+    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
+    assert opened(place).infos["gs"] == describe(place)
+
+
+def test_without_a_network_a_pattern_means_what_the_cache_has(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope(fake_hub.root / "google", 3, 7, 20)
+    place = "google/gemma-scope-2b-pt-res/layer_*/width_16k/*"
+    online = opened(f"{place}@3,20")
+
+    def gone(repo: str) -> list[str]:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
+    assert opened(place).infos == opened(f"{place}@3,20").infos == online.infos
+    with pytest.raises(LoadError, match="nothing fits this pattern"):
+        opened("google/gemma-scope-2b-pt-res/*/width_1m")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with serving(tmp_path_factory.mktemp("served")) as one:
+        yield one
+
+
+def inspect(hub: Hub, place: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    words = [sys.executable, "-m", "saesteer", "inspect", place]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> None:
+    wide = writers.raw(features=LARGE)
+    writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / "layer_20", wide)
+    writers.saelens(hub.root / "org" / "sae", writers.saelens_cfg("jumprelu", d_sae=LARGE), wide)
+    layer = {"W_enc": wide["W_enc"].T, "W_dec": wide["W_dec"].T, "b_enc": wide["b_enc"], "b_dec": wide["b_dec"]}
+    qwen_scope.write(hub.root / "org" / "qwen", layer, d_sae=LARGE)
+    layer = {"W_enc": wide["W_enc"].T, "W_dec": wide["W_dec"], "b_enc": wide["b_enc"], "b_dec": wide["b_dec"]}
+    circuit_tracer.write(hub.root / "org" / "set", layer, (4, 5))
+    for place, file, words in (
+        ("google/gemma-scope-2b-pt-res/layer_20", "layer_20/params.npz", "resid_post.20"),
+        ("org/sae", "sae_weights.safetensors", "resid_post.3"),
+        ("org/qwen/layer12.sae.pt", "layer12.sae.pt", "resid_post.12"),
+        ("org/set#layer_5", "layer_5.safetensors", "mlp_in.5 -> mlp_out.5"),
+    ):
+        hub.sent.clear()
+        done = inspect(hub, place, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+        assert f"source        {place.replace('#layer_5', '/layer_5.safetensors')}" in done.stdout
+        assert "70,000" in done.stdout
+        whole = (hub.root / "/".join(place.partition("#")[0].split("/")[:2]) / file).stat().st_size
+        assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
+
+
+def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    scope(hub.root / "google", 3, 7, features=LARGE)
+    hub.sent.clear()
+    done = inspect(hub, "google/gemma-scope-2b-pt-res/layer_*/width_16k/*@7,3", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 dictionaries, of layer 3, 7" in done.stdout
+    assert "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63" in done.stdout
+    assert str(tmp_path) not in done.stdout
+    assert sum(hub.sent.values()) < LARGE * 48 * 4 / 5
+
+
+@pytest.mark.parametrize(
+    ("place", "good"),
+    [
+        ("org/repo", True),
+        ("org/repo/layer_*/width_16k", True),
+        ("org/repo/gpt2-small_L5_lr1.20e-03_l11.00e+00.pt", True),
+        ("repo", False),
+        ("org/../repo", False),
+        ("/org/repo", False),
+        ("org/repo/a b", False),
+    ],
+)
+def test_what_may_be_a_hub_id(place: str, good: bool) -> None:
+    assert is_id(place) == good
