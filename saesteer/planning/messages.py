@@ -56,8 +56,10 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
                 expected = f"at most {catalog.max_entries}, the server's limit on entries"
                 fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
             info = None  # an unknown name is refused later
-            named = isinstance(edit, Clamp | Reconstruct)
-            if named and catalog.key(edit.dictionary, edit.layer) in catalog.dictionaries:
+            if (
+                isinstance(edit, Clamp | Reconstruct)
+                and catalog.key(edit.dictionary, edit.layer) in catalog.dictionaries
+            ):
                 _, info = dictionary_of(catalog, edit.dictionary, edit.layer, f"saesteer.edits[{i}]")
             whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
             found = _meet(whole, spans(runs, f"{at}.messages"))
