@@ -36,7 +36,7 @@ DEMO_DICTIONARY, DEMO_MLP = "demo", "demo-mlp"
 DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, DEMO_MLP: DEMO_TRANSCODER}
 # Features of the SAE that a person would recognise, and one of the transcoder.
 BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
-MLP_FEATURE, MLP_VALUE = 0, 2.0
+MLP_FEATURE, MLP_VALUE = 4673, 4.0  # magic
 
 
 def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
