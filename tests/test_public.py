@@ -67,7 +67,7 @@ def test_request_language_needs_no_torch() -> None:
     {
         "saesteer.client": ["Answer", "AsyncClient", "Client"],
         "saesteer.config": ["SaesteerConfig"],
-        "saesteer.demo": ["DEMO_SAE", "engine_options"],
+        "saesteer.demo": ["DEMO_SAE", "DEMO_TRANSCODER", "engine_options"],
         "saesteer.hf": ["Model"],
         "saesteer.loaders": ["FORMATS", "describe", "load"],
         "saesteer.model": ["ensure_model"],

@@ -86,7 +86,8 @@ def kept(tokens: torch.Tensor, end: int) -> torch.Tensor:
 
 def by_vllm(folder: Path, length: int) -> Write:
     """Sampling by a vLLM engine, a thousand texts at a time."""
-    os.environ |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "SAESTEER_DISABLE": "1"}  # stock vLLM writes
+    # Stock vLLM writes, in this process: once torch has looked for a GPU, an engine cannot be forked.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SAESTEER_DISABLE": "1"}
     from vllm import LLM, SamplingParams
 
     llm = LLM(

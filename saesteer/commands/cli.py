@@ -51,7 +51,7 @@ def _saesteer(
 
 @app.command()
 def demo(verbose: Verbose = False) -> None:
-    """Ask a small model two questions, without and with a feature clamped. Needs no network after the first run."""
+    """Ask a small model two questions, without and with features clamped. Needs no network after the first run."""
     from saesteer.commands import serve
     from saesteer.commands.demo import run
 
@@ -62,7 +62,7 @@ def demo(verbose: Verbose = False) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model and dictionary.")],
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its own.")],
     dictionary: Dictionaries = None,
     sites: Annotated[list[str] | None, _flag("sites")] = None,
     vector: Annotated[list[str] | None, _flag("vectors")] = None,

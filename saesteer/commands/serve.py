@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, engine_options, ensure_model
+from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
@@ -49,14 +49,14 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
-    """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionary.
+    """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionaries.
 
     Raises:
         ConfigError: the embedded model cannot be obtained.
     """
     if model != DEMO_DICTIONARY:
         return model, config, {}
-    sources = {DEMO_DICTIONARY: DictionarySource(str(DEMO_SAE)), **config.dictionaries}
+    sources = {name: DictionarySource(str(file)) for name, file in DICTIONARIES.items()} | dict(config.dictionaries)
     folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # only commands call it
     return str(folder), replace(config, dictionaries=sources), engine_options()
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from saesteer.commands import serve
 from saesteer.commands.cli import app
-from saesteer.commands.embedded import DEMO_SAE
+from saesteer.commands.embedded import DEMO_SAE, DEMO_TRANSCODER
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
@@ -135,9 +135,9 @@ def test_demo_brings_model_dictionary_and_options(
     words = become["words"]
     assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
     assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
-    assert additional_config(words)["saesteer"]["dictionaries"] == {
-        "demo": {"path": str(DEMO_SAE), "site": None, "rows": False}
-    }
+    sources = {"demo": str(DEMO_SAE), "demo-mlp": str(DEMO_TRANSCODER)}
+    held = additional_config(words)["saesteer"]["dictionaries"]
+    assert held == {name: {"path": path, "site": None, "rows": False} for name, path in sources.items()}
 
 
 @pytest.mark.parametrize(

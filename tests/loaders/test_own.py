@@ -1,5 +1,6 @@
 """saesteer's own file: what is written is what is read, bit for bit, and the same dictionary gives the same bytes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import saesteer
+from saesteer.demo import DEMO_TRANSCODER
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load
@@ -159,6 +161,23 @@ def test_the_embedded_dictionary() -> None:
     for feature in (3497, 6511, 7081, 546):
         f = coder.encode(coder.b_dec + 40 * coder.w_dec[feature].float())
         assert f.argmax() == feature
+
+
+def test_the_embedded_transcoder() -> None:
+    coder, info = load(DEMO_TRANSCODER), describe(DEMO_TRANSCODER)
+    assert (info.kind, info.site_in, info.site_out) == ("skip transcoder", "mlp_in.12", "mlp_out.12")
+    assert (info.features, info.d_in, info.d_out, info.activation) == (9216, 576, 576, "jumprelu")
+    assert (info.has_max_act, info.stored_dtype, info.model) == (
+        True,
+        "bfloat16",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+    assert coder.max_act is not None and coder.w_skip is not None
+    with safe_open(DEMO_TRANSCODER, "pt") as opened:
+        measured = json.loads(opened.metadata()["measured"])
+    assert measured["dead"] == int((coder.max_act == 0).sum()) < 0.15 * 9216
+    assert 30 < measured["l0"] < 36 and measured["fvu"] < 0.2
+    assert (coder.w_dec.float().norm(dim=-1) - 1).abs().max() < 0.01
 
 
 def test_writing_the_embedded_dictionary_gives_the_embedded_file(tmp_path: Path) -> None:
