@@ -28,7 +28,7 @@ from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
 from tests.loaders import writers
-from tests.small_world import CODERS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
+from tests.small_world import CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
 from tests.test_formulas import forward, make_engine
 
 # A module of the small world reconstructs by jump.
@@ -156,7 +156,7 @@ def test_what_rows_cannot_do_is_refused(name: str, folder: Path, by_rows: Engine
     assets = assets_of(folder, **changes)
     with pytest.raises(SpecError) as refused:
         Door("server", assets.config, Fetching(assets.rows, torch.float32)).meaning(
-            from_json({"edits": wrong}), assets.catalog(width=WIDTH, layers=4), 4
+            from_json({"edits": wrong}), assets.catalog(width=WIDTH, layers=4, other_widths={"z": HEADS}), 4
         )
     assert (refused.value.field, refused.value.code) == (field, code)
     assert words in str(refused.value)
@@ -304,7 +304,7 @@ def test_what_a_folder_cannot_serve_is_refused(name: str, tree: Path) -> None:
 @pytest.mark.parametrize("called", [NAMES[3], f"{NAMES[2]}@resid_post.1"])
 def test_a_dictionary_of_a_folder_does_the_same_as_in_memory(called: str, tree: Path) -> None:
     place, _, _ = called.partition("@")
-    size: dict[str, Any] = {"width": WIDTH, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
     alone = {"sites": SITES, "dictionaries": {"it": f"{tree}/{place}@resid_post.1"}}
     below = Assets.open(SaesteerConfig.from_json({"sites": SITES, "dictionary_folder": str(tree)}))
     engines = [

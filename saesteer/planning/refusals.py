@@ -60,8 +60,10 @@ def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
         if isinstance(target, Whole):
             message = f"needs all of {name!r}, of which this server reads only the rows of features"
             fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
-        if catalog.width not in (None, info.d_in):
-            fail(at, "conflict", f"{name!r} is {info.d_in} wide, expected {catalog.width}, the width of this model")
+        expected = catalog.width_at(info.site_in)
+        if expected not in (None, info.d_in):
+            whose = "this model" if expected == catalog.width else f"{info.site_in} of this model"
+            fail(at, "conflict", f"{name!r} is {info.d_in} wide, expected {expected}, the width of {whose}")
 
 
 def _refuse_apart(found: Plan, catalog: Catalog) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from saesteer import hf
 from saesteer.commands import calibrate, features, measure
@@ -27,6 +26,8 @@ WIDTH, LAYERS, FEATURES = 24, 3, 40
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # it imports Triton, which tests/kernels has to do first
+
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     sizes |= {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 128}
