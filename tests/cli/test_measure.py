@@ -46,7 +46,7 @@ def loaded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     read: list[list[int]] = []
 
     def load_model(place: str, dictionaries: Any, sites: Any) -> Any:
-        fresh = LlamaForCausalLM(model.config)
+        fresh = type(model)(model.config)
         fresh.load_state_dict(model.state_dict())
         oracle = hf.Model(fresh, tokenizer=Tokenizer(), dictionaries=dictionaries, sites=sites)
         streams = oracle.streams
