@@ -87,6 +87,7 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
     lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
     lines += [(name, first[name]) for name in shared]
     lines += [("max_act", known), ("on disk", in_words(sum(info.bytes_on_disk for info in infos))), _in_memory(infos)]
+    lines.append(("by rows", first["by rows"]))
     for layer, info in zip(layers, infos, strict=True):
         about = dict(_facts(info))
         lines.append((f"layer {layer}", f"{about['features']} features, {about['site']}, {info.source}"))
@@ -97,6 +98,14 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
 def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
     half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
     return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
+
+
+def _by_rows(info: CoderInfo) -> str:
+    """What a server keeps of it that leaves it in its file: two rows of the site for each slot of a request."""
+    if info.activation in RANKED:
+        return f"not served: {info.activation} ranks all features"
+    half = in_words((1 + (info.kind != "SAE")) * 2 * info.d_in * 2)
+    return f"{half} in float16 or bfloat16 for each feature that a request names, with rows: in front of the place"
 
 
 def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
@@ -147,6 +156,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("dtype", info.stored_dtype),
         ("on disk", in_words(info.bytes_on_disk)),
         _in_memory([info]),
+        ("by rows", _by_rows(info)),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
 

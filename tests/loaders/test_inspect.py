@@ -204,7 +204,9 @@ def test_kinds_and_memory(tmp_path: Path) -> None:
             one = load(cases[name], dtype=dtype)
             held = [one.w_enc, one.w_dec, one.b_enc, one.b_dec, one.threshold, one.max_act]
             assert one.info.memory(size) == sum(each.nbytes for each in held if each is not None)
-    assert lines(cases["gemma_scope-res"])["in memory"] == ["4.3 KB in float16 or bfloat16, 8.1 KB in float32"]
+    said = lines(cases["gemma_scope-res"])
+    assert said["in memory"] == ["4.3 KB in float16 or bfloat16, 8.1 KB in float32"]
+    assert said["by rows"][0].startswith("96 bytes in float16 or bfloat16 for each feature that a request names")
 
 
 @pytest.mark.parametrize("told", DESCRIBED, ids=lambda told: told[0])
