@@ -197,7 +197,7 @@ def _not_served(info: CoderInfo) -> list[str]:
     elif info.activation == "groupmax":
         notes.append("reconstruct with error drop, for groupmax")
     elif info.site_in != info.site_out:
-        notes.append("reconstruct with error drop, for a dictionary that writes to another site")
+        notes.append(f"reconstruct with error drop, unless --sites names {info.site_out}")
     if not info.has_max_act:
         notes.append("values in unit max_act, until it is calibrated")
     if info.activation in RANKED and info.site_in == info.site_out:
