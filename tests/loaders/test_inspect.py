@@ -193,10 +193,10 @@ def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
 def test_kinds_and_memory(tmp_path: Path) -> None:
     cases = {case.name: str(case.write(tmp_path / case.name)) for case in CASES}
     assert lines(cases["gemma_scope-res"])["kind"] == ["SAE"]
-    transcoder = lines(cases["gemma_scope-transcoder"])
-    assert transcoder["kind"] == ["transcoder"]
-    writes = transcoder["site"][0].partition(" -> ")[2]
-    assert f"reconstruct with error drop, unless --sites names {writes}" in transcoder["not served"]
+    assert lines(cases["gemma_scope-transcoder"])["kind"] == ["transcoder"]
+    across = lines(f"{cases['saesteer-topk']}@mlp_in.3:mlp_out.3")
+    assert across["kind"] == ["transcoder"]
+    assert "reconstruct with error drop, unless --sites names mlp_out.3" in across["not served"]
     assert lines(cases["gemma_scope-no-name"])["kind"] == ["SAE, unless it is a transcoder of equal widths"]
     assert lines(f"{cases['gemma_scope-no-name']}@resid_post.3")["site"] == ["resid_post.3"]
     assert lines(f"{cases['gemma_scope-no-name']}@z.3")["site"] == ["z.3"]
