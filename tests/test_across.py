@@ -11,18 +11,21 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from saesteer import hf
 from saesteer.config.assets import Assets
 from saesteer.dictionaries.coder import SparseCoder
 from saesteer.engine.engine import Engine, Row
-from saesteer.errors import SpecError
+from saesteer.errors import LoadError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders import describe, max_act
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
+from tests import tiny
 from tests.formulas import Dict, World
 from tests.loaders import across
 from tests.small_world import FEATURES, KINDS, MODULES, TOKENS, WIDTH, edits, features, gates, strengths, values
-from tests.test_formulas import expected, forward, make_engine, world
+from tests.test_formulas import expected as truth_of
+from tests.test_formulas import forward, make_engine, world
 
 # Layer 1 reads mlp_in.1 and writes mlp_out.1, which the op of the sum does, and mlp_out.2; layer 2 writes mlp_out.2.
 CLT = across.layers(2, FEATURES, WIDTH, seed=70)
@@ -77,7 +80,7 @@ def check(engine: Engine, row_of: Any, spec: Any, prompt_len: int, seed: int = 0
     out = forward(engine, [None, spec, None], prompt_len, x, row_of)
     plain = forward(engine, [None, None, None], prompt_len, x)
     mine = slice(TOKENS, 2 * TOKENS)
-    truth, sure, _ = expected(spec, prompt_len, x[mine], here=WORLD)
+    truth, sure, _ = truth_of(spec, prompt_len, x[mine], here=WORLD)
     size = 1 + np.abs(truth).max(1, keepdims=True)
     assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
     assert torch.equal(out[:TOKENS], plain[:TOKENS]) and torch.equal(out[2 * TOKENS :], plain[2 * TOKENS :])
@@ -107,9 +110,9 @@ anything = st.one_of(
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(anything, min_size=1, max_size=5), st.integers(2, TOKENS), st.integers(0, 2**31))
+@given(st.lists(anything, min_size=1, max_size=4), st.integers(2, TOKENS), st.integers(0, 2**31))
 def test_every_composition_means_what_the_definition_says(
     engine: Engine, row_of: Any, found: list[Any], prompt_len: int, seed: int
 ) -> None:
@@ -184,3 +187,38 @@ def test_a_file_that_changes_ends_its_requests(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=r"W_dec_1\.safetensors: has changed since the server opened it") as refused:
             door.meaning(again, engine.catalog, 4)
         assert (refused.value.field, refused.value.code) == ("saesteer.edits[0].dictionary", "unreadable")
+
+
+def test_the_backend_on_transformers_does_what_hooks_do(tmp_path: Path) -> None:
+    """One read at layer 0; the output of each MLP gains the decoder row for its layer."""
+    found = across.layers(2, FEATURES, tiny.WIDTH, seed=80)
+    place = across.circuit_tracer(tmp_path, found)
+    steered, plain = hf.Model(tiny.made("Llama"), dictionaries={"clt": str(place)}), tiny.made("Llama")
+    assert list(steered.engine.sites) == ["mlp_in.0", "resid_post.0", "mlp_in.1", "resid_post.1"]
+    one, kept = found[0], []
+
+    def read(_module: Any, _args: Any, x: torch.Tensor) -> None:
+        pre = x[0] @ torch.from_numpy(one.w_enc[:, 5]) + float(one.b_enc[5])
+        kept.append(torch.where(pre > float(one.threshold[5]), pre, 0.0))
+
+    def written(layer: int) -> Callable[..., torch.Tensor]:
+        def change(_module: Any, _args: Any, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            x[0, 1:] += ((3.0 - kept[0])[:, None] * torch.from_numpy(one.w_dec[layer][5]))[1:]
+            return x
+
+        return change
+
+    ids = [3, 1, 4, 1, 5, 9]
+    with torch.no_grad():
+        before = plain(torch.tensor([ids])).logits[0]
+        layers = plain.get_decoder().layers
+        layers[0].post_attention_layernorm.register_forward_hook(read)
+        for layer in range(2):
+            layers[layer].mlp.register_forward_hook(written(layer))
+        expected = plain(torch.tensor([ids])).logits[0]
+    spec = {"op": "clamp", "dictionary": "clt", "layer": 0, "feature": 5, "value": 3.0}
+    torch.testing.assert_close(steered.logits(ids, steer=spec), expected, atol=1e-5, rtol=1e-4)
+    assert (expected - before)[1:].abs().max() > 1e-3
+    with pytest.raises(LoadError, match="is a cross-layer transcoder"):
+        steered.activations(ids, "clt", layer=0)
