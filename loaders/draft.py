@@ -146,7 +146,7 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     Args:
         draft: the dictionary's draft.
         name: the format's name.
-        hashed: False leaves the fingerprint empty where a large file would have to be read for it.
+        hashed: False leaves the fingerprint empty where a large file would have to be read; so does ``later``.
 
     Raises:
         LoadError: naming the file, the array or the key, what is there and what was expected.
@@ -168,7 +168,7 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     told_in = draft.configs[0] if draft.configs else f"{weights.path}: __metadata__"
     if draft.k is not None and draft.k > features:
         raise wrong(told_in, "k", draft.k, f"at most {axes['F'].name} = {features}")
-    files = [*draft.configs, *(file.path for file in draft.files)]
+    files, wanted = [*draft.configs, *(file.path for file in draft.files)], hashed and draft.later is None
     try:
         return CoderInfo(
             format=name,
@@ -180,7 +180,7 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
             has_max_act="max_act" in held,
             skip="skip" in held,
             targets=None if draft.later is None else 1 + len(draft.later),
-            fingerprint=fingerprint(files) if hashed or all(map(_is_hashed_at_once, files)) else "",
+            fingerprint=fingerprint(files) if wanted or all(map(_is_hashed_at_once, files)) else "",
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
             **{name: getattr(draft, name) for name in _SHARED},

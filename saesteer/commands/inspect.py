@@ -95,6 +95,8 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
 
 
 def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
+    if all(info.targets for info in infos):
+        return "in memory", "nothing: rows of its features come with requests"
     half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
     return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
 

@@ -82,6 +82,8 @@ def test_sites_that_the_files_do_not_say_are_named(tmp_path: Path) -> None:
 def test_a_report_names_the_kind(tmp_path: Path) -> None:
     text = report(f"{across.circuit_tracer(tmp_path, across.layers())}/W_enc_0.safetensors")
     assert "cross-layer transcoder" in text
+    assert "nothing: rows of its features come with requests" in text
+    assert "reconstruct: it makes no layer's output alone" in text
     assert "mlp_in.0 -> mlp_out.0" in text and "mlp_out.2" in text
 
 
