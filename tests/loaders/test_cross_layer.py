@@ -1,5 +1,6 @@
 """Cross-layer transcoders of each format, feature by feature, against their formulas in numpy; and faulty files."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,3 +120,15 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
     file.later(4, None)
     with pytest.raises(LoadError, match=r"W_dec_0\.safetensors: W_dec_0\[:, 2\]: holds nan; expected finite"):
         file.later(5, None)
+
+
+def test_a_store_has_a_row_for_each_layer_and_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = across.layers()
+    store = assets(across.circuit_tracer(tmp_path, found)).rows
+    first = store.row("clt@0", 5, torch.float32)
+    monkeypatch.setattr(os, "pread", None)  # all are known
+    for to in range(LAYERS):
+        row = store.row("clt@0", 5, torch.float32, to)
+        assert np.array_equal(row.rows, np.stack([found[0].w_enc[:, 5], found[0].w_dec[to][5]]))
+        assert (row.bias, row.threshold) == (found[0].b_enc[5], found[0].threshold[5])
+        assert (row is first) == (to == 0) == (row.digest == first.digest)
