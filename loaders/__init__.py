@@ -71,6 +71,9 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
         raise LoadError(f"{place}: dtype {dtype}; expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     path = fetch(place)
     name, found = choose(path, site)
+    if found.later is not None:
+        what = "is a cross-layer transcoder, whose decoders stay in their files"
+        raise LoadError(f"{place}: {what}; expected a request that names its features, or another dictionary")
     coder = max_act.added(path, build(found, name, dtype))
     return replace(coder, info=replace(coder.info, source=str(place)))
 

@@ -53,14 +53,15 @@ class StoredArray:
     member: str | None = None  # .npz: the zip member
     fortran: bool = False  # the bytes are those of the transposed array
     stride: int | None = None  # bytes from one item to the next, in a column of a larger array; None: dense
+    pitch: int | None = None  # bytes from one row to the next, in a part of a larger array; None: dense
 
     def only(self, axis: int, at: int) -> StoredArray:
         """The part of the array at one index of an axis, which then has the size 1."""
         shape = tuple(1 if number == axis else size for number, size in enumerate(self.shape))
         size, stride = DTYPES[self.dtype].itemsize, None
-        step = size * math.prod(shape)
+        step = self.pitch or size * math.prod(shape)
         if len(shape) == 2 and (axis == 1) != self.fortran:  # the bytes hold one item of it in each line
-            step, stride = size, self.shape[axis] * size
+            step, stride = size, self.pitch or self.shape[axis] * size
         return StoredArray(shape, self.dtype, self.start + at * step, None, self.fortran, stride)
 
 
@@ -199,6 +200,7 @@ class Arrays:
                 found = _pread(self.descriptor, array, rows * columns, dtype.itemsize)
             yield 0, torch.frombuffer(found, dtype=dtype).view(rows, columns)
             return
+        assert array.pitch is None, key
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
         progress = shown(f"{self.path.name}: {key}", rows * columns * dtype.itemsize)
         with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream, progress as read:

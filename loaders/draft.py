@@ -7,7 +7,7 @@ draft, not a place: a place with a dictionary for each layer gives a draft for e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -78,6 +78,9 @@ class Draft:
     centred: bool = False  # the encoder reads x - mean(x), before it subtracts b_in; only without a norm
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
+    # Only of a cross-layer transcoder: what w_dec (and length_out) are for each next layer that its features write.
+    later: tuple[Mapping[str, str], ...] | None = None
+    decoders: Arrays | None = None  # the file of the decoders, if they have one of their own
 
     k: int | None = None
     in_norm: InNorm = "none"
@@ -93,11 +96,27 @@ class Draft:
         assert self.present.keys() <= ROLES.keys(), self.present
         assert not self.centred or self.in_norm == "none", self.in_norm
         assert self.transposed <= {*MATRICES, "skip"}, self.transposed
+        assert self.later is None or self.decoder_norm in ("kept", "gates"), self.decoder_norm
 
     @property
     def present(self) -> dict[str, str]:
         """Role -> array, including the optional arrays that the file has."""
         return dict(self.keys) | {role: key for role, key in self.optional.items() if key in self.weights.index}
+
+    @property
+    def files(self) -> tuple[Arrays, ...]:
+        """The arrays of each file of weights."""
+        return (self.weights,) if self.decoders is None else (self.weights, self.decoders)
+
+    def holding(self, role: str) -> Arrays:
+        """The file that holds the array of a role."""
+        return self.weights if role != "w_dec" or self.decoders is None else self.decoders
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Each role and its array; w_dec comes once for each layer that a cross-layer transcoder writes."""
+        yield from self.present.items()
+        for roles in self.later or ():
+            yield from roles.items()
 
 
 _SHARED = {one.name for one in fields(Draft)} & {one.name for one in fields(CoderInfo)}
@@ -127,18 +146,20 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     Args:
         draft: the dictionary's draft.
         name: the format's name.
-        hashed: False leaves the fingerprint empty where a large file would have to be read for it.
+        hashed: False leaves the fingerprint empty where a large file would have to be read; so does ``later``.
 
     Raises:
         LoadError: naming the file, the array or the key, what is there and what was expected.
     """
     weights, held = draft.weights, draft.present
-    weights.expect(set(draft.keys.values()), {*draft.optional.values(), *draft.ignored})
+    for file in draft.files:
+        keys = {key for role, key in draft.pairs() if draft.holding(role) is file} - {*draft.optional.values()}
+        file.expect(keys, {*draft.optional.values(), *draft.ignored})
     axes = _axes(draft)
     site_in, site_out = draft.sites
     features, d_in, d_out = (axes[axis].size for axis in SIZES)
-    for role, key in held.items():
-        weights.check(key, *_expected(draft, axes, role))
+    for role, key in draft.pairs():
+        draft.holding(role).check(key, *_expected(draft, axes, role))
     if not draft.unmistakable and features == d_in:
         raise wrong(weights.path, held["w_enc"], f"shape {[d_in, d_in]}", SQUARE)
     if not draft.unmistakable and site_in == site_out is not None and d_in != d_out:
@@ -147,7 +168,7 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     told_in = draft.configs[0] if draft.configs else f"{weights.path}: __metadata__"
     if draft.k is not None and draft.k > features:
         raise wrong(told_in, "k", draft.k, f"at most {axes['F'].name} = {features}")
-    files = [*draft.configs, weights.path]
+    files, wanted = [*draft.configs, *(file.path for file in draft.files)], hashed and draft.later is None
     try:
         return CoderInfo(
             format=name,
@@ -158,7 +179,8 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
             site_out=site_out,
             has_max_act="max_act" in held,
             skip="skip" in held,
-            fingerprint=fingerprint(files) if hashed or all(map(_is_hashed_at_once, files)) else "",
+            targets=None if draft.later is None else 1 + len(draft.later),
+            fingerprint=fingerprint(files) if wanted or all(map(_is_hashed_at_once, files)) else "",
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
             **{name: getattr(draft, name) for name in _SHARED},
@@ -181,7 +203,9 @@ def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:
     return _built(draft, facts(draft, name), dtype)
 
 
-def row_of(draft: Draft, info: CoderInfo, row: int, dtype: torch.dtype | None, descriptor: int) -> SparseCoder:
+def row_of(
+    draft: Draft, info: CoderInfo, row: int, dtype: torch.dtype | None, descriptors: Mapping[Path, int]
+) -> SparseCoder:
     """One row of ``build(draft, ...)``, as a dictionary of one feature; it reads nothing of the others.
 
     Its b_dec is zero and it has no skip connection: neither belongs to a feature.
@@ -191,23 +215,51 @@ def row_of(draft: Draft, info: CoderInfo, row: int, dtype: torch.dtype | None, d
         info: the facts of the draft; no activation that ranks features.
         row: the row, below info.features.
         dtype: as in ``build``.
-        descriptor: the open file.
+        descriptors: its files, open.
 
     Raises:
-        LoadError: a value of the row is not finite or out of range, or the file cannot be read.
+        LoadError: a value of the row is not finite or out of range, or a file cannot be read.
     """
+    return _built(*_alone(draft, info, row, descriptors), dtype)
+
+
+def later_of(
+    draft: Draft, info: CoderInfo, row: int, dtype: torch.dtype | None, descriptors: Mapping[Path, int]
+) -> Tensor:
+    """The decoder rows of a cross-layer transcoder's feature for each layer after its own, [targets - 1, d_out].
+
+    Arguments and errors are those of ``row_of``.
+    """
+    one, alone = _alone(draft, info, row, descriptors)
+    rows = [torch.empty(0, info.d_out, dtype=dtype or _dtype(draft))]
+    for roles in draft.later or ():
+        there = replace(one, keys={**one.keys, **roles}, later=())
+        vectors = {role: _vector(there, role) for role in there.keys if role not in MATRICES}
+        scale = _folded(there, alone, vectors).dec_scale
+        rows.append(_matrix(there, "w_dec", (1, info.d_out), rows[0].dtype, scale))
+    return torch.cat(rows)
+
+
+def _alone(draft: Draft, info: CoderInfo, row: int, descriptors: Mapping[Path, int]) -> tuple[Draft, CoderInfo]:
+    """A dictionary of one row of another, without what belongs to no feature."""
     at = row if draft.order is None else int(draft.order[row])
     keys = {role: key for role, key in draft.present.items() if role not in ("b_dec", "skip")}
-    axes = {key: _axes_of(draft, role).index("F") for role, key in keys.items() if "F" in ROLES[role]}
+
+    def only(file: Arrays) -> Arrays:
+        here = [(role, key) for role, key in draft.pairs() if draft.holding(role) is file and "F" in ROLES[role]]
+        axes = {key: _axes_of(draft, role).index("F") for role, key in here}
+        return file.only(axes, at, descriptors[file.path])
+
     one = replace(
         draft,
-        weights=draft.weights.only(axes, at, descriptor),
+        weights=only(draft.weights),
+        decoders=None if draft.decoders is None else only(draft.decoders),
         keys=keys,
         optional={},
         order=None,
         feature_ids=None,
     )
-    return _built(one, replace(info, features=1, feature_ids=None, skip=False, has_max_act="max_act" in keys), dtype)
+    return one, replace(info, features=1, feature_ids=None, skip=False, has_max_act="max_act" in keys)
 
 
 def thresholds(draft: Draft, info: CoderInfo) -> tuple[Tensor, Tensor | None]:
@@ -232,8 +284,7 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
     def matrix(
         role: str, width: int, scale: Tensor | None = None, dtype: torch.dtype = wanted, rows: int = info.features
     ) -> Tensor:
-        turned = role in draft.transposed
-        return weights.matrix(held[role], (rows, width), dtype, transpose=turned, scale=scale)
+        return _matrix(draft, role, (rows, width), dtype, scale)
 
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
@@ -259,6 +310,11 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
     )
 
 
+def _matrix(draft: Draft, role: str, shape: tuple[int, int], dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    turned = role in draft.transposed
+    return draft.holding(role).matrix(draft.present[role], shape, dtype, transpose=turned, scale=scale)
+
+
 class _Folded(NamedTuple):
     """What is left to do with the arrays once every fold is a factor."""
 
@@ -282,7 +338,9 @@ def _folded(draft: Draft, info: CoderInfo, vectors: Mapping[str, Tensor]) -> _Fo
     if "b_gate" in vectors:
         enc_scale, b_enc, threshold = folds.gated(vectors["b_gate"], b_enc, vectors["r_mag"])
     if draft.decoder_norm != "kept":
-        norms = draft.weights.row_norms(draft.keys["w_dec"], transpose="w_dec" in draft.transposed)
+        turned, decoders = "w_dec" in draft.transposed, draft.holding("w_dec")
+        parts = [decoders.row_norms(key, transpose=turned) for role, key in draft.pairs() if role == "w_dec"]
+        norms = torch.stack(parts).norm(dim=0) if len(parts) > 1 else parts[0]
     if draft.decoder_norm == "gates" and threshold is not None:
         threshold = folds.gate_by_norm(threshold, norms)
     if draft.lengths is not None or "length_in" in vectors:
@@ -303,7 +361,7 @@ def _axes(draft: Draft) -> dict[str, Axis]:
     """The axes, by their names in ROLES."""
     sizes = draft.sizes
     if sizes is None:
-        stored = (draft.weights.shape(draft.keys[role], 2) for role in MATRICES)
+        stored = (draft.holding(role).shape(draft.keys[role], 2) for role in MATRICES)
         (features, d_in), (_, d_out) = (
             shape[::-1] if role in draft.transposed else shape for role, shape in zip(MATRICES, stored, strict=True)
         )
@@ -326,7 +384,8 @@ def _axes_of(draft: Draft, role: str) -> tuple[str, ...]:
 
 
 def _dtype(draft: Draft) -> torch.dtype:
-    return draft.weights.dtype(*(draft.keys[role] for role in MATRICES))
+    dtypes = (draft.holding(role).dtype(draft.keys[role]) for role in MATRICES)
+    return torch.promote_types(*dtypes)
 
 
 def _vector(draft: Draft, role: str) -> Tensor:

@@ -17,7 +17,9 @@ from saesteer.errors import LoadError
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+")
-_LAYER_FILE = re.compile(r"layer_?\d+(\.sae)?\.(safetensors|pt)")  # a dictionary of a set, with no folder of its own
+# A dictionary of a set, with no folder of its own; W_dec_3.safetensors belongs to W_enc_3.safetensors.
+_LAYER_FILE = re.compile(r"(layer_?\d+(\.sae)?|W_enc_\d+)\.(safetensors|pt)")
+_ENCODER = re.compile(r"W_enc_(\d+\.safetensors)\Z")
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
 _BLOCK = 1 << 16  # bytes that one request asks for at least
 _MEMBER = 1 << 14  # bytes at the beginning of an array in an archive: more than its header has
@@ -40,7 +42,7 @@ def download(place: str) -> Path:
     prefix = f"{folder}/" if folder else ""
     # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
     names = [name for name in _names() if name.endswith((".json", ".yaml")) or not is_file]
-    patterns = list(dict.fromkeys([inside] * is_file + [prefix + name for name in names]))
+    patterns = list(dict.fromkeys(_together(inside) * is_file + [prefix + name for name in names]))
     with _answering(place):
         from huggingface_hub import snapshot_download
 
@@ -122,7 +124,7 @@ def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     for name in listed:
         file = name.rpartition("/")[2]
         if inside == name or _LAYER_FILE.fullmatch(file):
-            folders[name] = [name]
+            folders[name] = _together(name)
         for pattern in weights:
             depth = pattern.count("/") + 1
             if fnmatchcase("/".join(name.split("/")[-depth:]), pattern):
@@ -136,9 +138,17 @@ def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
         if name.rpartition("/")[2] in config or name.endswith("_cfg.json"):
             beside.setdefault(name.rpartition("/")[0], []).append(name)
     return [
-        (f"{repo}/{one}" if one else repo, [*beside.get(one if files != [one] else one.rpartition("/")[0], ()), *files])
+        (
+            f"{repo}/{one}" if one else repo,
+            [*beside.get(one if files[0] != one else one.rpartition("/")[0], ()), *files],
+        )
         for one, files in chosen.items()
     ]
+
+
+def _together(name: str) -> list[str]:
+    """A file, and the one with its decoders if they have their own."""
+    return [name, _ENCODER.sub(r"W_dec_\1", name)] if _ENCODER.search(name) else [name]
 
 
 def _is_below(name: str, inside: str) -> bool:

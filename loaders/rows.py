@@ -7,6 +7,8 @@ arithmetic for one row as for all of them, so the numbers are those that ``load`
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -17,7 +19,8 @@ from torch import Tensor
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
-from saesteer.loaders.draft import Draft, facts, row_of, thresholds
+from saesteer.loaders.arrays import Arrays
+from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
 from saesteer.loaders.files import fetch, state_of
 
 
@@ -36,31 +39,49 @@ class RowFile:
         self._lock = Lock()
 
     def check(self) -> None:
-        """Raises LoadError if the file is not the one that was opened."""
-        try:
-            self._compare(self._draft.weights.path.stat())
-        except OSError as exc:
-            raise self._vanished(exc) from exc
+        """Raises LoadError if a file is not the one that was opened."""
+        for file in self._draft.files:
+            with _there(file):
+                _compare(file, file.path.stat())
 
     def row(self, row: int, dtype: torch.dtype | None) -> SparseCoder:
         """Row ``row`` of the dictionary that ``load`` gives in this dtype, as a dictionary of one feature.
 
-        Its b_dec is zero, and it has no skip connection: neither belongs to a feature.
+        Its b_dec is zero, and it has no skip connection: neither belongs to a feature. Of a cross-layer transcoder, its
+        decoder is that of its own layer.
 
         Raises:
-            LoadError: the file has changed or vanished since it was opened, or a value of the row is wrong.
+            LoadError: a file has changed or vanished since it was opened, or a value of the row is wrong.
         """
         assert 0 <= row < self.info.features, row
-        try:
-            with self._draft.weights.path.open("rb", buffering=0) as stream:
-                self._compare(os.fstat(stream.fileno()))
-                found = row_of(self._draft, self._own, row, dtype, stream.fileno())
-                self._compare(os.fstat(stream.fileno()))
-        except OSError as exc:
-            raise self._vanished(exc) from exc
+        with self._opened() as descriptors:
+            found = row_of(self._draft, self._own, row, dtype, descriptors)
         if self.info.has_max_act == self._own.has_max_act:
             return found
         return replace(found, info=replace(found.info, has_max_act=True), max_act=self._max_act()[row : row + 1])
+
+    def later(self, row: int, dtype: torch.dtype | None) -> Tensor:
+        """What a feature of a cross-layer transcoder writes to each layer after its own, [targets - 1, d_out] in dtype.
+
+        Raises:
+            LoadError: as ``row``.
+        """
+        assert 0 <= row < self.info.features, row
+        with self._opened() as descriptors:
+            return later_of(self._draft, self._own, row, dtype, descriptors)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Mapping[Path, int]]:
+        """The files, open; they must not change meanwhile."""
+        with ExitStack() as stack:
+            descriptors = {}
+            for file in self._draft.files:
+                stack.enter_context(_there(file))
+                descriptors[file.path] = stack.enter_context(file.path.open("rb", buffering=0)).fileno()
+                _compare(file, os.fstat(descriptors[file.path]))
+            yield descriptors
+            for file in self._draft.files:
+                _compare(file, os.fstat(descriptors[file.path]))
 
     def _max_act(self) -> Tensor:
         with self._lock:
@@ -71,14 +92,20 @@ class RowFile:
                 raise LoadError(f"{max_act.beside(self._path)}: has vanished; expected the file that was there before")
             return self._beside
 
-    def _compare(self, stat: os.stat_result) -> None:
-        if state_of(stat) != self._draft.weights.state:
-            path = self._draft.weights.path
-            raise LoadError(f"{path}: has changed since the server opened it; expected the same file: start it again")
 
-    def _vanished(self, exc: OSError) -> LoadError:
-        path = self._draft.weights.path
-        return LoadError(f"{path}: cannot be read any more ({exc.strerror or exc}); expected the file that was opened")
+def _compare(file: Arrays, stat: os.stat_result) -> None:
+    if state_of(stat) != file.state:
+        what = f"{file.path}: has changed since the server opened it"
+        raise LoadError(f"{what}; expected the same file: start it again")
+
+
+@contextmanager
+def _there(file: Arrays) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        what = f"{file.path}: cannot be read any more ({exc.strerror or exc})"
+        raise LoadError(f"{what}; expected the file that was opened") from exc
 
 
 def open_rows(place: str | Path, *, site: str | None = None) -> RowFile:
@@ -92,5 +119,9 @@ def open_rows(place: str | Path, *, site: str | None = None) -> RowFile:
     info = facts(found, name, hashed=False)
     if info.activation in RANKED:
         what = f"{place}: uses {info.activation}, which ranks all features, so one row alone has no meaning"
+        if info.targets is not None:
+            raise LoadError(f"{what}; expected another activation: a cross-layer transcoder is served by rows alone")
         raise LoadError(f"{what}; expected it to be loaded whole, as NAME={place}")
-    return RowFile(path, replace(found, weights=found.weights.seekable()), told(place, path, info))
+    decoders = None if found.decoders is None else found.decoders.seekable()
+    draft = replace(found, weights=found.weights.seekable(), decoders=decoders)
+    return RowFile(path, draft, told(place, path, info))

@@ -20,8 +20,10 @@ from saesteer.loaders.hub import WEIGHT_SUFFIXES
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
-# layer_20, blocks.8, h.3, and the L15R of Llama Scope
-_NAMED = re.compile(r"(?:^|[^a-z])(?:(?:layers?|blocks|h)[._-]?|l(?=\d+(?:r|a|m|tc)(?![a-z\d])))(\d+)", re.IGNORECASE)
+# layer_20, blocks.8, h.3, W_enc_5, and the L15R of Llama Scope
+_NAMED = re.compile(
+    r"(?:^|[^a-z])(?:(?:layers?|blocks|h|w_enc)[._-]?|l(?=\d+(?:r|a|m|tc)(?![a-z\d])))(\d+)", re.IGNORECASE
+)
 # What members have in common, as users call it.
 _ALIKE: dict[str, Callable[[CoderInfo], object]] = {
     "sites": lambda info: " -> ".join(str(site).partition(".")[0] for site in (info.site_in, info.site_out)),
@@ -30,6 +32,7 @@ _ALIKE: dict[str, Callable[[CoderInfo], object]] = {
     "activation": lambda info: info.activation,
     "input norm": lambda info: info.in_norm,
     "unit": lambda info: info.feature_unit,
+    "last site that it writes": lambda info: info.targets and "".join(info.writes[-1:]),
 }
 
 
@@ -164,8 +167,11 @@ def check_alike(place: str, found: Mapping[int, CoderInfo], *, whole: bool) -> N
     layers = sorted(found)
     first, last = layers[0], layers[-1]
     # Some sets have a few layers far apart. Where most of three or more are there, one that is not was lost.
-    missing = sorted(set(range(first, last)) - set(layers))
-    if whole and missing and len(layers) > 2 and 2 * len(layers) > last - first + 1:
+    # A cross-layer transcoder has a dictionary for every layer that it writes.
+    written = [layer + info.targets - 1 for layer, info in found.items() if info.targets]
+    last = max([last, *written])
+    missing = sorted(set(range(first, last + 1)) - set(layers))
+    if whole and missing and (written or (len(layers) > 2 and 2 * len(layers) > last - first + 1)):
         named = ", ".join(map(str, missing[:8]))
         raise wrong(place, f"layer {named}", "missing", f"every layer from {first} to {last}, or the layers chosen")
     for layer in layers[1:]:

@@ -23,6 +23,7 @@ from saesteer.language.sites import PREGAIN, canonical, parse, reading_site
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk, other_widths
+from saesteer.planning.by_rows import features_of
 from saesteer.planning.planner import Plan, plan
 
 _ROW = 1  # the one sequence has the first row
@@ -46,7 +47,7 @@ class Model:
         tokenizer: needed for text; loaded with the model when that is a path or hub id.
         dictionaries: name → path or hub id, with ``@site`` if the files do not name their site, or
             ``{"path": ..., "site": ...}``. A place with a dictionary for each layer is a set. A dictionary that a
-            server would serve by rows is loaded whole.
+            server would serve by rows is loaded whole, but for a cross-layer transcoder.
         sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
@@ -141,7 +142,9 @@ class Model:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
         planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
-        row = self.engine.make_row(encode(planned, self.engine.catalog, dose=spec.returns.dose))
+        store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
+        rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
+        row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
         self._kinds = self._none if row is None else row.kinds
         self.engine.fill(_ROW, row)
         try:

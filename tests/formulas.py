@@ -32,6 +32,7 @@ class Dict:
     skip_first: int = 1
     reads: str = ""  # where it reads, if that is another site
     w_skip: Array | None = None  # [d_out, d_in]
+    later: Mapping[str, Array] = field(default_factory=dict)  # of a cross-layer transcoder: w_dec at each later site
 
     def __post_init__(self) -> None:
         self.reads = self.reads or self.site
@@ -42,7 +43,7 @@ class World:
     """What a spec may name."""
 
     sites: list[str]  # in the order of the forward pass
-    dictionaries: Mapping[str, Dict]
+    dictionaries: Mapping[str, Dict]  # a cross-layer transcoder's by name@layer
     vectors: Mapping[str, Mapping[int | None, Array]]
     biases: Mapping[str, float]
     modules: Mapping[str, Any]
@@ -68,7 +69,7 @@ class Token:
                 continue
             mine = (edit["dictionary"], run) if edit is not None and edit["op"] in ("clamp", "reconstruct") else None
             if group and (mine is None or runs[-1] != mine):
-                x = self.clamps(group, x)
+                x = self.clamps(group, site, x)
                 group = []
             if edit is None:
                 break
@@ -76,14 +77,20 @@ class Token:
             if edit["op"] == "clamp":
                 group.append((edit, scale))
             elif edit["op"] == "reconstruct":
-                x = self.clamps(group, x, (edit, scale))
+                x = self.clamps(group, site, x, (edit, scale))
                 group = []
             elif self.applies(edit, site):
                 x = self.along(edit, scale, site, x)
         return x
 
-    def clamps(self, group: list[tuple[Any, Any]], x: Array, whole: tuple[Any, Any] | None = None) -> Array:
-        name = whole[0]["dictionary"] if whole else group[0][0]["dictionary"]
+    def clamps(self, group: list[tuple[Any, Any]], site: str, x: Array, whole: tuple[Any, Any] | None = None) -> Array:
+        """Clamps of one dictionary, or of all layers of a cross-layer transcoder, and a reconstruction behind them."""
+        delta = np.zeros_like(x)
+        for name in dict.fromkeys(key(edit) for edit, _ in [*group, *([whole] if whole else [])]):
+            delta += self.change([pair for pair in group if key(pair[0]) == name], name, site, x, whole)
+        return x + delta
+
+    def change(self, group: list[tuple[Any, Any]], name: str, site: str, x: Array, whole: Any) -> Array:
         one = self.world.dictionaries[name]
         dropped = whole is not None and whole[0].get("error", "drop") == "drop"
         arriving = x if one.reads == one.site else self.before[one.reads]
@@ -103,7 +110,8 @@ class Token:
             )
             now = bands.get(i, f[i])
             changed = {"set": v, "add": f[i] + v, "scale": f[i] * v, "min": max(now, v), "max": min(now, v)}[mode]
-            delta += self.number(scale, one.site) * (changed - now) * one.w_dec[i] * grow
+            row = one.w_dec[i] if site == one.site else one.later[site][i]
+            delta += self.number(scale, one.site) * (changed - now) * row * grow
             bands[i] = changed
         if whole and dropped and self.applies(whole[0], one.site, one.skip_first):
             mean = x.mean() if one.in_norm == "layer_norm" else 0.0
@@ -112,7 +120,7 @@ class Token:
                 size = np.sqrt(arriving.size) / np.linalg.norm(arriving)
                 made = made + one.w_skip @ (arriving * size if one.in_norm == "l2_sqrt_d" else arriving)
             delta += self.number(whole[1], one.site) * (grow * made + mean - x)
-        return x + delta
+        return delta
 
     def along(self, edit: Any, scale: Any, site: str, x: Array) -> Array:
         vector = self.row(edit["vector"], layer_of(edit, site, self.world))
@@ -178,7 +186,7 @@ class Token:
         if "probe" in source:
             place, layer = probe(source["probe"], site, self.world)
             return float(self.before[place] @ self.row(source["probe"], layer) + self.world.biases[source["probe"]])
-        one = self.world.dictionaries[source["dictionary"]]
+        one = self.world.dictionaries[key(source)]
         return float(self.encode(one, self.before[one.reads], [source["feature"]])[source["feature"]])
 
     def number(self, scale: Any, site: str) -> float:
@@ -215,10 +223,16 @@ def flat(edits: list[Any], modules: Mapping[str, Any]) -> Iterator[tuple[Any, An
     return walk(edits, ())
 
 
+def key(source: Any) -> str:
+    """The dictionary that an edit, a gate or a strength names."""
+    return f"{source['dictionary']}@{source['layer']}" if "layer" in source else str(source["dictionary"])
+
+
 def places(edit: Any, world: World) -> list[str]:
     """The sites of an edit."""
     if "dictionary" in edit:
-        return [world.dictionaries[edit["dictionary"]].site]
+        one = world.dictionaries[key(edit)]
+        return [one.site, *one.later]
     site = edit["site"]
     if isinstance(site, str) and "." not in site:
         return [f"{site}.{layer}" for layer in world.vectors[edit["vector"]]]

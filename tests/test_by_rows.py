@@ -230,7 +230,7 @@ def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_
     asked = frontend._asking_ahead(original)(SimpleNamespace(input_processor=processor), "r", {}, params)
     assert asyncio.run(asked) == "a queue"
     assert threads != [current_thread()]
-    known = {(name, feature) for name, feature, _ in assets.rows._rows}
+    known = {(name, feature) for name, feature, *_ in assets.rows._rows}
     assert known == {("rect", 9), ("rect", 2)}  # the default module has the other one
 
 

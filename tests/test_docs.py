@@ -29,14 +29,15 @@ PROMPT = 34
 # What docs/requests.md says that its server has.
 CATALOG = Catalog(
     {"demo": Info("resid_post.15", features=9216), "gs20": Info("resid_post.20", features=16384, has_max_act=False)}
-    | {f"scope@{layer}": Info(f"resid_post.{layer}", features=16384) for layer in (9, 17, 22)},
+    | {f"scope@{layer}": Info(f"resid_post.{layer}", features=16384) for layer in (9, 17, 22)}
+    | {f"clt@{layer}": Info(f"mlp_out.{layer}", f"mlp_in.{layer}", targets=8 - layer) for layer in range(8)},
     None,
     64,
     {name: Set() for name in ("happy", "assistant", "refusal", "sentiment")} | {"layered": Set((12, 13, 14))},
     {"golden-gate": from_json({"edits": [{"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}]})},
     width=4,
     inline_rows=1,
-    sets={"scope": (9, 17, 22)},
+    sets={"scope": (9, 17, 22), "clt": tuple(range(8))},
 )
 
 

@@ -136,9 +136,11 @@ def forward(
     return x
 
 
-def expected(spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0) -> tuple[Any, Any, Any]:
+def expected(
+    spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0, here: World | None = None
+) -> tuple[Any, Any, Any]:
     """x after all sites, which tokens have been near no bound, and the doses at each site, NaN of tokens not edited."""
-    here, step, up, down = world(), *(one.double().numpy() for one in (STEP, UP, DOWN))
+    here, step, up, down = here or world(), *(one.double().numpy() for one in (STEP, UP, DOWN))
     out, sure, doses = [], [], np.full((len(x), len(SITES)), np.nan)
     for t, row in enumerate(x.double().numpy()):
         token = Token(here, t, prompt_len)

@@ -26,7 +26,7 @@ from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract
 from saesteer.plugin.results import metrics
-from tests.loaders import every
+from tests.loaders import across, every
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -89,10 +89,12 @@ def formats() -> str:
 def dictionaries() -> str:
     """What is read of each format: kinds, activations, and sites, each with the case of tests/loaders that shows it."""
     found: dict[tuple[str, str], tuple[set[str], dict[str, str]]] = {}
-    cases = [(case.name, case.write) for case in every.CASES] + [told[:2] for told in every.DESCRIBED]
+    cases = [(case.name, case.write, None) for case in every.CASES]
+    cases += [(*told[:2], None) for told in every.DESCRIBED]
+    cases += [(case.name, case.write, "mlp_in.1") for case in across.cases()]
     with tempfile.TemporaryDirectory() as folder:
-        for name, write in cases:
-            info = describe(str(write(Path(folder) / name)))
+        for name, write, site in cases:
+            info = describe(str(write(Path(folder) / name)), site=site)
             activations, shown = found.setdefault((info.format, info.kind), (set(), {}))
             activations.add(info.activation)
             shown.setdefault(_between(info), name.removeprefix(f"{info.format}-"))
@@ -109,7 +111,7 @@ def _between(info: CoderInfo) -> str:
     read, written = (site and code(site.partition(".")[0]) for site in (info.site_in, info.site_out))
     if read == written:
         return read or "named by `@SITE`"
-    return f"{read or 'unnamed'} → {written or 'unnamed'}"
+    return f"{read or 'unnamed'} → {written or 'unnamed'}{' of each later layer' * (info.targets is not None)}"
 
 
 def vector_files() -> str:

@@ -1,11 +1,15 @@
-"""circuit-tracer's sets of transcoders: ``layer_{i}.safetensors`` for each layer, and ``config.yaml`` with the hooks.
+"""circuit-tracer's transcoders: ``layer_{i}.safetensors`` for each layer, and ``config.yaml`` with the hooks.
 
     f = act(x @ W_enc.T + b_enc)        y = f @ W_dec + b_dec        W_enc and W_dec are [F, d]
 
 act: pre where pre > activation_function.threshold, even where that is below 0; relu where the file has none; or topk by
 the config. circuit-tracer's topk keeps negative values where fewer than k are positive; here they are 0. A set that
-lists files of other repositories and a cross-layer transcoder are refused; a skip transcoder adds x @ W_skip.T. A
-folder has a draft for each layer; ``folder#layer_3`` or the layer's file chooses one.
+lists files of other repositories is refused; a skip transcoder adds x @ W_skip.T. A folder has a draft for each layer;
+``folder#layer_3`` or the layer's file chooses one.
+
+A cross-layer transcoder has ``W_enc_{i}.safetensors`` with W_enc_{i}, b_enc_{i}, b_dec_{i} and perhaps threshold_{i},
+and ``W_dec_{i}.safetensors`` with W_dec_{i} [F, layers - i, d], whose part j is written at layer i + j. Its skip
+connection is left alone, which is why nobody needs to know whether it is transposed.
 
 Two public sets say less than they mean, so the repository's name counts: that of Qwen3 14B has no config, and reads and
 writes as the smaller ones; Facebook's CRV is a topk whose k stands in circuit-tracer's code alone.
@@ -20,13 +24,15 @@ from typing import Any
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Draft
+from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import read_yaml, text, whole_number, wrong
+from saesteer.loaders.parts import split
 
 FILES = ("config.yaml",)
 _KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
 _THRESHOLD = "activation_function.threshold"
-_LAYER = re.compile(r"layer_(\d+)\.safetensors")
+_LAYER = re.compile(r"(?:layer|W_enc)_(\d+)\.safetensors")  # W_enc: of a cross-layer transcoder
+_KINDS = {"transcoder_set": "layer_*.safetensors", "cross_layer_transcoder": "W_enc_*.safetensors"}
 _QWEN = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "mlp.hook_out", "model_name": "Qwen/Qwen3-14B"}
 _UNSAID: dict[str, dict[str, Any]] = {
     "qwen3-14b-transcoders": _QWEN,
@@ -40,6 +46,7 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     if not (place.is_dir() or _LAYER.fullmatch(place.name)):
         return None
     layers = sorted(path for path in place.iterdir() if _LAYER.fullmatch(path.name)) if place.is_dir() else [place]
+    across = [file for file in layers if file.name.startswith("W_")]
     if config.is_file():
         cfg = _from_path(place) | read_yaml(config)
     elif layers and set(_KEYS.values()) <= open_arrays(layers[0]).index.keys():
@@ -48,25 +55,22 @@ def draft(place: Path) -> Draft | list[Draft] | None:
         return None
     if "model_kind" not in cfg:
         return None
-    if (kind := text(config, cfg, "model_kind")) != "transcoder_set":
-        raise wrong(config, "model_kind", f"{kind!r}, which may write to several layers", "transcoder_set")
+    if (kind := text(config, cfg, "model_kind")) not in _KINDS:
+        raise wrong(config, "model_kind", repr(kind), " or ".join(_KINDS))
     if listed := cfg.get("transcoders"):
         raise wrong(config, "transcoders", f"a list: {listed!s:.80}", "one of its places itself, without hf://")
+    layers = across if kind == "cross_layer_transcoder" else [file for file in layers if file not in across]
     if not layers:
-        raise wrong(place, "layer_*.safetensors", "0 files and none chosen", "one for each layer")
-    drafts = [_one(file, config, cfg) for file in layers]
+        raise wrong(place, _KINDS[str(kind)], "0 files and none chosen", "one for each layer")
+    drafts = [(_across if across else _one)(file, config, cfg) for file in layers]
     return drafts if len(drafts) > 1 else drafts[0]
 
 
 def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
-    match = _LAYER.fullmatch(file.name)
-    assert match is not None
-    weights, model = open_arrays(file), text(config, cfg, "model_name")
+    weights = open_arrays(file)
     activation: Activation = "jumprelu" if _THRESHOLD in weights.index else "relu"
     if text(config, cfg, "activation") == "topk":
         activation = "topk"
-    hooks = (text(config, cfg, f"feature_{side}_hook") for side in ("input", "output"))
-    read, written = aliases.pair(*(f"blocks.{int(match[1])}.{hook}" if hook else None for hook in hooks))
     return Draft(
         weights,
         _KEYS | ({"threshold": _THRESHOLD} if activation == "jumprelu" else {}),
@@ -76,9 +80,49 @@ def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
         configs=(config,) if config.is_file() else (),
         below_zero="kept",
         k=whole_number(config, cfg, "k") if activation == "topk" else None,
-        sites=(aliases.added(read, model), aliases.added(written, model)),
-        model=model,
+        sites=_sites(file, config, cfg),
+        model=text(config, cfg, "model_name"),
     )
+
+
+def _across(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+    """One layer of a cross-layer transcoder."""
+    layer = _layer(file)
+    beside = file.with_name(f"W_dec_{layer}.safetensors")
+    if not beside.is_file():
+        raise wrong(file, beside.name, "missing next to it", "the decoders of its features")
+    weights, key = open_arrays(file), f"W_dec_{layer}"
+    decoders = open_arrays(beside)
+    written = decoders.shape(key, 3)[1]
+    names = {at: f"{key}[:, {at}]" for at in range(written)}
+    keys = {"w_enc": f"W_enc_{layer}", "w_dec": names[0], "b_enc": f"b_enc_{layer}", "b_dec": f"b_dec_{layer}"}
+    threshold = f"threshold_{layer}"
+    return Draft(
+        weights,
+        keys | ({"threshold": threshold} if threshold in weights.index else {}),
+        "jumprelu" if threshold in weights.index else "relu",
+        ignored={f"W_skip_{layer}"},
+        configs=(config,),
+        below_zero="kept",
+        later=tuple({"w_dec": names[at]} for at in range(1, written)),
+        decoders=split(decoders, key, 3, names, axis=1),
+        sites=_sites(file, config, cfg),
+        can_reconstruct=False,
+        model=text(config, cfg, "model_name"),
+    )
+
+
+def _layer(file: Path) -> int:
+    match = _LAYER.fullmatch(file.name)
+    assert match is not None, file
+    return int(match[1])
+
+
+def _sites(file: Path, config: Path, cfg: dict[str, Any]) -> Sites:
+    hooks = (text(config, cfg, f"feature_{side}_hook") for side in ("input", "output"))
+    read, written = aliases.pair(*(f"blocks.{_layer(file)}.{hook}" if hook else None for hook in hooks))
+    model = text(config, cfg, "model_name")
+    return aliases.added(read, model), aliases.added(written, model)
 
 
 def _from_path(place: Path) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Gemma Scope 2, one dictionary: ``params.safetensors``, mostly with ``config.json``; it knows no set of layers.
+"""Gemma Scope 2: ``params.safetensors``, mostly with ``config.json``, or a cross-layer transcoder's folder.
 
     pre = x @ w_enc + b_enc        f = relu(pre) * (pre > threshold)
     y = f @ w_dec + b_dec (+ x @ affine_skip_connection, not transposed)
 
 Nothing is subtracted from the input or normalised. The folder attn_out holds dictionaries of z. Transcoders read the
 MLP's input behind the norm's gain (those of Gemma Scope 1 read it before the gain). Without a config, the repository's
-and the folder's name in the path give model and sites. Affine transcoders are described only; cross-layer transcoders
-and crosscoders are refused.
+and the folder's name in the path give model and sites. Affine transcoders are described only.
+
+A cross-layer transcoder has ``params_layer_{i}.safetensors`` with w_dec [F, layers, d], whose part m is written at
+layer m; parts before layer i mean nothing. It reads and writes where transcoders do. A crosscoder has the same files,
+so the config's type or the folder's name must tell; it is refused.
 """
 
 from __future__ import annotations
@@ -19,22 +22,28 @@ from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import positive, read_json, text, wrong
+from saesteer.loaders.parts import split
 
-FILES = ("params.safetensors", "config.json")
+FILES = ("params.safetensors", "config.json", "params_layer_*.safetensors")
 _KEYS = {key: key for key in ("w_enc", "w_dec", "b_enc", "b_dec", "threshold")}
 _REPOSITORY = re.compile(r"gemma-scope-2-(\d+[mb])-(pt|it)\Z")
 _KIND = re.compile(r"(resid_post|attn_out|mlp_out|transcoder)(?:_all)?")
 _LAYER = re.compile(r"layer_(\d+)_width_\w+")
-_SET = re.compile(r"params_layer_\d+\.safetensors")
+_SET = re.compile(r"params_layer_(\d+)\.safetensors")
 _SITES = {"transcoder": ("mlp_in", "mlp_out"), "attn_out": ("z", "z")}  # the other folders are named after their site
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of a folder with ``params.safetensors``, or of that file; None for other places. Raises LoadError."""
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The draft of a folder with ``params.safetensors``, of that file or of a layer's file, or those of all layers.
+
+    None for other places. Raises LoadError.
+    """
     folder = place if place.is_dir() else place.parent
-    file, config = (folder / name for name in FILES)
-    if _SET.fullmatch(place.name) or (place == folder and any(_SET.fullmatch(path.name) for path in place.iterdir())):
-        raise wrong(place, "params_layer_*.safetensors", "features that write to several layers", FILES[0])
+    file, config = (folder / name for name in FILES[:2])
+    layers = [path for path in (place.iterdir() if place == folder else [place]) if _SET.fullmatch(path.name)]
+    if layers:
+        drafts = [_across(one, config) for one in sorted(layers)]
+        return drafts if len(drafts) > 1 else drafts[0]
     if place not in (folder, file, config) or not file.is_file():
         return None
     weights = open_arrays(file)
@@ -52,6 +61,38 @@ def draft(place: Path) -> Draft | None:
         below_zero="raised",
         sites=sites,
         model=model,
+        l0=None if cfg.get("l0") is None else positive(config, cfg, "l0"),
+    )
+
+
+def _across(file: Path, config: Path) -> Draft:
+    """One layer of a cross-layer transcoder."""
+    match = _SET.fullmatch(file.name)
+    assert match is not None, file
+    layer, cfg = int(match[1]), read_json(config) if config.is_file() else {}
+    parts = file.absolute().parts
+    kind = text(config, cfg, "type") or next((part for part in parts[::-1] if part in ("clt", "crosscoder")), None)
+    if kind != "clt":
+        found = f"{kind!r}, by config.json or the folders' names"
+        raise wrong(file, "type", found, "'clt': a crosscoder, which reads several places at once, has the same files")
+    weights = open_arrays(file)
+    last = weights.shape("w_dec", 3)[1]
+    if layer >= last:
+        raise wrong(file, "w_dec", f"decoders for {last} layers", f"more than {layer}, as this is layer {layer}")
+    names = {at: f"w_dec[:, {at}]" for at in range(layer, last)}
+    name = text(config, cfg, "model_name")
+    return Draft(
+        split(weights, "w_dec", 3, names, axis=1),
+        _KEYS | {"w_dec": names[layer]},
+        "jumprelu",
+        optional={"skip": "affine_skip_connection"},
+        transposed={"w_enc", "skip"},
+        configs=(config,) if config.is_file() else (),
+        below_zero="raised",
+        later=tuple({"w_dec": names[at]} for at in range(layer + 1, last)),
+        sites=(f"mlp_in.{layer}", f"mlp_out.{layer}"),
+        can_reconstruct=False,
+        model=_model(name.removeprefix("google/")) if name else _from_path(parts)[1],
         l0=None if cfg.get("l0") is None else positive(config, cfg, "l0"),
     )
 

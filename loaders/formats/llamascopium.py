@@ -5,8 +5,11 @@
     yn = f @ W_D + b_D          y = yn, taken back out of its own norm
 
 A jumprelu's gate is pre * n > exp(log_jumprelu_threshold), and f = pre. Top-k values are f * n: their ranking is about
-unit decoder rows. Dataset-wise values become raw. A transcoder is an SAE with two hooks; it knows no cross-layer
-dictionary, no Lorsa and no gated linear unit, which are refused, and batch-wise top-k depends on the batch.
+unit decoder rows. Dataset-wise values become raw. A transcoder is an SAE with two hooks; Lorsa, crosscoders and gated
+linear units are refused, and batch-wise top-k depends on the batch.
+
+A cross-layer transcoder has lists of hooks, W_E [layers, d, F], and W_D.{m} [m + 1, F, d] with the rows that layers 0
+to m write at layer m. n is the length of all rows of a feature together. There is a draft for each layer.
 """
 
 from __future__ import annotations
@@ -19,31 +22,37 @@ from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import flag, only, positive, read_json, text, whole_number, wrong
+from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "jumprelu": "jumprelu", "topk": "topk"}
 _AVERAGE = "dataset_average_activation_norm"
+_OTHERS = "W_E[", "b_E[", "W_D.", "b_D.", "activation_function.log_jumprelu_threshold[", _AVERAGE  # of other layers
 _NORMS = ("inference", "token-wise", "dataset-wise")
 _BY_NORM: dict[Activation, Literal["gates", "values"]] = {"jumprelu": "gates", "topk": "values"}
 _REFUSED = {
-    "clt": "it writes to several layers, which is not served yet",
     "crosscoder": "it reads several places at once",
     "lorsa": "its features attend over earlier positions",
     "molt": "it is a bank of transforms",
 }
 
 
-def draft(place: Path) -> Draft | None:
-    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
+def draft(place: Path) -> Draft | list[Draft] | None:
+    """The draft of a folder with both files, or of one of the two, or those of its layers; None for other places.
+
+    Raises LoadError.
+    """
     config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
     if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
         return None
     cfg = read_json(config)
     if "sae_type" not in cfg:
         return None
-    if (kind := text(config, cfg, "sae_type")) != "sae":
-        raise wrong(config, "sae_type", f"{kind!r} ({_REFUSED.get(str(kind), 'unknown')})", "'sae'")
+    if (kind := text(config, cfg, "sae_type")) not in ("sae", "clt"):
+        raise wrong(config, "sae_type", f"{kind!r} ({_REFUSED.get(str(kind), 'unknown')})", "'sae' or 'clt'")
     only(config, cfg, {"use_glu_encoder": False})
+    if kind == "clt":
+        return _across(file, config, cfg)
     activation = _ACTIVATIONS[_one_of(config, cfg, "act_fn", tuple(_ACTIVATIONS))]
     norm = _one_of(config, cfg, "norm_activation", _NORMS)
     hooks = text(config, cfg, "hook_point_in"), text(config, cfg, "hook_point_out")
@@ -75,6 +84,62 @@ def draft(place: Path) -> Draft | None:
         feature_unit="normalised" if norm == "token-wise" else "raw",
         sites=aliases.pair(*hooks),
     )
+
+
+def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
+    """The layers of a cross-layer transcoder."""
+    activation = _ACTIVATIONS[_one_of(config, cfg, "act_fn", ("relu", "jumprelu"))]
+    norm = _one_of(config, cfg, "norm_activation", ("inference", "dataset-wise"))
+    reads, writes = (_hooks(config, cfg, f"hook_points_{side}") for side in ("in", "out"))
+    sites = [aliases.pair(*pair) for pair in zip(reads, writes, strict=False)]
+    count, (kind, _, first) = len(sites), str(sites[0][1]).partition(".")
+    onward = [f"{kind}.{int(first or 0) + at}" for at in range(count)]
+    if len(reads) != len(writes) or [out for _, out in sites] != onward:
+        raise wrong(config, "hook_points_out", str(writes), "one for each that is read, layer after layer")
+    weights, by_norm = open_arrays(file), flag(config, cfg, "sparsity_include_decoder_norm", default=True)
+    names = {"w_enc": "W_E", "b_enc": "b_E"}
+    if activation == "jumprelu":
+        names["log_threshold"] = "activation_function.log_jumprelu_threshold"
+    for role, key in [*names.items(), *((f"w_dec {m}", f"W_D.{m}") for m in range(count))]:
+        parts = int(role[6:]) + 1 if role.startswith("w_dec") else count
+        rank = 3 if role.startswith("w_") else 2
+        if weights.shape(key, rank)[0] != parts:
+            raise wrong(file, key, f"shape {list(weights.index[key].shape)}", f"{parts} layers in its first axis")
+        weights = split(weights, key, rank, {at: f"{key}[{at}]" for at in range(parts)})
+    width = Axis("d_model", whole_number(config, cfg, "d_model"))
+    features = int(width.size * positive(config, cfg, "expansion_factor"))
+    drafts = []
+    for layer in range(count):
+        keys = {role: f"{key}[{layer}]" for role, key in names.items()}
+        written = []
+        for m in range(layer, count):
+            length = {"length_out": f"{_AVERAGE}.{writes[m]}"} if norm == "dataset-wise" else {}
+            written.append({"w_dec": f"W_D.{m}[{layer}]"} | length)
+        if norm == "dataset-wise":
+            keys["length_in"] = f"{_AVERAGE}.{reads[layer]}"
+        drafts.append(
+            Draft(
+                weights,
+                keys | written[0],
+                activation,
+                ignored={key for key in weights.index if key.startswith(_OTHERS)},
+                transposed={"w_enc"},
+                configs=(config,),
+                sizes=(Axis("d_model * expansion_factor", features), width, width),
+                decoder_norm="gates" if by_norm and activation == "jumprelu" else "kept",
+                later=tuple(written[1:]),
+                sites=sites[layer],
+                can_reconstruct=False,
+            )
+        )
+    return drafts
+
+
+def _hooks(file: Path, cfg: dict[str, Any], key: str) -> list[str]:
+    found = cfg.get(key)
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
+        raise wrong(file, key, repr(found), "a list of hooks, one for each layer")
+    return found
 
 
 def _one_of(file: Path, cfg: dict[str, Any], key: str, known: tuple[str, ...]) -> str:

@@ -96,6 +96,8 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
 
 
 def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
+    if all(info.targets for info in infos):
+        return "in memory", "nothing: rows of its features come with requests"
     half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
     return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
 
@@ -136,10 +138,11 @@ def _placed(info: CoderInfo, site: str | None) -> CoderInfo:
 
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
-    site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}"
+    behind = f" to {info.writes[-1]}" if len(info.writes) > 1 else ""
+    site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}{behind}"
     if info.site_in is None or info.site_out is None:
         site = "not stated in the files: give it, as in NAME=PATH@resid_post.12"
-    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` measures it"
+    unknown = "unknown" if unserved(info) or info.targets else "unknown: `saesteer calibrate` measures it"
     return [
         ("source", info.source),
         ("format", info.format),
@@ -192,14 +195,16 @@ def _not_served(info: CoderInfo) -> list[str]:
     notes = []
     if info.feature_ids is not None:
         notes.append("features that the file does not hold")
-    if not info.can_reconstruct:
+    if info.targets is not None:
+        notes.append("reconstruct: it makes no layer's output alone")
+    elif not info.can_reconstruct:
         notes.append("reconstruct with error drop: the file lacks the output bias or some features")
     elif info.activation == "groupmax":
         notes.append("reconstruct with error drop, for groupmax")
     elif info.site_in != info.site_out:
         notes.append(f"reconstruct with error drop, unless --sites names {info.site_out}")
     if not info.has_max_act:
-        notes.append("values in unit max_act, until it is calibrated")
+        notes.append(f"values in unit max_act{'' if info.targets else ', until it is calibrated'}")
     if info.activation in RANKED and info.site_in == info.site_out:
         notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes

@@ -10,7 +10,7 @@ from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
-from saesteer.dictionaries.coder import CoderInfo
+from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
@@ -43,11 +43,12 @@ class Assets:
             LoadError: a file is invalid.
         """
         sources, sets = opened(config.dictionaries)
-        rows = RowStore({key: one for key, one in sources.items() if one.rows}, config.dictionary_folder, _placed)
-        infos = {
-            key: rows[key] if one.rows else _placed(key, one, describe(one.path, site=one.reads))
-            for key, one in sources.items()
-        }
+        whole = {key: describe(one.path, site=one.reads) for key, one in sources.items() if not one.rows}
+        whole = {key: info for key, info in whole.items() if info.targets is None}
+        rows = RowStore(
+            {key: one for key, one in sources.items() if key not in whole}, config.dictionary_folder, _placed
+        )
+        infos = {key: _placed(key, one, whole[key]) if key in whole else rows[key] for key, one in sources.items()}
         for name, layers in sets.items():
             check_set(name, config.dictionaries[name], infos, layers)
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
@@ -73,7 +74,8 @@ class Assets:
         for vectors in self.vectors.values():
             wanted += [f"{kinds.get(vectors.width, 'resid_post')}.{layer}" for layer in vectors.layers or ()]
         found = {canonical(site) for site in wanted}
-        return tuple(sorted(found | {self.ends(name, found)[1] for name in self.infos}, key=order))
+        written = {canonical(site) for info in self.infos.values() for site in info.writes}
+        return tuple(sorted(found | {op_site(site, found) for site in written}, key=order))
 
     def ends(self, name: str, sites: Collection[str]) -> tuple[str, str]:
         """The sites whose ops read and write for a dictionary."""
@@ -95,7 +97,7 @@ class Assets:
         others = other_widths or {}
         check_vectors(self.vectors, width=width, layers=layers, other_widths=others)
         for name, info in self.infos.items():
-            for site, own in ((str(info.site_in), info.d_in), (str(info.site_out), info.d_out)):
+            for site, own in ((str(info.site_in), info.d_in), *((site, info.d_out) for site in info.writes)):
                 expected = others.get(parse(site)[0], width)
                 if own != expected:
                     whose = "this model" if expected == width else f"{site} of this model"
@@ -133,7 +135,8 @@ class Assets:
             features = sum(info.features for info in infos)
             taken = sum(0 if info.by_rows else info.memory(size) for info in infos)
             several = f"{len(infos)} dictionaries with " if len(infos) > 1 else ""
-            on_disk = in_words(sum(info.bytes_on_disk for info in infos))
+            files = {info.source: info.bytes_on_disk for info in infos}  # one may hold all of a set
+            on_disk = in_words(sum(files.values()))
             found.append(f"{name}: {several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk")
         return found
 
@@ -166,6 +169,8 @@ def in_words(count: int) -> str:
 def unserved(info: CoderInfo) -> str | None:
     """Why no server can hold a dictionary with these files; None if one can, or could once the site is named."""
     reads, writes, not_served = info.site_in, info.site_out, "which is not served by this version"
+    if info.targets is not None and info.activation in RANKED:
+        return f"is a cross-layer transcoder with {info.activation}, {not_served}: its features are ranked among all"
     if info.d_in != info.d_out:
         return f"reads {info.d_in} numbers and writes {info.d_out}, {not_served}; served: as many read as written"
     if reads is None or writes is None:

@@ -13,7 +13,7 @@ import torch
 
 from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.dictionaries.rows import FeatureRow, feature_row
+from saesteer.dictionaries.rows import FeatureRow, feature_rows
 from saesteer.loaders.folder import listed
 from saesteer.loaders.rows import RowFile, open_rows
 
@@ -42,7 +42,7 @@ class RowStore(Mapping[str, CoderInfo]):
         self._listed: Mapping[str, Path] = {} if folder is None else listed(folder)
         self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
         self._own = frozenset(named)
-        self._rows: dict[tuple[str, int, torch.dtype], FeatureRow] = {}  # the last used comes last
+        self._rows: dict[tuple[str, int, int, torch.dtype], FeatureRow] = {}  # the last used comes last
         self._lock = Lock()
         self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
 
@@ -59,30 +59,35 @@ class RowStore(Mapping[str, CoderInfo]):
     def __len__(self) -> int:
         return len(self.named.keys() | self._listed.keys())
 
-    def row(self, name: str, feature: int, dtype: torch.dtype) -> FeatureRow:
+    def row(self, name: str, feature: int, dtype: torch.dtype, target: int = 0) -> FeatureRow:
         """What an edit of a feature needs, from the file as it was when it was opened.
 
         Args:
             name: the name of a dictionary here.
             feature: a feature that it has.
             dtype: of the server's weights.
+            target: which of the sites that it writes; only of a cross-layer transcoder.
 
         Raises:
             LoadError: the file has changed or vanished, or a number is wrong.
         """
-        key = name, feature, dtype
+        key = name, feature, target, dtype
         file, info = self._find(name)
         with self._lock:
             found = self._rows.pop(key, None)
         if found is None:
             row = info.row_of(feature)
             assert row is not None, key
-            found = feature_row(file.row(row, torch.float32 if info.in_norm == "layer_norm" else dtype))
+            wanted = torch.float32 if info.in_norm == "layer_norm" else dtype
+            coder = file.row(row, wanted)
+            rows = feature_rows(coder, coder.w_dec[:0] if info.targets is None else file.later(row, wanted))
+            found, new = rows[target], {(name, feature, at, dtype): one for at, one in enumerate(rows)}
         else:
             file.check()
+            new = {key: found}
         with self._lock:
-            self._rows[key] = found
-            if len(self._rows) > RECENT:
+            self._rows |= new
+            while len(self._rows) > RECENT:
                 del self._rows[next(iter(self._rows))]
         return found
 

@@ -111,7 +111,7 @@ def _source(one: Member, source: DictionarySource, layer: int, choice: _Choice, 
     """One member's place, and its site where the operator says it or one file holds several dictionaries."""
     if choice.kinds and (len(choice.kinds) > 1 or one.sites[0] is None):
         return replace(source, path=one.place, site=choice.site(layer))
-    return replace(source, path=one.place, site=one.sites[0] if shared else None)
+    return replace(source, path=one.place, site=":".join(dict.fromkeys(map(str, one.sites))) if shared else None)
 
 
 def _side(side: str, whole: str) -> tuple[str | None, frozenset[int] | None]:

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from saesteer.errors import LoadError
-from saesteer.language.sites import PREGAIN
+from saesteer.language.sites import PREGAIN, onward
 
 Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
@@ -62,6 +62,7 @@ class CoderInfo:
     l0: float | None = None  # active features of a token, as whoever trained it measured, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
+    targets: int | None = None  # of a cross-layer transcoder: layers that a feature writes, site_out's and those behind
     by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class CoderInfo:
         assert self.activation != "groupmax" or self.features % (self.k or 1) == 0, groups
         assert self.in_norm == "none" or self.d_in == self.d_out, "a transcoder's output has no input statistics"
         assert self.skip_first >= 0, self.skip_first
+        assert self.targets is None or (self.targets > 0 and not self.can_reconstruct), self.targets
         if self.feature_ids is not None:
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
             assert self.activation not in RANKED, "ranking inside a subset of the features is wrong"
@@ -82,9 +84,16 @@ class CoderInfo:
     @property
     def kind(self) -> str:
         """What a dictionary is called that reads and writes these places."""
+        if self.targets is not None:
+            return "cross-layer transcoder"
         if self.skip:
             return "skip transcoder"
         return "SAE" if self.site_in == self.site_out and self.d_in == self.d_out else "transcoder"
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The sites that it writes, in forward order; none if the files do not say."""
+        return () if self.site_out is None else onward(self.site_out, self.targets)
 
     @property
     def reads_pregain(self) -> bool:

@@ -4,14 +4,19 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from saesteer.dictionaries.coder import SparseCoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureRow:
-    """One feature, f · rows[1], where f = p = in_norm(x) · rows[0] + bias if that is above the threshold, else 0."""
+    """One feature, f · rows[1], where f = p = in_norm(x) · rows[0] + bias if that is above the threshold, else 0.
+
+    A feature of a cross-layer transcoder has one for each layer that it writes, all with the same encoder row.
+    """
 
     rows: NDArray[np.float32]  # [2, d], with the precision of the server's weights
     bias: float
@@ -26,17 +31,20 @@ class FeatureRow:
         object.__setattr__(self, "digest", of.hexdigest())
 
 
-def feature_row(coder: SparseCoder) -> FeatureRow:
-    """The feature of a dictionary of one feature, which reads as many numbers as it writes.
+def feature_rows(coder: SparseCoder, later: Tensor) -> tuple[FeatureRow, ...]:
+    """The feature of a dictionary of one feature, once for each site that it writes.
 
     As in the weights of a server, the encoder's row is centred where the input norm is a layer norm.
+
+    Args:
+        coder: the dictionary, which reads as many numbers as it writes.
+        later: its decoder rows for the layers after its own, [targets - 1, d]; none unless it is cross-layer.
     """
     encoder = coder.w_enc.float()
     if coder.info.in_norm == "layer_norm":
         encoder = encoder - encoder.mean(1, keepdim=True)
-    return FeatureRow(
-        np.concatenate([encoder.numpy(), coder.w_dec.float().numpy()]),
-        coder.b_enc.item(),
-        0.0 if coder.threshold is None else coder.threshold.item(),
-        None if coder.max_act is None else coder.max_act.item(),
-    )
+    bias = coder.b_enc.item()
+    threshold = 0.0 if coder.threshold is None else coder.threshold.item()
+    max_act = None if coder.max_act is None else coder.max_act.item()
+    decoders = torch.cat([coder.w_dec, later]).float()
+    return tuple(FeatureRow(np.stack([encoder[0].numpy(), one.numpy()]), bias, threshold, max_act) for one in decoders)

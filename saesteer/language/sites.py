@@ -84,6 +84,19 @@ def reading_site(name: str) -> str:
     return f"resid_mid.{layer}" if kind == PREGAIN else name
 
 
+def onward(name: str, targets: int | None) -> tuple[str, ...]:
+    """The sites that a feature writes: this one, and of a cross-layer transcoder also this kind at the next layers.
+
+    Args:
+        name: the first site.
+        targets: how many; None: it is no cross-layer transcoder, and writes this one.
+    """
+    if targets is None:
+        return (name,)
+    kind, layer = parse(name)
+    return tuple(f"{kind}.{layer + one}" for one in range(targets))
+
+
 def expand_sites(sites: Iterable[str], layers: int) -> tuple[str, ...]:
     """The sites of a list, in which ``resid_post.all`` means resid_post at every layer.
 

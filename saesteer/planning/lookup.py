@@ -68,14 +68,15 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     return _with_op(catalog, f"{name!r} reads", site, site, at)
 
 
-def writing_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
-    """The canonical site where a dictionary writes.
+def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tuple[str, ...]:
+    """The canonical sites where a dictionary writes: one, or those of all layers that a cross-layer transcoder writes.
 
     Raises:
         SpecError: it has no such site, or no op that writes there.
     """
-    site = None if info.site_out is None else canonical(info.site_out)
-    return _with_op(catalog, f"{name!r} writes", site, None if site is None else catalog.op_site(site), at)
+    places = (None,) if info.site_out is None else sites.onward(canonical(info.site_out), info.targets)
+    ops = [None if site is None else catalog.op_site(site) for site in places]
+    return tuple(_with_op(catalog, f"{name!r} writes", *one, at) for one in zip(places, ops, strict=True))
 
 
 def _with_op(catalog: Catalog, what: str, site: str | None, op: str | None, at: str) -> str:

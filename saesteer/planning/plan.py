@@ -38,6 +38,10 @@ class Dictionary(Protocol):
         """The site where it writes."""
 
     @property
+    def targets(self) -> int | None:
+        """How many layers a feature writes, from that of site_out; None: it is no cross-layer transcoder."""
+
+    @property
     def activation(self) -> str:
         """How its features become active."""
 
@@ -135,6 +139,7 @@ class Feature:
 
     dictionary: str
     feature: int
+    target: int = 0  # which of the sites that it writes, whose decoder row it is; only of a cross-layer transcoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, 
 from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import Step, steps
-from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_site
+from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
     END,
     Catalog,
@@ -92,10 +92,11 @@ class _Planner:
         target, info = feature_of(self.catalog, edit.dictionary, edit.layer, edit.feature, at)
         name = target.dictionary
         if edit.unit == "max_act" and not info.has_max_act:
-            expected = f"raw: the max activations of {name!r} are not known, `saesteer calibrate` finds them"
+            hint = "" if info.targets else ", `saesteer calibrate` finds them"
+            expected = f"raw: the max activations of {name!r} are not known{hint}"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
         reads = reading_site(self.catalog, name, info, at)
-        site = writing_site(self.catalog, name, info, at)
+        sites = writing_sites(self.catalog, name, info, at)
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
             target,
@@ -110,8 +111,11 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
-        held = None if reads == site else self.reads.feature(target, reads, site, at)
-        self._join(site, name, step, change, held)
+        of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
+        for number, site in enumerate(sites):
+            held = None if reads == site else self.reads.feature(target, reads, site, at)
+            there = replace(change, target=replace(target, target=number)) if number else change
+            self._join(site, of, step, there, held, stands=sites[0])
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -156,9 +160,12 @@ class _Planner:
         edit, at = step.edit, step.at
         assert isinstance(edit, Reconstruct)
         name, info = dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
-        site = writing_site(self.catalog, name, info, at)
+        if info.targets is not None:
+            message = f"{name!r} is a cross-layer transcoder, which makes no layer's output alone"
+            fail(f"{at}.dictionary", "not_served", f"{message}; expected clamps of its features")
+        [site] = writing_sites(self.catalog, name, info, at)
         spans = self._windows(edit.scope, at, info.skip_first)
-        keys = self.reads.gates(edit.when, site, at)
+        keys = self.reads.gates(edit.when, site, at, site)
         clamps = self.last.get(site)
         if clamps is None or clamps.of != name or clamps.run != step.run:
             clamps = None
@@ -210,14 +217,22 @@ class _Planner:
             fail(f"{at}.scope", "empty_scope", message)
         return found
 
-    def _join(self, site: str, of: object, step: Step, change: Change, held: Key | None = None) -> None:
-        """Put a change into the last group of its site, or begin another."""
-        keys = self.reads.gates(step.edit.when, site, step.at)
+    def _join(
+        self, site: str, of: object, step: Step, change: Change, held: Key | None = None, stands: str | None = None
+    ) -> None:
+        """Put a change into the last group of its site, or begin another.
+
+        An edit that writes several sites at once reads what it waits for, and its strength, where it ``stands``.
+        """
+        stands = stands or site
+        keys = self.reads.gates(step.edit.when, stands, step.at, site)
         group = self.last.get(site)
         if group is None or of is None or group.of != of or group.run != step.run:
             group = self.last[site] = _Growing(site, of, step.run)
             self.groups.append(group)
-        strength = None if step.strength is None else self.reads.strength(step.strength[1], site, step.strength[0])
+        strength = (
+            None if step.strength is None else self.reads.strength(step.strength[1], stands, step.strength[0], site)
+        )
         if not _made_band(group, step.edit, change, (*keys, strength)):
             group.members.append(_Member(change, keys, held, strength))
             self.entries += len(change.windows)

@@ -75,8 +75,8 @@ class Reads:
     def __len__(self) -> int:
         return len(self._conditions) + len(self._reads) + len(self._wholes)
 
-    def gates(self, gates: Sequence[Gate], site: str, at: str) -> tuple[Key, ...]:
-        """The conditions that an edit at a site waits for.
+    def gates(self, gates: Sequence[Gate], site: str, at: str, until: str) -> tuple[Key, ...]:
+        """The conditions that an edit waits for; it stands at a site, and ``until`` is that site or a later one it has.
 
         Raises:
             SpecError: a name is unknown, or a condition reads what is only known later in the forward pass.
@@ -84,12 +84,12 @@ class Reads:
         if not gates:
             return ()
         paths = [f"{at}.when"] if len(gates) == 1 else [f"{at}.when[{i}]" for i in range(len(gates))]
-        return tuple(self._gate(gate, site, path) for gate, path in zip(gates, paths, strict=True))
+        return tuple(self._gate(gate, site, path, until) for gate, path in zip(gates, paths, strict=True))
 
-    def _gate(self, gate: Gate, site: str, at: str) -> Key:
+    def _gate(self, gate: Gate, site: str, at: str, until: str) -> Key:
         above = float("-inf") if gate.above is None else gate.above
         below = float("inf") if gate.below is None else gate.below
-        return self._conditions.note((*self._source(gate, site, at), (above, below)), site, at)
+        return self._conditions.note((*self._source(gate, site, at), (above, below)), until, at)
 
     def feature(self, target: Feature, reads: str, site: str, at: str) -> Key:
         """The activation of a feature whose dictionary reads at another site than the edit's."""
@@ -99,15 +99,15 @@ class Reads:
         """The reconstruction by a dictionary that reads at another site than the edit's."""
         return self._wholes.note((reads, target, _PLAIN), site, at)
 
-    def strength(self, one: Strength, site: str, at: str) -> Key:
-        """A strength that is read for an edit at a site; ``at`` is its path.
+    def strength(self, one: Strength, site: str, at: str, until: str) -> Key:
+        """A strength that is read for an edit; ``at`` is its path, and the sites are as in ``gates``.
 
         Raises:
             SpecError: a name is unknown, or what is read is only known later in the forward pass.
         """
         low = float("-inf") if one.min is None else one.min
         high = float("inf") if one.max is None else one.max
-        return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), site, at)
+        return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), until, at)
 
     def _source(self, source: Source, site: str, at: str) -> tuple[str, Feature | Direction]:
         """Where a probe or a feature is read for an edit at a site, and what.

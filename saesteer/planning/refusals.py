@@ -144,7 +144,9 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
         here.add(target)
         if len(here) > catalog.inline_rows:
             message = f"is {what.format(len(here), site)}, expected at most {catalog.inline_rows}"
-            hint = f"the server takes more when started with a higher --inline-rows, or with the {_KEPT[key]}"
+            hint = "the server takes more when started with a higher --inline-rows"
+            if not (isinstance(target, Feature) and catalog.dictionaries[target.dictionary].targets):
+                hint += f", or with the {_KEPT[key]}"
             fail(f"{one.field}.{key}", "too_many", f"{message}; {hint}")
 
 

@@ -16,7 +16,7 @@ from saesteer.config.settings import read_settings
 from saesteer.errors import LoadError
 from saesteer.loaders import describe
 from saesteer.loaders.hub import is_id
-from tests.loaders import writers
+from tests.loaders import across, writers
 from tests.loaders.formats import circuit_tracer, qwen_scope
 from tests.loaders.hub import Hub, serving
 from tests.loaders.test_files import FakeHub
@@ -65,6 +65,16 @@ def test_of_a_set_only_the_layers_asked_for_are_fetched(fake_hub: FakeHub) -> No
     assert [info.site_in for info in assets.infos.values()] == ["mlp_in.1", "mlp_in.3"]
     assert given(fake_hub) == {"config.yaml", "layer_1.safetensors", "layer_3.safetensors"}
     assert len(opened("org/set").infos) == 3
+
+
+def test_a_cross_layer_transcoder_is_fetched_with_its_decoders(fake_hub: FakeHub) -> None:
+    across.circuit_tracer(fake_hub.root / "org" / "clt", across.layers())
+    assert list(opened("org/clt@1").infos) == ["gs"]
+    assert given(fake_hub) == {"config.yaml", "W_enc_1.safetensors", "W_dec_1.safetensors"}
+    assert [info.targets for info in opened("org/clt").infos.values()] == [3, 2, 1]
+    across.gemma_scope_2(fake_hub.root / "google" / "gemma-scope-2-1b-pt" / "clt" / "width_262k", across.layers())
+    infos = opened("google/gemma-scope-2-1b-pt/clt/width_262k").infos
+    assert [info.targets for info in infos.values()] == [3, 2, 1]
 
 
 def test_a_pattern_chooses_among_the_widths_of_a_repository(fake_hub: FakeHub) -> None:

@@ -136,7 +136,8 @@ def keyed(value: Any) -> Any:
     """The same spec, in which each dictionary of a set goes by its own key."""
     if isinstance(value, dict):
         found = {key: keyed(one) for key, one in value.items()}
-        return found | {"dictionary": f"{found['dictionary']}@{found['layer']}"} if "layer" in found else found
+        layer = found.pop("layer", None)
+        return found if layer is None else found | {"dictionary": f"{found['dictionary']}@{layer}"}
     return [keyed(one) for one in value] if isinstance(value, list) else value
 
 

@@ -33,6 +33,7 @@ class Info:
     skip_first: int = 1
     can_reconstruct: bool = True
     feature_ids: tuple[int, ...] | None = None
+    targets: int | None = None
 
 
 INFOS = {

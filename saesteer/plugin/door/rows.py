@@ -48,7 +48,7 @@ class Fetching:
         found = {}
         for one, at in features_of(plan, catalog).items():
             try:
-                found[one] = self._store.row(one.dictionary, one.feature, self._dtype)
+                found[one] = self._store.row(one.dictionary, one.feature, self._dtype, one.target)
             except LoadError as exc:
                 _refuse(exc, one, at)
         return found

@@ -100,7 +100,8 @@ def wrong() -> list[Row]:
     return [
         row("skip", "layer_3.safetensors: W_skip: shape [24, 12]; expected", skip),
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
-        row("clt", "config.yaml: model_kind: 'cross_layer_transcoder', which", model_kind="cross_layer_transcoder"),
+        row("clt", "W_enc_*.safetensors: 0 files and none chosen", model_kind="cross_layer_transcoder"),
+        row("kind", "config.yaml: model_kind: 'lorsa'; expected transcoder_set or cross_layer_tr", model_kind="lorsa"),
         row("list", "config.yaml: transcoders: a list: ['hf://google/gemma-scope-2b-pt", transcoders=listed),
         row("none-chosen", ": 2 dictionaries and none chosen; expected one of", layers=(0, 1)),
         row("topk", "config.yaml: k: None; expected a whole number", activation="topk"),

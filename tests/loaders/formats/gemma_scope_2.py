@@ -78,7 +78,7 @@ def wrong() -> list[Row]:
         return f"gemma_scope_2-{name}", lambda folder: write(folder, arrays() | more, CONFIG | config), words
 
     affine = {"affine_skip_connection": np.ones((D, D + 1), np.float32)}
-    one_of_a_set = "params_layer_0.safetensors: params_layer_*.safetensors: features that write to several layers"
+    one_of_a_set = "params_layer_0.safetensors: type: 'crosscoder', by config.json or the folders' names; expected"
     return [
         row(
             "affine",
@@ -91,11 +91,11 @@ def wrong() -> list[Row]:
         (
             "gemma_scope_2-set",
             lambda folder: writers.tensors(folder / "params_layer_0.safetensors", arrays()).parent,
-            "features that write to several layers",
+            "params_layer_0.safetensors: type: None, by config.json or the folders' names; expected 'clt'",
         ),
         (
             "gemma_scope_2-of-a-set",
-            lambda folder: writers.tensors(folder / "params_layer_0.safetensors", arrays()),
+            lambda folder: writers.tensors(folder / "crosscoder" / "params_layer_0.safetensors", arrays()),
             one_of_a_set,
         ),
     ]

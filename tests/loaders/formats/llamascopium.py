@@ -100,7 +100,7 @@ def wrong() -> list[Row]:
     return [
         row(
             "clt",
-            "sae_type: 'clt' (it writes to several layers, which is not served yet); expected 'sae'",
+            "hook_points_in: None; expected a list of hooks, one for each layer",
             sae_type="clt",
         ),
         row("lorsa", "sae_type: 'lorsa' (its features attend over earlier", sae_type="lorsa"),

@@ -1,0 +1,224 @@
+"""Cross-layer transcoders through door, tables and op at several sites, against tests/formulas.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from saesteer import hf
+from saesteer.config.assets import Assets
+from saesteer.dictionaries.coder import SparseCoder
+from saesteer.engine.engine import Engine, Row
+from saesteer.errors import LoadError, SpecError
+from saesteer.language.spec import from_json
+from saesteer.loaders import describe, max_act
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.door.rows import Fetching
+from tests import tiny
+from tests.formulas import Dict, World
+from tests.loaders import across
+from tests.small_world import FEATURES, KINDS, MODULES, TOKENS, WIDTH, edits, features, gates, strengths, values
+from tests.test_formulas import expected as truth_of
+from tests.test_formulas import forward, make_engine, world
+
+# Layer 1 reads mlp_in.1 and writes mlp_out.1, which the op of the sum does, and mlp_out.2; layer 2 writes mlp_out.2.
+CLT = across.layers(2, FEATURES, WIDTH, seed=70)
+LARGEST = [np.linspace(1, 2, FEATURES, dtype=np.float32) + layer for layer in range(2)]
+ALL = {"edits": [{"op": "clamp", "dictionary": "clt", "layer": 1, "feature": 3, "value": 2.0}]}
+
+
+def known() -> World:
+    made = {}
+    for layer, one in enumerate(CLT, 1):
+        w_dec = {f"mlp_out.{to + 1}": rows.astype(float) for to, rows in one.w_dec.items()}
+        arrays = (one.w_enc.T.astype(float), one.b_enc.astype(float), w_dec.pop(f"mlp_out.{layer}"), np.zeros(WIDTH))
+        rest: dict[str, Any] = {"threshold": one.threshold.astype(float), "max_act": LARGEST[layer - 1].astype(float)}
+        site, reads = f"mlp_out.{layer}", f"mlp_in.{layer}"
+        made[f"clt@{layer}"] = Dict(site, *arrays, "jumprelu", **rest, reads=reads, later=w_dec)
+    here = world()
+    return replace(here, dictionaries={**here.dictionaries, **made}, modules={**MODULES, "all": ALL})
+
+
+WORLD = known()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("across")
+    place = across.circuit_tracer(folder / "clt", CLT, first=1)
+    for layer, largest in enumerate(LARGEST, 1):
+        file, one = place / f"W_enc_{layer}.safetensors", CLT[layer - 1]
+        info, matrix = replace(describe(file), targets=None), torch.zeros(FEATURES, WIDTH)
+        threshold, b_dec = torch.from_numpy(one.threshold), torch.from_numpy(one.b_dec)
+        coder = SparseCoder(matrix, torch.zeros(FEATURES), matrix, b_dec, info, threshold)
+        max_act.write(file, coder, torch.from_numpy(largest), tokens=1)
+    dictionaries = {name: f"{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()}
+    modules = {**MODULES, "all": ALL}
+    return make_engine(folder, inline_rows=64, dictionaries={**dictionaries, "clt": str(place)}, modules=modules)
+
+
+@pytest.fixture(scope="module")
+def row_of(engine: Engine) -> Callable[..., Row | None]:
+    """What a server's front end does with a request, and what its worker makes of that."""
+    door = Door("server", engine.config, Fetching(Assets.open(engine.config).rows, torch.float32))
+
+    def made(engine: Engine, spec: Any, prompt_len: int) -> Row | None:
+        return engine.make_row(door.meaning(from_json(spec), engine.catalog, prompt_len).admitted)
+
+    return made
+
+
+def check(engine: Engine, row_of: Any, spec: Any, prompt_len: int, seed: int = 0) -> float:
+    """Compare; how far the spec moved the stream."""
+    x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    out = forward(engine, [None, spec, None], prompt_len, x, row_of)
+    plain = forward(engine, [None, None, None], prompt_len, x)
+    mine = slice(TOKENS, 2 * TOKENS)
+    truth, sure, _ = truth_of(spec, prompt_len, x[mine], here=WORLD)
+    size = 1 + np.abs(truth).max(1, keepdims=True)
+    assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
+    assert torch.equal(out[:TOKENS], plain[:TOKENS]) and torch.equal(out[2 * TOKENS :], plain[2 * TOKENS :])
+    return float((out[mine] - plain[mine]).abs().max())
+
+
+sources = st.fixed_dictionaries({"dictionary": st.just("clt"), "layer": st.sampled_from([1, 2]), "feature": features})
+
+
+@st.composite
+def clamps(draw: Any) -> Any:
+    mode = draw(st.sampled_from(["set", "add", "scale", "min", "max"]))
+    read = sources.flatmap(lambda one: st.just(one | {"slope": 0.5, "max": 2.0}))
+    found = draw(sources) | {"op": "clamp", "mode": mode, "only_if_active": draw(st.booleans())}
+    found["value"] = draw(st.one_of(strengths(), read)) if mode == "add" else draw(values)
+    found["unit"] = "raw" if mode == "scale" else draw(st.sampled_from(["raw", "max_act"]))
+    if draw(st.booleans()):
+        found["when"] = draw(st.one_of(gates(), sources.map(lambda one: one | {"above": 0.1})))
+    if draw(st.integers(0, 2)) == 0:
+        found["scope"] = {"generated": True}
+    return found
+
+
+anything = st.one_of(
+    clamps(), clamps(), edits(), st.builds(lambda n: {"op": "use", "module": "all", "scale": n}, strengths())
+)
+
+
+@settings(
+    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(anything, min_size=1, max_size=4), st.integers(2, TOKENS), st.integers(0, 2**31))
+def test_every_composition_means_what_the_definition_says(
+    engine: Engine, row_of: Any, found: list[Any], prompt_len: int, seed: int
+) -> None:
+    spec = {"edits": found}
+    try:
+        row_of(engine, spec, prompt_len)
+    except SpecError as error:
+        event(f"refused: {error.code}")
+        return  # tested in tests/spec
+    event("cross-layer" if any(one.get("dictionary") == "clt" for one in found) else "others")
+    check(engine, row_of, spec, prompt_len, seed)
+
+
+def of(layer: int, feature: int = 1, **more: Any) -> dict[str, Any]:
+    return {"op": "clamp", "dictionary": "clt", "layer": layer, "feature": feature, "value": 2.0, **more}
+
+
+SPECS: dict[str, list[Any]] = {
+    "the first layer": [of(1)],
+    "the last layer": [of(2)],
+    "both, which write at one site": [of(1), of(2, mode="add"), of(1, 2, mode="scale", only_if_active=True)],
+    "in units of the largest activation": [of(1, unit="max_act"), of(2, 5, unit="max_act", mode="min")],
+    "what it writes is read at the next layer": [
+        of(1, value=9.0),
+        of(2, 4, value={"dictionary": "clt", "layer": 2, "feature": 5}, mode="add"),
+        {
+            "op": "add",
+            "vector": "any",
+            "site": "resid_post.2",
+            "when": {"dictionary": "clt", "layer": 2, "feature": 6, "above": 0.0},
+        },
+    ],
+    "gated and in a module": [
+        of(2, when={"dictionary": "clt", "layer": 1, "feature": 7, "above": 0.0}),
+        {"op": "use", "module": "all", "scale": {"dictionary": "clt", "layer": 1, "feature": 2, "max": 3}},
+    ],
+    "between edits of the sites": [
+        {"op": "clamp", "dictionary": "over", "feature": 1, "value": 2.0},
+        of(1),
+        {"op": "cap", "vector": "any", "site": "mlp_out.2", "max": 0.1},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_by_example(engine: Engine, row_of: Any, name: str) -> None:
+    assert check(engine, row_of, {"edits": SPECS[name]}, 5) > 1e-3
+
+
+def test_an_answer_names_every_site(engine: Engine) -> None:
+    assets = Assets.open(engine.config)
+    door = Door("server", engine.config, Fetching(assets.rows, torch.float32))
+    found = door.meaning(from_json({"edits": [of(1)]}), engine.catalog, 5)
+    facts = {"edit": "saesteer.edits[0]", "op": "clamp", "dictionary": "clt", "layer": 1, "feature": 1}
+    assert [one["site"] for one in found.applied] == ["mlp_out.1", "mlp_out.2"]
+    assert all(facts.items() <= one.items() for one in found.applied)
+    assert len({one["version"] for one in found.applied}) == 2, "a version for each decoder row"
+    assert len(found.admitted["vectors"]) == 2
+    assert not (engine.catalog.sites or set()) & {"mlp_out.1"}
+
+
+def test_a_file_that_changes_ends_its_requests(tmp_path: Path) -> None:
+    place = across.circuit_tracer(tmp_path / "clt", CLT, first=1)
+    engine = make_engine(tmp_path, dictionaries={"rect": f"{tmp_path}/rect.safetensors@resid_post.1",
+                                                 "clt": str(place)}, modules={})  # fmt: skip
+    door = Door("server", engine.config, Fetching(Assets.open(engine.config).rows, torch.float32))
+    spec = from_json({"edits": [of(1)]})
+    door.meaning(spec, engine.catalog, 4)
+    file = place / "W_dec_1.safetensors"
+    file.write_bytes(file.read_bytes())
+    for again in (spec, from_json({"edits": [of(1, 2)]})):
+        with pytest.raises(SpecError, match=r"W_dec_1\.safetensors: has changed since the server opened it") as refused:
+            door.meaning(again, engine.catalog, 4)
+        assert (refused.value.field, refused.value.code) == ("saesteer.edits[0].dictionary", "unreadable")
+
+
+def test_the_backend_on_transformers_does_what_hooks_do(tmp_path: Path) -> None:
+    """One read at layer 0; the output of each MLP gains the decoder row for its layer."""
+    found = across.layers(2, FEATURES, tiny.WIDTH, seed=80)
+    place = across.circuit_tracer(tmp_path, found)
+    steered, plain = hf.Model(tiny.made("Llama"), dictionaries={"clt": str(place)}), tiny.made("Llama")
+    assert list(steered.engine.sites) == ["mlp_in.0", "resid_post.0", "mlp_in.1", "resid_post.1"]
+    one, kept = found[0], []
+
+    def read(_module: Any, _args: Any, x: torch.Tensor) -> None:
+        pre = x[0] @ torch.from_numpy(one.w_enc[:, 5]) + float(one.b_enc[5])
+        kept.append(torch.where(pre > float(one.threshold[5]), pre, 0.0))
+
+    def written(layer: int) -> Callable[..., torch.Tensor]:
+        def change(_module: Any, _args: Any, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            x[0, 1:] += ((3.0 - kept[0])[:, None] * torch.from_numpy(one.w_dec[layer][5]))[1:]
+            return x
+
+        return change
+
+    ids = [3, 1, 4, 1, 5, 9]
+    with torch.no_grad():
+        before = plain(torch.tensor([ids])).logits[0]
+        layers = plain.get_decoder().layers
+        layers[0].post_attention_layernorm.register_forward_hook(read)
+        for layer in range(2):
+            layers[layer].mlp.register_forward_hook(written(layer))
+        expected = plain(torch.tensor([ids])).logits[0]
+    spec = {"op": "clamp", "dictionary": "clt", "layer": 0, "feature": 5, "value": 3.0}
+    torch.testing.assert_close(steered.logits(ids, steer=spec), expected, atol=1e-5, rtol=1e-4)
+    assert (expected - before)[1:].abs().max() > 1e-3
+    with pytest.raises(LoadError, match="is a cross-layer transcoder"):
+        steered.activations(ids, "clt", layer=0)
