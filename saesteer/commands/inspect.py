@@ -106,7 +106,8 @@ def _by_rows(info: CoderInfo) -> str:
     """What a server keeps of it that leaves it in its file: two rows of the site for each slot of a request."""
     if info.activation in RANKED:
         return f"not served: {info.activation} ranks all features"
-    half = in_words((1 + (info.kind != "SAE")) * 2 * info.d_in * 2)
+    sites = {info.site_in, *info.writes}
+    half = in_words(len(sites) * 2 * info.d_in * 2)
     return f"{half} in float16 or bfloat16 for each feature that a request names, with rows: in front of the place"
 
 
