@@ -167,10 +167,10 @@ def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
 def test_features_of_the_real_model() -> None:
     done = saesteer("features", "--text", "The bridge over the bay.", "--top-k", "3")
     assert done.returncode == 0, done.stderr
-    assert "resid_post.15" in done.stdout
+    assert "resid_post.15" in done.stdout and "mlp_in.12" in done.stdout
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
-    [bridge] = [row[3] for row in rows if row[2].strip() == "bridge"]
-    assert len(bridge.split("%")) == 4  # three features, each with its part of max_act
+    found = [row[3] for row in rows if row[2].strip() == "bridge"]  # in the SAE and in the transcoder
+    assert [len(one.split("%")) for one in found] == [4, 4], "three features each, with their parts of max_act"
     done = saesteer("features", "--text", "Who?", "--chat")
     assert "assistant" in done.stdout
     assert saesteer("features", "--text", "").returncode == 2
