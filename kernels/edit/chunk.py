@@ -70,6 +70,9 @@ def add_chunk(
         applies = applies & ((flags & RECONSTRUCT) == 0)
     read = (applies & reads(mul, low, high, flags)) | asks
     write = applies & (asks == 0)
+    takes = write & ((flags & HELD) != 0)
+    # Before the rows, so that it arrives with them.
+    found = tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0)
     starts = slot.to(tl.int64) * WIDTH
     pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
     pre = tl.sum(pairs[0][0].to(tl.float32) * x[0][None, :], axis=1)
@@ -99,7 +102,7 @@ def add_chunk(
                 active = active & ((before < word(entry + TOP_K, ranked)) | (ranked == 0))
 
     f = tl.where(active, pre, 0.0)
-    if tl.max(flags & (GATE | READ | HELD | SCALED), axis=0) > 0:
+    if tl.max(flags & (GATE | READ), axis=0) > 0:
         gate = (flags & GATE) != 0
         holds = gate & (low < f) & (f < high)
         bits = bits & ~tl.sum(tl.where(gate, gates, 0), axis=0)
@@ -107,8 +110,8 @@ def add_chunk(
         parks = asks & (gate == 0)
         tl.store(register + tl.where(parks, gates, 0), tl.minimum(tl.maximum(mul * f + add, low), high), mask=parks)
         tl.debug_barrier()  # other threads may load it for a later group
-        takes = write & ((flags & HELD) != 0)
-        f = tl.where(takes, tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0), f)
+    if tl.max(flags & (HELD | SCALED), axis=0) > 0:
+        f = tl.where(takes, found, f)
         scaled = write & ((flags & SCALED) != 0)
         factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
         gain = tl.where(scaled, factor * gain, gain)

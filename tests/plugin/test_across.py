@@ -79,7 +79,10 @@ def test_requests_beside_it_are_left_alone(llm: Any) -> None:
     for one, other in zip(alone, together, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         assert [said for _, said in one] == pytest.approx([said for _, said in other], abs=TOLERANCE)
-    assert len({tuple(token for token, _ in one) for one in together}) > 1
+    plain = [said for _, said in together[1]]
+    for steered in (together[0], together[2]):
+        far = max(abs(said - other) for (_, said), other in zip(steered, plain, strict=True))
+        assert far > 10 * TOLERANCE, "it is steered"
 
 
 def test_an_answer_names_every_site(llm: Any) -> None:
