@@ -60,7 +60,7 @@ def promoted(coder: SparseCoder, model: Any) -> Tensor:
     head = model.get_output_embeddings().weight
     # A token that all directions promote says nothing about one.
     head = (head - head.mean(0)) * norm
-    parts = coder.w_dec.float().split(BLOCK)
+    parts = torch.split(coder.w_dec.float(), BLOCK)
     return torch.cat([(part @ head.T).topk(PROMOTED, dim=-1).indices for part in parts])
 
 
@@ -98,7 +98,7 @@ def report(
                 contexts.append([round(value, 2), f"{before}«{peak}»{after}"])
                 peaks.append(peak.strip().lower())
         if contexts:
-            about = {"feature": feature, "max_act": round(float(known.max_act[feature]), 2)}
+            about: dict[str, Any] = {"feature": feature, "max_act": round(float(known.max_act[feature]), 2)}
             about |= {"density": round(float(known.density[feature]), 6), "peak": Counter(peaks).most_common(1)[0]}
             found.append(about | {"contexts": contexts, "promotes": likely[feature]})
     out.write_text("[\n" + ",\n".join(json.dumps(one, ensure_ascii=False) for one in found) + "\n]\n")

@@ -156,7 +156,7 @@ def write_texts(
         texts.append(filled(write(list(islice(begun, batch)), len(texts), length), length, end))
         written += int(kept(torch.from_numpy(texts[-1].astype(np.int64)), end).sum())
         print(f"{written:,} tokens in {time.monotonic() - start:.0f} s", flush=True)
-    made = np.concatenate(texts)
+    made: np.ndarray = np.concatenate(texts)
     np.save(out, made)
     return made
 

@@ -89,6 +89,7 @@ def formats() -> str:
 def dictionaries() -> str:
     """What is read of each format: kinds, activations, and sites, each with the case of tests/loaders that shows it."""
     found: dict[tuple[str, str], tuple[set[str], dict[str, str]]] = {}
+    cases: list[tuple[str, Callable[[Path], Path], str | None]]
     cases = [(case.name, case.write, None) for case in every.CASES]
     cases += [(*told[:2], None) for told in every.DESCRIBED]
     cases += [(case.name, case.write, "mlp_in.1") for case in across.cases()]

@@ -175,7 +175,7 @@ def started(x: Tensor, y: Tensor, recipe: Recipe) -> Trained:
 def batches(tokens: int, size: int, device: torch.device) -> Iterator[Tensor]:
     """Without end, the numbers of a batch's tokens, all tokens once in each round."""
     while True:
-        yield from torch.randperm(tokens, device=device)[: max(1, tokens // size) * size].split(size)
+        yield from torch.split(torch.randperm(tokens, device=device)[: max(1, tokens // size) * size], size)
 
 
 def train(pairs: Pairs, recipe: Recipe, say: Callable[[str], object] = print) -> tuple[Trained, Scale, Scale]:
@@ -213,7 +213,7 @@ def train(pairs: Pairs, recipe: Recipe, say: Callable[[str], object] = print) ->
         fvu = error.square().mean()
         loss = fvu + recipe.aux * revival(made, x, error.detach(), dead, recipe.aux_k) if len(dead) else fvu
         adam.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             grad, w_dec = made.w_dec.grad, made.w_dec
             assert grad is not None
@@ -227,7 +227,8 @@ def train(pairs: Pairs, recipe: Recipe, say: Callable[[str], object] = print) ->
                 dead = (active_at <= step - math.ceil(recipe.dead_after / recipe.batch)).nonzero().flatten()
         if step % max(1, recipe.steps // 40) == 0:
             say(f"step {step:,}: FVU {fvu.item():.4f}, {len(dead):,} dead, {time.monotonic() - start:.0f} s")
-    return Trained(*(one if one is None else one.detach() for one in made)), scale_in, scale_out
+    done = made._replace(**{name: one.detach() for name, one in made._asdict().items() if one is not None})
+    return done, scale_in, scale_out
 
 
 def revival(made: Trained, x: Tensor, error: Tensor, dead: Tensor, k: int) -> Tensor:
@@ -258,7 +259,7 @@ def finished(made: Trained, scale_in: Scale, scale_out: Scale, info: CoderInfo, 
         w_enc=w_enc, b_enc=b_enc, w_dec=made.w_dec.bfloat16(), b_dec=b_dec, info=info, threshold=none, w_skip=w_skip
     )
     some = x[torch.randperm(len(x), device=x.device)[:CALIBRATION]]
-    threshold = torch.stack([cut(coder.pre(part), k) for part in some.split(BLOCK)]).mean()
+    threshold = torch.stack([cut(coder.pre(part), k) for part in torch.split(some, BLOCK)]).mean()
     return replace(coder, threshold=threshold.expand(info.features).clone())
 
 
@@ -269,7 +270,7 @@ def measure(coder: SparseCoder, pairs: Pairs) -> Measured:
     mean = pairs.y.mean(0)
     active, largest = torch.zeros(2, features, device=pairs.x.device)
     unexplained = variance = 0.0
-    for x, y in zip(pairs.x.split(BLOCK), pairs.y.split(BLOCK), strict=True):
+    for x, y in zip(torch.split(pairs.x, BLOCK), torch.split(pairs.y, BLOCK), strict=True):
         acts = coder.encode(x)
         active += (acts > 0).sum(0)
         largest = torch.maximum(largest, acts.amax(0))
@@ -282,7 +283,7 @@ def on(coder: SparseCoder, device: str, info: CoderInfo, max_act: Tensor) -> Spa
     """The dictionary on a device, with its largest activations."""
     names = ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "w_skip")
     held = {name: getattr(coder, name) for name in names}
-    moved = {name: None if one is None else one.to(device) for name, one in held.items()}
+    moved: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in held.items()}
     return SparseCoder(**moved, info=info, max_act=max_act.to(device))
 
 
