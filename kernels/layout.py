@@ -97,15 +97,12 @@ MAGNITUDE = 4  # ranked by absolute value; the activation may be negative
 MATCH = 8  # the delta is in lengths of x
 LAYER_NORM = 16  # the dictionary reads (x - mean) / (std + 1e-5)
 L2_NORM = 32  # the dictionary reads x * sqrt(width) / |x|
-RECONSTRUCT = (
-    64  # x' = the whole decoded dictionary, plus the deltas of the other entries of its group; features behind
-)
-# SIZE are a skip connection's inputs and have no rank
+# x' = the whole decoded dictionary, plus the deltas of the other entries of its group. Features behind SIZE are a skip
+# connection's inputs and have no rank. With READ, x' goes into kept; with HELD, it is what is kept.
+RECONSTRUCT = 64
 GATE = 128  # leaves x alone and writes LOW < f < HIGH into a bit of cells
-READ = (
-    256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register; with RECONSTRUCT, x' into kept
-)
-HELD = 512  # f is what a register holds, with RECONSTRUCT x' what is kept; neither ranked nor encoded here
+READ = 256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register
+HELD = 512  # f is what a register holds; it is neither ranked nor encoded here
 SCALED = 1024  # the delta is also multiplied by what a register holds
 COUNTER = 16
 

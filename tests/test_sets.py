@@ -19,6 +19,7 @@ from saesteer.loaders import load
 from saesteer.loaders.formats import own
 from tests.rows import row_of
 from tests.small_world import WIDTH, coder
+from tests.spec.test_sets import apart
 
 LAYERS = (1, 2)
 
@@ -39,7 +40,7 @@ def made(dictionaries: dict[str, str]) -> Engine:
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> tuple[Engine, Engine]:
-    alone = {f"gs{layer}": f"{folder}/layer_{layer}.safetensors@resid_post.{layer}" for layer in LAYERS}
+    alone = {f"gs-{layer}": f"{folder}/layer_{layer}.safetensors@resid_post.{layer}" for layer in LAYERS}
     return made({"gs": f"{folder}@resid_post"}), made(alone)
 
 
@@ -54,15 +55,6 @@ clamps = st.builds(
     st.lists(gates, max_size=2),
 )
 whole = named.map(lambda one: {"op": "reconstruct", "dictionary": "gs", "layer": one["layer"]})
-
-
-def apart(value: Any) -> Any:
-    if isinstance(value, list):
-        return [apart(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: apart(one) for key, one in value.items()}
-    return found | {"dictionary": f"gs{found.pop('layer')}"} if "layer" in found else found
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

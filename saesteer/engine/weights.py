@@ -167,7 +167,9 @@ def fill(
     coder = load(path, dtype=torch.float32 if centred else reads.w_enc.dtype, site=info.site_in)
     end = base + coder.info.features
     _copy(reads.w_enc[base:end], coder.w_enc, centred=centred)
-    _copy(writes.w_dec[out : out + coder.info.features], coder.w_dec)
+    apart = reads is not writes
+    if apart or not whole:
+        _copy(writes.w_dec[out : out + coder.info.features], coder.w_dec)
     reads.b_enc[base:end].copy_(coder.b_enc)
     reads.threshold[base:end].copy_(_threshold(coder))
     if whole:
@@ -183,7 +185,6 @@ def fill(
         return np.ascontiguousarray(tensor.float().cpu().numpy())
 
     max_act = None if coder.max_act is None else array(coder.max_act)
-    apart = reads is not writes
     total = rows_of(info, whole=whole)
     return Placement(base, out, number, total, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
 

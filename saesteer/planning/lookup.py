@@ -161,10 +161,19 @@ def _check_width(catalog: Catalog, vector: Vector, site: str, path: str) -> None
         width, path = vector.shape[-1], f"{path}.shape"
     else:
         width = len(vector)
+    fit(catalog, site, width, path)
+
+
+def fit(catalog: Catalog, site: str, width: int, path: str, what: str = "is") -> None:
+    """Refuse what has another width than the tensor at a site.
+
+    Raises:
+        SpecError: it has, with ``what`` in front of its width.
+    """
     expected = catalog.width_at(site)
     if expected not in (None, width):
         whose = "this model" if expected == catalog.width else f"{site} of this model"
-        fail(path, "conflict", f"is {width} wide, expected {expected}, the width of {whose}")
+        fail(path, "conflict", f"{what} {width} wide, expected {expected}, the width of {whose}")
 
 
 def _instrumented(catalog: Catalog, site: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.planning.by_rows import is_by_rows
+from saesteer.planning.lookup import fit
 from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
 
 
@@ -60,10 +61,7 @@ def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
         if isinstance(target, Whole):
             message = f"needs all of {name!r}, of which this server reads only the rows of features"
             fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
-        expected = catalog.width_at(info.site_in)
-        if expected not in (None, info.d_in):
-            whose = "this model" if expected == catalog.width else f"{info.site_in} of this model"
-            fail(at, "conflict", f"{name!r} is {info.d_in} wide, expected {expected}, the width of {whose}")
+        fit(catalog, info.site_in, info.d_in, at, f"{name!r} is")
 
 
 def _refuse_apart(found: Plan, catalog: Catalog) -> None:
