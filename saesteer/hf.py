@@ -14,12 +14,12 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder, l2_normed
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError
-from saesteer.language.sites import PREGAIN, canonical, parse, reading_site
+from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk, other_widths
@@ -327,11 +327,8 @@ class Model:
         Raises:
             ConfigError: no dictionary has this name, or a set has no such layer.
         """
-        coder, site = self.coder(dictionary, layer), self.info(dictionary, layer).site_in
-        x = self.stream(prompt, reading_site(canonical(str(site))), steer=steer)
-        if str(site).startswith(PREGAIN):
-            x = l2_normed(x.float())
-        return coder.encode(x)
+        coder, info = self.coder(dictionary, layer), self.info(dictionary, layer)
+        return coder.encode(inputs(info, self.streams(prompt, steer=steer)))
 
     def features(
         self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, top_k: int = 5

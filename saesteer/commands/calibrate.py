@@ -18,9 +18,8 @@ from saesteer.commands.features import open_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder, l2_normed
+from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical, reading_site
 from saesteer.loaders import max_act
 from saesteer.loaders.files import fetch
 
@@ -108,12 +107,6 @@ def measure(
             found[key] = Measured(largest, found[key].tokens + len(stream))
         step()
     return found
-
-
-def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
-    """What a dictionary reads [tokens, d_in], of what stands at the instrumented sites."""
-    found = streams[reading_site(canonical(str(info.site_in)))]
-    return l2_normed(found.float()) if info.reads_pregain else found
 
 
 def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from saesteer.commands.calibrate import inputs, read_text, windows_of
+from saesteer.commands.calibrate import read_text, windows_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical
 

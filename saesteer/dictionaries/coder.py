@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from saesteer.errors import LoadError
-from saesteer.language.sites import PREGAIN, onward
+from saesteer.language.sites import PREGAIN, canonical, onward, reading_site
 
 Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
@@ -255,6 +255,12 @@ def _largest(pre: Tensor, k: int) -> Tensor:
 def l2_normed(x: Tensor) -> Tensor:
     """x · sqrt(d) / |x|, the input norm l2_sqrt_d: x [..., d] float32."""
     return x * _l2_scale(x)
+
+
+def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
+    """What a dictionary reads [tokens, d_in], of the tensors at the sites that have an op, by their names."""
+    found = streams[reading_site(canonical(str(info.site_in)))]
+    return l2_normed(found.float()) if info.reads_pregain else found
 
 
 def _l2_scale(x: Tensor) -> Tensor:
