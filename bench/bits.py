@@ -43,6 +43,17 @@ def same(stock: Sequence[Completion], ours: Sequence[Completion]) -> list[bool]:
     return [(a.ids, a.logprobs) == (b.ids, b.logprobs) for a, b in zip(stock, ours, strict=True)]
 
 
+def difference(stock: Sequence[Completion], ours: Sequence[Completion]) -> float:
+    """The largest difference of a logprob up to the first token that differs."""
+    largest = 0.0
+    for one, other in zip(stock, ours, strict=True):
+        for a, b, left, right in zip(one.ids, other.ids, one.logprobs, other.logprobs, strict=True):
+            if a != b:
+                break
+            largest = max(largest, abs(left - right))
+    return largest
+
+
 def measure(model: str, kinds: Sequence[str], options: dict[str, Any]) -> list[dict[str, Any]]:
     """A line for each kind.
 
@@ -57,11 +68,16 @@ def measure(model: str, kinds: Sequence[str], options: dict[str, Any]) -> list[d
         for kind in kinds:
             mixed = Batch(PROMPTS, steered(model, kind), max_tokens=TOKENS, ignore_eos=True, fresh=True)
             given = options | {"sites": [f"{kind}.all"]}
-            idle, beside = (same(stock, one) for one in run(folder, [plain, mixed], dictionaries={}, options=given))
-            if any(beside[1::2]):
+            idle, mixed_answers = run(folder, [plain, mixed], dictionaries={}, options=given)
+            bits = [same(stock, answers) for answers in (idle, mixed_answers)]
+            if any(bits[1][1::2]):
                 raise RuntimeError(f"{kind}: a steered request has stock's bits")
-            found.append({"model": model, "kind": kind, "idle": all(idle), "beside": all(beside[::2])})
-            print(f"{kind:12} unsteered {found[-1]['idle']!s:6} beside steered ones {found[-1]['beside']}", flush=True)
+            off = difference(stock, idle)
+            found.append(
+                {"model": model, "kind": kind, "idle": all(bits[0]), "beside": all(bits[1][::2]), "difference": off}
+            )
+            shown = f"unsteered {found[-1]['idle']!s:6} beside steered ones {found[-1]['beside']!s:6}"
+            print(f"{kind:12} {shown} largest difference of a logprob {off:.1e}", flush=True)
     return found
 
 

@@ -35,6 +35,17 @@ _GEMMA3 = {
     "torch_dtype": "bfloat16",
 }
 
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
 
 def _shape(layers: int, width: int, heads: int, kv_heads: int, head: int, hidden: int) -> dict[str, int]:
     return {
@@ -50,6 +61,7 @@ def _shape(layers: int, width: int, heads: int, kv_heads: int, head: int, hidden
 MODELS = {
     "gemma-2-2b": _GEMMA2 | _shape(26, 2304, 8, 4, 256, 9216),
     "gemma-3-4b": _GEMMA3 | _shape(34, 2560, 8, 4, 256, 10240),
+    "llama-3-1b": _LLAMA | _shape(16, 2048, 32, 8, 64, 8192),
     "tiny": _GEMMA3 | {"vocab_size": 512} | _shape(2, 64, 2, 1, 32, 128),  # to try a benchmark without a GPU
     "gemma-3-27b": _GEMMA3 | _shape(62, 5376, 32, 16, 128, 21504),
 }
