@@ -168,8 +168,8 @@ def _hidden(value: Any, at: str) -> bool | HiddenRead:
 
 def _consumers(value: Any, at: str) -> tuple[Consumer, ...]:
     """An object of parameters by the consumer's name, as consumers in the order of their names."""
-    if isinstance(value, tuple) and all(isinstance(one, Consumer) for one in value):
-        value = {one.name: one.parameters for one in value}
+    if isinstance(value, tuple) and all(isinstance(one, Consumer) for one in value):  # from Python, or canonical
+        value = _parameters_of(value, at)
     mapping(value, at)
     if len(value) > MAX_CONSUMERS:
         fail(at, "too_many", f"got {len(value)} consumers, expected at most {MAX_CONSUMERS}")
@@ -184,6 +184,16 @@ def _consumers(value: Any, at: str) -> tuple[Consumer, ...]:
             fail(path, "too_many", f"makes {total} characters of JSON, expected at most {MAX_PARAMETERS} in all")
         found.append(one)
     return tuple(found)
+
+
+def _parameters_of(consumers: tuple[Consumer, ...], at: str) -> dict[str, Any]:
+    try:
+        found = {one.name: one.parameters for one in consumers}
+    except ValueError as error:
+        fail(at, "bad_json", f"holds parameters that are not JSON ({error}), expected the text of an object")
+    if len(found) < len(consumers):
+        fail(at, "duplicate", "names a consumer twice, expected each once")
+    return found
 
 
 def _check_json(value: Any, at: str, depth: int) -> None:

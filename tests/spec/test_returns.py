@@ -137,6 +137,20 @@ def test_the_largest_consumers_are_accepted() -> None:
     read(consumers={str(n): {} for n in range(MAX_CONSUMERS)})
 
 
+def test_consumers_made_in_python_are_checked_as_well() -> None:
+    one, other = Consumer("b", '{"y": 1, "x": 2}'), Consumer("a", "{}")
+    assert Return(consumers=(one, other)) == read(consumers={"a": {}, "b": {"x": 2, "y": 1}})
+    for wrong, code in [
+        ((one, one), "duplicate"),
+        ((Consumer("a", "{"),), "bad_json"),
+        ((Consumer("a", "[]"),), "wrong_type"),
+        ((Consumer("", "{}"),), "out_of_range"),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            Return(consumers=wrong)
+        assert caught.value.code == code
+
+
 def features(**more: Any) -> dict[str, Any]:
     return {"features": [{"dictionary": "a", **more}]}
 
