@@ -19,6 +19,7 @@ from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError
+from saesteer.language.fields import fail
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
@@ -142,6 +143,9 @@ class Model:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
         planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
+        if planned.readouts:
+            message = "reads values out, which is not served on Transformers, expected nothing but dose"
+            fail(planned.readouts[0].field, "not_served", message)
         store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
         rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
         row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))

@@ -12,7 +12,7 @@ import pytest
 from saesteer.errors import SpecError
 from saesteer.language.edits import OPS, Clamp, Gate, Scope
 from saesteer.language.inline import InlineVector
-from saesteer.language.spec import Return, Spec, from_json
+from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import END, Catalog, Plan, plan, windows
 from tests.spec.test_plan import Info, Set
@@ -33,7 +33,8 @@ CATALOG = Catalog(
     | {f"clt@{layer}": Info(f"mlp_out.{layer}", f"mlp_in.{layer}", targets=8 - layer) for layer in range(8)},
     None,
     64,
-    {name: Set() for name in ("happy", "assistant", "refusal", "sentiment")} | {"layered": Set((12, 13, 14))},
+    {name: Set() for name in ("happy", "assistant", "refusal", "sentiment")}
+    | {"layered": Set((12, 13, 14)), "risk": Set((20,))},
     {"golden-gate": from_json({"edits": [{"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}]})},
     width=4,
     inline_rows=1,
@@ -58,7 +59,7 @@ def specs(page: str) -> Iterator[dict[str, Any]]:
         value = json.loads(block if block.startswith("{") else f"{{{block}}}")
         if "op" in value and "applied" not in value and "tokens_edited" not in value:
             yield {"edits": [value]}
-        elif "edits" in value:
+        elif "edits" in value or "return" in value:
             yield value
 
 
@@ -107,8 +108,10 @@ def test_every_example_of_a_request_is_right() -> None:
     found = list(specs(REQUESTS))
     for wire in found:
         spec = from_json(wire)
-        assert planned(spec).groups
-    edits = [edit for wire in found for edit in wire["edits"]]
+        done = planned(spec)
+        assert bool(done.groups) == ("edits" in wire)
+        assert bool(done.readouts) == ("edits" not in wire)
+    edits = [edit for wire in found for edit in wire.get("edits", ())]
     assert {edit["op"] for edit in edits} == OPS.keys()
 
 
@@ -120,7 +123,10 @@ def test_every_field_of_an_edit_is_described(op: str) -> None:
     assert {name for name in names if f"`{name}`" not in rows} == set()
 
 
-@pytest.mark.parametrize("record", [Spec, Return, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
+READS = [FeatureRead, ProbeRead, ActivationRead, HiddenRead]
+
+
+@pytest.mark.parametrize("record", [Spec, Return, *READS, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
 def test_every_field_of_a_record_is_described(record: Any) -> None:
     known = {one.metadata["key"] or one.name for one in fields(record)}
     assert {name for name in known if not re.search(rf'[`"]{name}[`"]', REQUESTS)} == set()

@@ -139,6 +139,16 @@ def test_it_takes_a_spec_in_every_form(around: Callable[..., Around]) -> None:
     assert around().run(None)[0] == around().run([])[0] == []
 
 
+def test_other_reads_are_refused_and_not_ignored(around: Callable[..., Around]) -> None:
+    for wanted, field in [
+        ({"hidden": True}, "hidden"),
+        ({"activations": [{"site": "resid_post.1"}]}, "activations[0]"),
+    ]:
+        with pytest.raises(SpecError, match="not served on Transformers") as caught:
+            around().model.logits(IDS, steer={"return": wanted})
+        assert (caught.value.field, caught.value.code) == (f"saesteer.return.{field}", "not_served")
+
+
 def test_counts_of_a_pass_are_its_own(around: Callable[..., Around]) -> None:
     one = around()
     first = one.run(STEERS["one"])[0]

@@ -19,7 +19,7 @@ import typer
 from saesteer.commands.cli import app
 from saesteer.config import config, settings
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.language import edits, fields, inline, sites, spec
+from saesteer.language import edits, fields, inline, returns, sites, spec
 from saesteer.loaders import FORMATS, describe
 from saesteer.loaders.vectors import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
@@ -46,6 +46,7 @@ CODES = {
     "conflict": "Two values that are valid on their own contradict each other.",
     "duplicate": "Something that may appear only once appears twice.",
     "empty_scope": "The scope holds no token of this prompt, or of any prompt.",
+    "too_large": "The request may read more bytes than `--max-read-mib` allows for one request.",
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",
@@ -60,7 +61,7 @@ CODES = {
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }
-STATUS = {"no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
+STATUS = {"too_large": 413, "no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -183,6 +184,12 @@ def limits() -> str:
         ("conditions in one `when`", edits.MAX_CONDITIONS),
         ("different conditions that edits wait for at one site", plan.MOST_CONDITIONS),
         ("levels of modules inside one another", expand.MAX_DEPTH),
+        ("reads of each kind in `return`", returns.MAX_READS),
+        ("strongest features of a token, and features that one read names", returns.MAX_TOP_K),
+        (
+            "consumers, and characters of JSON in all of their parameters",
+            f"{returns.MAX_CONSUMERS}; {returns.MAX_PARAMETERS:,}",
+        ),
         ("characters of a name", fields.MAX_NAME),
         ("characters of the spec as JSON", f"{spec.MAX_CHARACTERS:,}"),
         ("numbers in a vector given as a list", inline.MAX_LIST),

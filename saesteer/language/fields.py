@@ -32,6 +32,7 @@ Code = Literal[
     "not_finite",  # NaN or infinity
     "not_served",  # correct, but this version cannot do it
     "out_of_range",
+    "too_large",  # it may read more bytes than the server brings home for one request
     "too_many",  # over a limit on size or count
     "unknown_field",
     "unknown_max_act",  # the dictionary's max activations are not known; `saesteer calibrate` finds them

@@ -1,13 +1,12 @@
 """The request language: a whole spec, from JSON and to JSON, and the functions that build edits. Knows no server.
 
 ``from_json`` returns a spec that is well-formed in every field. ``saesteer.planning`` checks that its names exist, and
-finds the tokens that it touches. The edits are in edits.py, the error codes in fields.py.
+finds the tokens that it touches. The edits are in edits.py, the reads in returns.py, the error codes in fields.py.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from saesteer.errors import SpecError
@@ -28,11 +27,10 @@ from saesteer.language.edits import (
     Strength,
     Use,
     edit,
-    intervals,
-    layer,
 )
-from saesteer.language.fields import Record, by, fail, flag, integer, list_of, one_of, read, record, show, site, text
+from saesteer.language.fields import Record, by, fail, flag, list_of, read, record, show
 from saesteer.language.inline import InlineVector, Vector
+from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
 
 __all__ = [
     "MAX_CHARACTERS",
@@ -44,11 +42,14 @@ __all__ = [
     "Add",
     "Cap",
     "Clamp",
+    "Consumer",
     "Edit",
     "FeatureRead",
     "Gate",
+    "HiddenRead",
     "InlineVector",
     "Interval",
+    "ProbeRead",
     "Reconstruct",
     "Return",
     "Scope",
@@ -69,54 +70,6 @@ __all__ = [
 VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
 MAX_EDITS = 4096  # in one spec; a server's own limit is lower
-MAX_READS = 256  # of each kind in `return`
-
-
-def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
-    words = ("all", "prompt", "generated")
-    if not isinstance(value, str | list | tuple):
-        fail(at, "wrong_type", f"got {show(value)}, expected {', '.join(words)} or a list of [start, end]")
-    found: str | tuple[Interval, ...] = (one_of(*words) if isinstance(value, str) else intervals)(value, at)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureRead(Record):
-    """Returns the strongest features of each token."""
-
-    label: ClassVar[str] = "features"
-
-    dictionary: str = field(metadata=by(text))
-    top_k: int = field(default=8, metadata=by(integer(1, 1024)))
-    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationRead(Record):
-    """Returns the tensor at a site, after the edits there."""
-
-    label: ClassVar[str] = "activations"
-
-    site: str = field(metadata=by(site))
-    positions: str | tuple[Interval, ...] = field(default="all", metadata=by(_positions))
-
-
-@dataclass(frozen=True, slots=True)
-class Return(Record):
-    """What a request wants back from its own forward pass."""
-
-    label: ClassVar[str] = "return"
-
-    features: tuple[FeatureRead, ...] = field(
-        default=(),
-        metadata=by(list_of(record(FeatureRead), MAX_READS, key=attrgetter("dictionary", "layer"))),
-    )
-    probes: tuple[str, ...] = field(default=(), metadata=by(list_of(text, MAX_READS, key=str)))
-    activations: tuple[ActivationRead, ...] = field(
-        default=(),
-        metadata=by(list_of(record(ActivationRead), MAX_READS, key=attrgetter("site"))),
-    )
-    dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
 
 
 def _version(value: Any, at: str) -> int:
@@ -156,6 +109,14 @@ class Spec(Record):
     returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
     defaults: bool = field(default=True, metadata=by(flag))  # whether the server's default module applies
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
+
+    def _whole(self, at: str) -> None:
+        total = sum(len(one.scope.positions or ()) for one in self.edits)
+        for path, scope in self.returns.scopes():
+            total += len(scope.positions or ())
+            if total > MAX_POSITIONS:
+                message = f"got {total} intervals up to here, expected at most {MAX_POSITIONS}"
+                fail(f"{at}.return.{path}.scope.positions", "too_many", message)
 
 
 def from_json(value: str | Mapping[str, Any]) -> Spec:

@@ -47,14 +47,23 @@ def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at:
         SpecError: there is no such dictionary, or it has no such feature.
     """
     key, info = dictionary_of(catalog, name, layer, at)
+    check_feature(key, info, feature, f"{at}.feature")
+    return Feature(key, feature), info
+
+
+def check_feature(key: str, info: Dictionary, feature: int, path: str) -> None:
+    """Refuse a feature that a dictionary does not have.
+
+    Raises:
+        SpecError: it does not.
+    """
     held = getattr(info, "feature_ids", None)  # set if a file holds only some features, by their original index
     if held is not None and feature not in held:
         expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
-        fail(f"{at}.feature", "out_of_range", f"got {feature} for dictionary {key!r}, expected {expected}")
+        fail(path, "out_of_range", f"got {feature} for dictionary {key!r}, expected {expected}")
     if held is None and feature >= info.features:
         expected = f"a feature of dictionary {key!r}, 0 to {info.features - 1}"
-        fail(f"{at}.feature", "out_of_range", f"got {feature}, expected {expected}")
-    return Feature(key, feature), info
+        fail(path, "out_of_range", f"got {feature}, expected {expected}")
 
 
 def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
@@ -124,11 +133,7 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
     Raises:
         SpecError: the vector is unknown, differs from the site in width, or has no layer or several to choose from.
     """
-    if name not in catalog.vectors:
-        known = catalog.vectors
-        found = f"got {show(name)}{closest(name, known)}, expected the name of a vector, one of: {listing(known)}"
-        fail(f"{at}.probe", "unknown_name", found)
-    layers, here = catalog.vectors[name].layers, parse(site)[1]
+    layers, here = _rows_of_probe(catalog, name, at), parse(site)[1]
     if layers is None or here in layers:
         _check_width(catalog, name, site, f"{at}.probe")
         return site, Direction(name, None if layers is None else here)
@@ -140,6 +145,41 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
     if not _instrumented(catalog, place):
         fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
     return place, Direction(name, layers[0])
+
+
+def read_probe(catalog: Catalog, name: str, site: str | None, at: str) -> tuple[str, Direction]:
+    """The canonical site where a request reads a probe for itself, and the probe's row there.
+
+    Args:
+        catalog: what the server has.
+        name: the probe.
+        site: the site that the request chooses; None: resid_post of the probe's only layer.
+        at: path of the object that names it.
+
+    Raises:
+        SpecError: the vector is unknown, differs from the site in width, has no row for its layer, or leaves the site
+            open.
+    """
+    layers = _rows_of_probe(catalog, name, at)
+    if site is None:
+        if layers is None or len(layers) > 1:
+            rows = "one row for any site" if layers is None else f"rows for layers {listing(layers)}"
+            fail(f"{at}.site", "missing_field", f"is missing: probe {name!r} has {rows}, expected the site to read")
+        site = f"resid_post.{layers[0]}"
+    here = parse(site)[1]
+    if layers is not None and here not in layers:
+        message = f"got {site}, but probe {name!r} has no row for layer {here}"
+        fail(f"{at}.site", "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
+    _check_width(catalog, name, canonical(site), f"{at}.probe")
+    return canonical(site), Direction(name, None if layers is None else here)
+
+
+def _rows_of_probe(catalog: Catalog, name: str, at: str) -> tuple[int, ...] | None:
+    if name not in catalog.vectors:
+        known = catalog.vectors
+        found = f"got {show(name)}{closest(name, known)}, expected the name of a vector, one of: {listing(known)}"
+        fail(f"{at}.probe", "unknown_name", found)
+    return catalog.vectors[name].layers
 
 
 def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:

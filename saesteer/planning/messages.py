@@ -5,20 +5,22 @@ Knows roles and windows, no text, no template and no tokenizer: it asks the call
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
 from saesteer.planning.plan import END, Catalog, Window
-from saesteer.planning.windows import windows
+from saesteer.planning.windows import windows, windows_of_read
 
 Spans = Callable[[Sequence[tuple[int, int]], str], Sequence[Window]]
 
 
 def named(spec: Spec) -> bool:
     """Whether a scope of the spec names messages."""
-    return any(edit.scope.messages is not None for edit in spec.edits)
+    reads = (scope for _, scope in spec.returns.scopes())
+    return any(scope.messages is not None for scope in chain((edit.scope for edit in spec.edits), reads))
 
 
 def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str], spans: Spans) -> Spec:
@@ -27,7 +29,8 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     A message's tokens are the tokens that the chat template adds to the prompt for it, including its header and its
     end. Whatever precedes the first message, such as a default system prompt, belongs to the first message; the tokens
     that open the answer belong to none. The result is intersected with the other fields of the scope. Positions that
-    are left alone by default, such as position 0, are left alone here, too, unless ``positions`` names them.
+    are left alone by default, such as position 0, are left alone here, too, unless ``positions`` names them or the
+    scope is that of a read.
 
     Args:
         spec: the spec of the request.
@@ -40,39 +43,76 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
         SpecError: the conversation does not have a role or an index, or a scope holds no token.
     """
     # At most three edits make one entry: a min, a max and the reconstruction that takes them.
-    total, most = 0, min(MAX_POSITIONS, 3 * catalog.max_entries)
-    places: dict[str, list[int]] = {}
-    for place, role in enumerate(roles):
-        places.setdefault(role, []).append(place)
-    known: dict[tuple[Message, ...], list[tuple[int, int]]] = {}
+    found = _Conversation(roles, spans, min(MAX_POSITIONS, 3 * catalog.max_entries), catalog.max_entries)
     edits: list[Edit] = []
     for i, edit in enumerate(spec.edits):
-        scope, at = edit.scope, f"saesteer.edits[{i}].scope"
-        if scope.messages is not None:
-            runs = known.get(scope.messages)
-            if runs is None:
-                runs = known[scope.messages] = _runs(scope.messages, places, len(roles), f"{at}.messages")
-            if len(runs) > catalog.max_entries:
-                expected = f"at most {catalog.max_entries}, the server's limit on entries"
-                fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
+        at = f"saesteer.edits[{i}]"
+        if edit.scope.messages is not None:
             info = None  # an unknown name is refused later
             if (
                 isinstance(edit, Clamp | Reconstruct)
                 and catalog.key(edit.dictionary, edit.layer) in catalog.dictionaries
             ):
-                _, info = dictionary_of(catalog, edit.dictionary, edit.layer, f"saesteer.edits[{i}]")
-            whole = windows(replace(scope, messages=None), prompt_len, info.skip_first if info else 1)
-            found = _meet(whole, spans(runs, f"{at}.messages"))
-            total += len(found)
-            if not found:
-                fail(at, "empty_scope", "holds no token of these messages, expected at least one")
-            if total > most:
-                message = f"makes {total} intervals up to here, expected at most {most}"
-                fail(f"{at}.messages", "too_many", message)
+                _, info = dictionary_of(catalog, edit.dictionary, edit.layer, at)
+            whole = windows(replace(edit.scope, messages=None), prompt_len, info.skip_first if info else 1)
             assert isinstance(edit, TokenEdit), "`use` has no scope"
-            edit = replace(edit, scope=Scope(positions=found))
+            edit = replace(edit, scope=found.scope(edit.scope.messages, whole, f"{at}.scope"))
         edits.append(edit)
-    return replace(spec, edits=tuple(edits))
+    reading = _Conversation(roles, spans, MAX_POSITIONS, None)  # a read makes no entries
+
+    def positions(path: str, scope: Scope) -> Scope:
+        if scope.messages is None:
+            return scope
+        whole = windows_of_read(replace(scope, messages=None), prompt_len)
+        return reading.scope(scope.messages, whole, f"saesteer.return.{path}.scope")
+
+    return replace(spec, edits=tuple(edits), returns=spec.returns.with_scopes(positions))
+
+
+class _Conversation:
+    """Where the messages of a conversation stand, for scopes that are resolved one after another.
+
+    Args:
+        roles: the roles of the messages, in order.
+        spans: as ``resolve`` has it.
+        most: intervals that all scopes may make together.
+        most_runs: separate runs of messages that one scope may name; None: any number.
+    """
+
+    def __init__(self, roles: Sequence[str], spans: Spans, most: int, most_runs: int | None) -> None:
+        self._spans, self._most, self._most_runs = spans, most, most_runs
+        self._count = len(roles)
+        self._places: dict[str, list[int]] = {}
+        for place, role in enumerate(roles):
+            self._places.setdefault(role, []).append(place)
+        self._known: dict[tuple[Message, ...], list[tuple[int, int]]] = {}
+        self._total = 0
+
+    def scope(self, messages: tuple[Message, ...], whole: Sequence[Window], at: str) -> Scope:
+        """The positions of a scope with messages.
+
+        Args:
+            messages: the messages that it names.
+            whole: the positions that the rest of the scope holds.
+            at: its path.
+
+        Raises:
+            SpecError: there is no such message, or they hold no token of the rest, or make too many intervals.
+        """
+        runs = self._known.get(messages)
+        if runs is None:
+            runs = self._known[messages] = _runs(messages, self._places, self._count, f"{at}.messages")
+        if self._most_runs is not None and len(runs) > self._most_runs:
+            expected = f"at most {self._most_runs}, the server's limit on entries"
+            fail(f"{at}.messages", "too_many", f"names {len(runs)} separate runs of messages, expected {expected}")
+        found = _meet(whole, self._spans(runs, f"{at}.messages"))
+        self._total += len(found)
+        if not found:
+            fail(at, "empty_scope", "holds no token of these messages, expected at least one")
+        if self._total > self._most:
+            message = f"makes {self._total} intervals up to here, expected at most {self._most}"
+            fail(f"{at}.messages", "too_many", message)
+        return Scope(positions=found)
 
 
 def _runs(wanted: Sequence[Message], places: Mapping[str, list[int]], count: int, at: str) -> list[tuple[int, int]]:

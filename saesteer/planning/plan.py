@@ -114,6 +114,8 @@ class Catalog:
     )  # what one request brings of files, once planned
     sets: Mapping[str, tuple[int, ...]] = option(default_factory=dict)  # the layers of each set, by its name
 
+    reads: frozenset[str] | None = None  # sites whose op keeps its tensor for requests that read it; None: all
+
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
         return member(name, layer) if name in self.sets and layer is not None else name
@@ -224,6 +226,26 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class Readout:
+    """What a request reads of one tensor, for each token of its windows."""
+
+    kind: Literal["features", "probe", "activation", "hidden"]
+    field: str  # its path in the request
+    site: str | None  # canonical name of the tensor's site; None: what lm_head multiplies
+    op: str | None  # the site whose op keeps the tensor
+    after: bool  # after the request's edits of the site
+    windows: tuple[Window, ...]  # disjoint, ascending
+    last: bool = False  # the row that sampled the last token, whose position is known at the end
+    dictionary: str | None = None  # its key in the catalog
+    top_k: int = 0  # how many of the strongest features
+    features: tuple[int, ...] = ()  # by their index in the dictionary
+    probe: Direction | None = None  # as it was given, not at unit length; its bias is in the catalog
+    reduce: Literal["none", "mean", "max", "last", "message"] = "none"
+    inline: bool = True
+    recompute: bool = True  # prompt tokens in the prefix cache are computed again; otherwise they are left out
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a spec does, with the groups of one site in the order in which they apply."""
 
@@ -231,6 +253,7 @@ class Plan:
     conditions: tuple[Condition, ...] = ()
     reads: tuple[Read, ...] = ()
     relative: bool = option(default=False, compare=False)  # it may differ for a prompt of another length
+    readouts: tuple[Readout, ...] = ()  # they change nothing: a plan with nothing else edits nothing
 
     def __bool__(self) -> bool:
         return bool(self.groups)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.spec import Spec
+from saesteer.language.spec import Return, Spec
 from saesteer.planning.expand import Step, steps
 from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
@@ -25,6 +25,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
+from saesteer.planning.readouts import readouts
 from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse
 from saesteer.planning.windows import is_relative, windows
@@ -52,7 +53,7 @@ class _Growing:
 
 
 def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
-    """The groups and conditions of a spec.
+    """The groups, conditions and read-outs of a spec.
 
     Entries are counted as they are made, and planning ends at the first entry above the limit: a request that the
     server refuses costs no more than one that it serves.
@@ -66,11 +67,11 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     default = catalog.default if spec.defaults else None
     for step in steps(spec.edits, catalog.modules, default=default):
         _ADD[type(step.edit)](planner, step)
-    for name in ("features", "probes", "activations"):
-        if getattr(spec.returns, name):
-            message = "reading values out is not served by this version, expected nothing but dose"
-            fail(f"saesteer.return.{name}", "not_served", message)
-    return planner.finish()
+    found = planner.finish()
+    if spec.returns == Return():
+        return found
+    relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
+    return replace(found, readouts=readouts(spec.returns, catalog, prompt_len), relative=relative)
 
 
 class _Planner:

@@ -5,6 +5,7 @@ The lengths of the answer and of the context are unknown: positions that are nev
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from saesteer.language.edits import Scope
 from saesteer.planning.plan import END, Window
@@ -49,6 +50,11 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
         else:
             merged.append((start, end))
     return tuple(merged)
+
+
+def windows_of_read(scope: Scope, prompt_len: int) -> tuple[Window, ...]:
+    """The positions that a read holds: like ``windows``, but only the scope's own ``skip_first`` leaves any alone."""
+    return windows(scope if scope.positions else replace(scope, positions=((0, None),)), prompt_len)
 
 
 def is_relative(scope: Scope) -> bool:

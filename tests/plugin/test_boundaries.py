@@ -1,8 +1,10 @@
 """How much of a conversation is rendered to find its messages: bounded for a request, whatever its scopes name."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, clamp
 from saesteer.planning.messages import resolve
+from saesteer.plugin.door import frontend
 from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
 from tests.spec.test_plan import CATALOG
 
@@ -76,3 +79,25 @@ def test_a_few_messages_are_found_in_a_prompt_of_any_length() -> None:
     assert chat.spans(ids, apart(FEW // 2), AT) and len(rendered) == FEW
     with pytest.raises(SpecError, match=f"expected at most {FEW} in a prompt of this length"):
         chat.spans(ids, apart(FEW // 2 + 1), AT)
+
+
+CHAT = {"scope": {"messages": "user"}}
+
+
+@pytest.mark.parametrize(
+    ("wire", "mentions"),
+    [
+        ({"edits": [{"op": "use"}, {"op": "clamp", **CHAT}]}, True),
+        ({"return": {"probes": ["a", {"probe": "b", **CHAT}]}}, True),
+        ({"return": {"hidden": CHAT}}, True),
+        ({"edits": [{"op": "clamp", "scope": {"prompt": True}}], "return": {"hidden": True, "probes": ["a"]}}, False),
+        ({"edits": {"op": 3}, "return": {"features": None, "dose": 1, "activations": [None, [CHAT]]}}, False),
+        ({"return": [CHAT]}, False),
+        ([CHAT], False),
+        (None, False),
+    ],
+)
+def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages(wire: Any, mentions: bool) -> None:
+    for written in (wire, json.dumps(wire)) if mentions else (wire,):
+        assert frontend._mentions_messages(SimpleNamespace(extra_args={"saesteer": written})) is mentions
+    assert not frontend._mentions_messages(SimpleNamespace(extra_args=None))

@@ -102,3 +102,24 @@ def test_every_spec_fits_the_schema(validator: Any, spec: Any) -> None:
 def test_what_is_wrong_does_not(validator: Any, edit: Any) -> None:
     validator.validate({"edits": [BRIDGE, {**BRIDGE, "scope": {"messages": "user"}}], "return": {"dose": True}})
     assert not validator.is_valid({"edits": [edit]})
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"features": [{"top_k": 3}]},
+        {"features": ["demo"]},
+        {"probes": [3]},
+        {"probes": [{"site": "resid_post.3"}]},
+        {"activations": [{"site": "resid_post.3", "transport": "inline"}]},
+        {"hidden": {}},
+        {"consumers": {"logging": None}},
+        {"consumers": ["logging"]},
+    ],
+)
+def test_what_is_wrong_in_a_read_does_not(validator: Any, wanted: Any) -> None:
+    read = {"site": "resid_post.3", "as": "handle", "positions": [[0, 3]]}
+    validator.validate(
+        {"return": {"probes": ["a", {"probe": "b"}], "activations": [read], "consumers": {"logging": {}}}}
+    )
+    assert not validator.is_valid({"return": wanted})

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 
 from saesteer.language.edits import ClampUnit, Mode
-from saesteer.language.sites import KINDS
+from saesteer.language.sites import KINDS, canonical
 from saesteer.language.spec import (
     Ablate,
     ActivationRead,
@@ -15,7 +15,9 @@ from saesteer.language.spec import (
     Clamp,
     FeatureRead,
     Gate,
+    HiddenRead,
     InlineVector,
+    ProbeRead,
     Reconstruct,
     Return,
     Scope,
@@ -147,23 +149,43 @@ reconstructs = st.builds(Reconstruct, names, errors, layer=layers, when=whens, s
 uses = st.builds(Use, names, strengths)
 edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
 
+moments: dict[str, Any] = {"at": st.sampled_from(["before", "after"]), "cached": st.sampled_from(["recompute", "skip"])}
+words_of_positions = st.sampled_from(["all", "prompt", "generated"])
+feature_reads = st.builds(
+    FeatureRead,
+    names,
+    st.none() | st.integers(1, 1024),
+    st.lists(features, max_size=3, unique=True).map(tuple),
+    layer=layers,
+    scope=all_scopes,
+    **moments,
+) | st.builds(FeatureRead, names)
+probe_reads = st.builds(ProbeRead, names, st.none() | sites, scope=all_scopes, **moments) | st.builds(ProbeRead, names)
+activation_reads = st.builds(
+    ActivationRead,
+    sites,
+    st.sampled_from(["none", "mean", "max", "last", "message"]),
+    transport=st.sampled_from(["inline", "handle"]),
+    scope=all_scopes,
+    **moments,
+) | st.builds(
+    ActivationRead, sites, positions=words_of_positions | st.lists(intervals, min_size=1, max_size=2).map(tuple)
+)
+hidden_reads = st.booleans() | st.builds(HiddenRead, all_scopes, cached=moments["cached"])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | numbers | st.text(max_size=5),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=5), one, max_size=3),
+    max_leaves=5,
+)
 returns = st.builds(
     Return,
-    features=st.lists(
-        st.builds(FeatureRead, names, st.integers(1, 1024), layer=layers),
-        max_size=2,
-        unique_by=lambda one: (one.dictionary, one.layer),
+    features=st.lists(feature_reads, max_size=2, unique_by=lambda one: (one.dictionary, one.layer, one.at)),
+    probes=st.lists(
+        probe_reads, max_size=2, unique_by=lambda one: (one.probe, one.site and canonical(one.site), one.at)
     ),
-    probes=st.lists(names, max_size=2, unique=True),
-    activations=st.lists(
-        st.builds(
-            ActivationRead,
-            sites,
-            st.sampled_from(["all", "prompt", "generated"]) | st.lists(intervals, min_size=1, max_size=2).map(tuple),
-        ),
-        max_size=2,
-        unique_by=lambda one: one.site,
-    ),
+    activations=st.lists(activation_reads, max_size=2, unique_by=lambda one: (canonical(one.site), one.at)),
+    hidden=hidden_reads,
+    consumers=st.dictionaries(names, st.dictionaries(st.text(max_size=5), json_values, max_size=2), max_size=2),
     dose=st.booleans(),
 )
 specs = st.builds(

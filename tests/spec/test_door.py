@@ -206,7 +206,7 @@ def test_a_wrong_spec_is_refused_by_name(field: str, code: str, document: Any) -
 
 
 def test_every_code_of_the_door_is_exercised_above() -> None:
-    at_admission = {"not_served", "unknown_max_act", "unreadable"}
+    at_admission = {"not_served", "too_large", "unknown_max_act", "unreadable"}
     assert {one[2] for one in WRONG + WHOLE_WRONG} == set(CODES) - at_admission
 
 
@@ -238,7 +238,7 @@ def test_the_designs_example_is_read_and_written_without_its_defaults() -> None:
         "return": {
             "features": [{"dictionary": "gs20"}],
             "probes": ["sentiment"],
-            "activations": [{"site": "resid_post.20", "positions": "generated"}],
+            "activations": [{"site": "resid_post.20", "scope": {"generated": True}}],
             "dose": True,
         },
     }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
-from saesteer.language.spec import Return, Spec, clamp, from_json
+from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.planner import END, Catalog, Change, Feature, Group, Plan, plan, windows
-from tests.spec.strategies import returns, specs
+from tests.spec.strategies import specs
 
 P = 10
 ALL = ((1, END),)
@@ -291,18 +291,6 @@ def test_dictionaries_at_sites_without_an_op_are_refused() -> None:
         assert (field, code) == ("saesteer.edits[0].dictionary", "not_served")
         assert "where this server has no op" in message
     assert planned(clamp("x", 1, 1), catalog=Catalog({"x": Info("resid_post.3", "resid_pre.4")}, None, 64))
-
-
-@given(returns)
-def test_of_what_may_be_read_out_doses_are_served_and_the_rest_refused_by_name(wanted: Return) -> None:
-    spec = Spec(edits=(clamp("gs15", 1, 1),), returns=wanted)
-    asked = [name for name in ("features", "probes", "activations") if getattr(wanted, name)]
-    if not asked:
-        assert plan(spec, CATALOG, P) == plan(replace(spec, returns=Return()), CATALOG, P)
-        return
-    with pytest.raises(SpecError, match=rf"^saesteer\.return\.{asked[0]}: .* not served by this version") as caught:
-        plan(spec, CATALOG, P)
-    assert caught.value.code == "not_served"
 
 
 @settings(max_examples=300, deadline=None)

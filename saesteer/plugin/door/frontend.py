@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from saesteer import __version__
@@ -194,11 +195,13 @@ async def _asking_ahead(
 def _mentions_messages(params: Any) -> bool:
     """Whether a spec is worth parsing before vLLM is ready for it: specs with large vectors rarely are."""
     wire = (getattr(params, "extra_args", None) or {}).get(KEY)
-    edits = wire.get("edits") if isinstance(wire, Mapping) else None
-    scopes = [one.get("scope") for one in edits if isinstance(one, Mapping)] if isinstance(edits, list) else []
-    return any(isinstance(one, Mapping) and "messages" in one for one in scopes) or (
-        isinstance(wire, str) and '"messages"' in wire
-    )
+    if not isinstance(wire, Mapping):
+        return isinstance(wire, str) and '"messages"' in wire
+    wanted = wire.get("return")
+    lists = [wire.get("edits"), *(wanted.values() if isinstance(wanted, Mapping) else ())]
+    items = chain.from_iterable(one if isinstance(one, list) else [one] for one in lists)
+    scopes = (one.get("scope") for one in items if isinstance(one, Mapping))
+    return any(isinstance(one, Mapping) and "messages" in one for one in scopes)
 
 
 @around

@@ -13,7 +13,8 @@ from saesteer.config.config import KEY
 from saesteer.language.edits import OPS, Edit, Gate, Scope, Strength
 from saesteer.language.fields import Record, table
 from saesteer.language.inline import InlineVector
-from saesteer.language.spec import ActivationRead, FeatureRead, Return, Spec
+from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.spec import Spec
 from saesteer.plugin.http.routes import SERVED
 
 _PLAIN: dict[Any, dict[str, str]] = {
@@ -24,7 +25,8 @@ _PLAIN: dict[Any, dict[str, str]] = {
     bytes: {"type": "string", "format": "byte"},
     NoneType: {"type": "null"},
 }
-_RECORDS = (Spec, Return, FeatureRead, ActivationRead, Scope, Gate, Strength, InlineVector, *OPS.values())
+_READS = (FeatureRead, ProbeRead, ActivationRead, HiddenRead)
+_RECORDS = (Spec, Return, *_READS, Scope, Gate, Strength, InlineVector, *OPS.values())
 _ANSWER = {
     "title": "SaesteerAnswer",
     "description": "What was done for a steered request. Of several choices, each has its own; the body has the first.",
@@ -130,6 +132,10 @@ def schema_of(hint: Any) -> dict[str, Any]:
         return dict(_PLAIN[hint])
     if hint is Edit:
         return {"oneOf": [_ref(_name(one)) for one in OPS.values()], "discriminator": {"propertyName": "op"}}
+    if hint is ProbeRead:
+        return {"anyOf": [_ref(_name(hint)), {"type": "string"}]}
+    if hint == tuple[Consumer, ...]:
+        return {"type": "object", "additionalProperties": {"type": "object"}}
     if isinstance(hint, type) and issubclass(hint, Record):
         return _ref(_name(hint))
     held = get_args(hint)

@@ -1,0 +1,270 @@
+"""What a request may read from its own forward pass: features, probes, activations, hidden states. Knows no server.
+
+A read includes position 0, unlike an edit, and leaves first positions alone only if its scope says so.
+``saesteer.planning.readouts`` checks what depends on the server.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from saesteer.language.edits import Interval, Scope, intervals, layer
+from saesteer.language.fields import (
+    INT32_MAX,
+    Check,
+    Record,
+    by,
+    fail,
+    flag,
+    integer,
+    list_of,
+    mapping,
+    one_of,
+    optional,
+    read,
+    record,
+    show,
+    site,
+    step,
+    text,
+)
+from saesteer.language.sites import canonical
+
+MAX_READS = 256  # of each kind in `return`
+MAX_TOP_K = 1024
+MAX_NAMED = 1024  # features that one read names
+MAX_CONSUMERS = 16
+MAX_PARAMETERS = 2**16  # characters of JSON, of all consumers together
+MAX_NESTED = 32  # lists and objects inside one another, in the parameters of a consumer
+TOP_K = 8  # where a read neither says top_k nor names features
+
+GENERATED = Scope(generated=True)  # of features and probes by default, so that prompts stay cached
+EVERYTHING = Scope()
+_WORDS = {"all": EVERYTHING, "prompt": Scope(prompt=True), "generated": GENERATED}  # of `positions`
+_LISTS = ("features", "probes", "activations")  # the reads of `return` that are lists
+
+Moment = Literal["before", "after"]
+Cached = Literal["recompute", "skip"]
+Reduce = Literal["none", "mean", "max", "last", "message"]
+
+
+def _scope(default: Scope) -> Check:
+    """A scope; null is the default."""
+    return lambda value, at: default if value is None else read(Scope, value, at)
+
+
+_cached = by(one_of("recompute", "skip"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRead(Record):
+    """A read at a site, of the tokens of a scope."""
+
+    _: KW_ONLY
+    scope: Scope = field(default=GENERATED, metadata=by(_scope(GENERATED)))
+    at: Moment = field(default="before", metadata=by(one_of("before", "after")))  # the request's own edits of the site
+    cached: Cached = field(default="recompute", metadata=_cached)  # what happens to prompt tokens in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRead(TokenRead):
+    """Returns the strongest features of each token, features by name, or both."""
+
+    label: ClassVar[str] = "features"
+
+    dictionary: str = field(metadata=by(text))
+    top_k: int | None = field(default=None, metadata=by(optional(integer(1, MAX_TOP_K))))
+    features: tuple[int, ...] = field(default=(), metadata=by(list_of(integer(0, INT32_MAX), MAX_NAMED, key=int)))
+    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+
+    def _whole(self, at: str) -> None:
+        if self.top_k == TOP_K and not self.features:
+            object.__setattr__(self, "top_k", None)  # it is the default, and equal reads have equal JSON
+
+    @property
+    def strongest(self) -> int:
+        """How many of the strongest features are wanted, 0 if only named ones are."""
+        return self.top_k or (0 if self.features else TOP_K)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRead(TokenRead):
+    """Returns the score of each token by a probe; in JSON, the probe's name alone stands for it as well."""
+
+    label: ClassVar[str] = "probes"
+
+    probe: str = field(metadata=by(text))
+    site: str | None = field(default=None, metadata=by(optional(site)))  # None: that of the probe's only layer
+
+
+def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
+    if not isinstance(value, str | list | tuple):
+        fail(at, "wrong_type", f"got {show(value)}, expected {', '.join(_WORDS)} or a list of [start, end]")
+    found: str | tuple[Interval, ...] = (one_of(*_WORDS) if isinstance(value, str) else intervals)(value, at)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRead(TokenRead):
+    """Returns the tensor at a site.
+
+    ``positions`` is an older word for ``scope``; the record turns it into a scope when it is made.
+    """
+
+    label: ClassVar[str] = "activations"
+
+    site: str = field(metadata=by(site))
+    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(_scope(EVERYTHING)))
+    reduce: Reduce = field(default="none", metadata=by(one_of("none", "mean", "max", "last", "message")))
+    transport: Literal["inline", "handle"] = field(
+        default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
+    )
+    positions: str | tuple[Interval, ...] | None = field(default=None, kw_only=True, metadata=by(optional(_positions)))
+
+    def _whole(self, at: str) -> None:
+        if self.positions is None:
+            return
+        if self.scope is not EVERYTHING:
+            fail(f"{at}.positions", "conflict", "is another word for scope, which is given too, expected one of them")
+        scope = _WORDS[self.positions] if isinstance(self.positions, str) else Scope(positions=self.positions)
+        object.__setattr__(self, "scope", scope)
+        object.__setattr__(self, "positions", None)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRead(Record):
+    """Returns what lm_head multiplies, for the tokens of a scope."""
+
+    label: ClassVar[str] = "hidden"
+
+    scope: Scope = field(metadata=by(record(Scope)))
+    cached: Cached = field(default="recompute", kw_only=True, metadata=_cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A consumer that gets what the request reads, with its parameters as JSON text, since a spec can be hashed."""
+
+    name: str
+    text: str
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON object that the request gives to the consumer."""
+        found: dict[str, Any] = json.loads(self.text)
+        return found
+
+
+def _probe(value: Any, at: str) -> ProbeRead:
+    return read(ProbeRead, {"probe": text(value, at)} if isinstance(value, str) else value, at)
+
+
+def _hidden(value: Any, at: str) -> bool | HiddenRead:
+    if not isinstance(value, bool | Mapping | HiddenRead):
+        fail(at, "wrong_type", f"got {show(value)}, expected true, false or an object with scope")
+    return value if isinstance(value, bool) else read(HiddenRead, value, at)
+
+
+def _consumers(value: Any, at: str) -> tuple[Consumer, ...]:
+    """An object of parameters by the consumer's name, as consumers in the order of their names."""
+    if isinstance(value, tuple) and all(isinstance(one, Consumer) for one in value):  # from Python, or canonical
+        value = _parameters_of(value, at)
+    mapping(value, at)
+    if len(value) > MAX_CONSUMERS:
+        fail(at, "too_many", f"got {len(value)} consumers, expected at most {MAX_CONSUMERS}")
+    found, total = [], 0
+    for name in sorted(value):
+        path = step(at, name)
+        mapping(value[name], path)
+        _check_json(value[name], path, MAX_NESTED)
+        one = Consumer(text(name, path), json.dumps(value[name], sort_keys=True, separators=(",", ":")))
+        total += len(one.text)
+        if total > MAX_PARAMETERS:
+            fail(path, "too_many", f"makes {total} characters of JSON, expected at most {MAX_PARAMETERS} in all")
+        found.append(one)
+    return tuple(found)
+
+
+def _parameters_of(consumers: tuple[Consumer, ...], at: str) -> dict[str, Any]:
+    try:
+        found = {one.name: one.parameters for one in consumers}
+    except ValueError as error:
+        fail(at, "bad_json", f"holds parameters that are not JSON ({error}), expected the text of an object")
+    if len(found) < len(consumers):
+        fail(at, "duplicate", "names a consumer twice, expected each once")
+    return found
+
+
+def _check_json(value: Any, at: str, depth: int) -> None:
+    """Refuse what JSON cannot express; the path is that of the parameters, which may be large."""
+    if isinstance(value, Mapping | list | tuple):
+        if depth == 0:
+            fail(at, "too_many", f"is nested more than {MAX_NESTED} deep, expected at most that")
+        for one in mapping(value, at).values() if isinstance(value, Mapping) else value:
+            _check_json(one, at, depth - 1)
+    elif isinstance(value, float):
+        if value != value or abs(value) == float("inf"):
+            fail(at, "not_finite", f"holds {show(value)}, expected finite numbers")
+    elif isinstance(value, int):
+        if abs(value) >= 2**64:
+            fail(at, "out_of_range", f"holds {show(value)}, expected integers of at most 64 bits")
+    elif value is not None and not isinstance(value, str):
+        fail(at, "wrong_type", f"holds {show(value)}, expected the values of JSON")
+
+
+def _place(one: ProbeRead | ActivationRead) -> str | None:
+    return None if one.site is None else canonical(one.site)
+
+
+@dataclass(frozen=True, slots=True)
+class Return(Record):
+    """What a request wants back from its own forward pass."""
+
+    label: ClassVar[str] = "return"
+
+    features: tuple[FeatureRead, ...] = field(
+        default=(),
+        metadata=by(
+            list_of(record(FeatureRead), MAX_READS, key=lambda one: (one.dictionary, one.layer, one.at)),
+        ),
+    )
+    probes: tuple[ProbeRead, ...] = field(
+        default=(), metadata=by(list_of(_probe, MAX_READS, key=lambda one: (one.probe, _place(one), one.at)))
+    )
+    activations: tuple[ActivationRead, ...] = field(
+        default=(), metadata=by(list_of(record(ActivationRead), MAX_READS, key=lambda one: (_place(one), one.at)))
+    )
+    hidden: bool | HiddenRead = field(default=False, metadata=by(_hidden))  # true: that of the last sampled token
+    consumers: tuple[Consumer, ...] = field(default=(), metadata=by(_consumers))
+    dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
+
+    def scopes(self) -> Iterator[tuple[str, Scope]]:
+        """The scope of each read, after the path of the read below ``return``."""
+        for name in _LISTS:
+            yield from ((f"{name}[{i}]", one.scope) for i, one in enumerate(getattr(self, name)))
+        if isinstance(self.hidden, HiddenRead):
+            yield "hidden", self.hidden.scope
+
+    def with_scopes(self, change: Callable[[str, Scope], Scope]) -> "Return":
+        """The same reads with other scopes.
+
+        Args:
+            change: a function: the path of a read below ``return`` and its scope → the new scope.
+        """
+        ahead = iter([change(path, scope) for path, scope in self.scopes()])
+        found: dict[str, Any] = {
+            name: tuple(replace(one, scope=next(ahead)) for one in getattr(self, name)) for name in _LISTS
+        }
+        if isinstance(self.hidden, HiddenRead):
+            found["hidden"] = replace(self.hidden, scope=next(ahead))
+        return replace(self, **found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The canonical JSON object: fields with their default value are left out."""
+        found = Record.to_json(self)
+        if self.probes:
+            found["probes"] = [one["probe"] if len(one) == 1 else one for one in found["probes"]]
+        if self.consumers:
+            found["consumers"] = {one.name: one.parameters for one in self.consumers}
+        return found

@@ -1,0 +1,214 @@
+"""What a request reads: which tensors, at which positions, and how many bytes come home. Knows no edit and no weights.
+
+Each read of ``saesteer.language.returns`` becomes one ``Readout`` (plan.py), or is refused by name. Read-outs change
+nothing, so they are in no key of the KV cache.
+"""
+
+from collections.abc import Sequence
+
+from saesteer.language import sites
+from saesteer.language.edits import Scope
+from saesteer.language.fields import fail
+from saesteer.language.returns import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.sites import PREGAIN, canonical, parse
+from saesteer.planning.by_rows import is_by_rows
+from saesteer.planning.lookup import check_feature, dictionary_of, read_probe, reading_site
+from saesteer.planning.plan import Catalog, Readout, Window
+from saesteer.planning.windows import windows_of_read
+
+
+def readouts(returns: Return, catalog: Catalog, prompt_len: int) -> tuple[Readout, ...]:
+    """The read-outs of a request, in the order of ``return``.
+
+    Args:
+        returns: what it asks for.
+        catalog: what the server has.
+        prompt_len: the length of the prompt, in tokens.
+
+    Raises:
+        SpecError: a name is unknown, a number is out of range, a site's tensor is not kept, a scope in the prompt holds
+            no token, two reads are one, or this version does not serve the read.
+    """
+    _refuse_consumers(returns)
+    at = "saesteer.return"
+    found = [_features(one, catalog, prompt_len, f"{at}.features[{i}]") for i, one in enumerate(returns.features)]
+    found += [_probe(one, catalog, prompt_len, f"{at}.probes[{i}]") for i, one in enumerate(returns.probes)]
+    found += [
+        _activation(one, catalog, prompt_len, f"{at}.activations[{i}]") for i, one in enumerate(returns.activations)
+    ]
+    if returns.hidden:
+        found.append(_hidden(returns.hidden, prompt_len, f"{at}.hidden"))
+    _refuse_twice(found)
+    return tuple(found)
+
+
+def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:
+    """The lowest position of the prompt that must be computed even if the prefix cache has it; None: there is none."""
+    starts = [one.windows[0][0] for one in found if one.recompute and one.windows]
+    lowest = min(starts, default=prompt_len)
+    return lowest if lowest < prompt_len else None
+
+
+def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_tokens: int, itemsize: int) -> int:
+    """How many bytes a request may bring home, for one choice.
+
+    Args:
+        found: its read-outs.
+        catalog: the catalog that they were planned with, which knows the widths.
+        prompt_len: the length of the prompt, in tokens.
+        max_tokens: tokens that the request may generate. The last of them is never an input, so nothing is read of it.
+        itemsize: bytes of one number of an activation.
+    """
+    end = prompt_len + max_tokens - 1
+    return sum(_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found)
+
+
+def refuse_above(limit: int, size: int) -> None:
+    """Refuse a request that may bring home more bytes than the server takes.
+
+    Args:
+        limit: bytes for one request.
+        size: what the request declares.
+
+    Raises:
+        SpecError: it declares more.
+    """
+    if size > limit:
+        message = f"may bring home {size} bytes, expected at most {limit}: read fewer tokens or reduce them"
+        fail("saesteer.return", "too_large", f"{message}; the server takes more when started with --max-read-mib")
+
+
+def _rows(one: Readout, end: int) -> int:
+    """How many rows a read-out has if the sequence ends before a position."""
+    if one.last:
+        return 1
+    count = sum(max(0, min(high, end) - low) for low, high in one.windows)
+    return count if one.reduce == "none" else min(count, 1)
+
+
+def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
+    if one.kind == "features":
+        return 8 * one.top_k + 4 * len(one.features)  # a strongest feature has an index and a value
+    if one.kind == "probe":
+        return 4
+    width = catalog.width if one.site is None else catalog.width_at(one.site)
+    assert width is not None, "a server knows its widths"
+    return width * itemsize
+
+
+def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
+    key, info = dictionary_of(catalog, one.dictionary, one.layer, at)
+    if is_by_rows(catalog, key) or info.targets is not None:
+        message = f"reads {key!r}, which needs the whole dictionary, and this server reads only the rows of features"
+        hint = "start it with --dictionary NAME=PLACE, without rows:"
+        if info.targets is not None:
+            hint = "a cross-layer transcoder is always served by rows, expected another dictionary"
+        fail(f"{at}.dictionary", "not_served", f"{message}; {hint}")
+    op = reading_site(catalog, key, info, at)
+    _check_kept(catalog, op, op, f"{at}.dictionary")
+    site = canonical(str(info.site_in or info.site_out))
+    for i, feature in enumerate(one.features):
+        check_feature(key, info, feature, f"{at}.features[{i}]")
+    if one.top_k is not None and one.top_k > info.features:
+        expected = f"at most {info.features}, the features of dictionary {key!r}"
+        fail(f"{at}.top_k", "out_of_range", f"got {one.top_k}, expected {expected}")
+    return Readout(
+        "features",
+        at,
+        site,
+        op,
+        _is_after(one.at, site, at),
+        _windows(one.scope, prompt_len, at),
+        dictionary=key,
+        top_k=min(one.strongest, info.features),
+        features=one.features,
+        recompute=one.cached == "recompute",
+    )
+
+
+def _probe(one: ProbeRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
+    site, probe = read_probe(catalog, one.probe, one.site, at)
+    op = sites.reading_site(site)
+    _check_kept(catalog, op, site, f"{at}.probe" if one.site is None else f"{at}.site")
+    after, spans = _is_after(one.at, site, at), _windows(one.scope, prompt_len, at)
+    return Readout("probe", at, site, op, after, spans, probe=probe, recompute=one.cached == "recompute")
+
+
+def _activation(one: ActivationRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
+    _refuse_means_of_messages(one, at)
+    _refuse_handles(one, at)
+    site = canonical(one.site)
+    op = sites.reading_site(site)
+    _check_kept(catalog, op, one.site, f"{at}.site")
+    return Readout(
+        "activation",
+        at,
+        site,
+        op,
+        _is_after(one.at, site, at),
+        _windows(one.scope, prompt_len, at),
+        reduce=one.reduce,
+        inline=one.transport == "inline",
+        recompute=one.cached == "recompute",
+    )
+
+
+def _hidden(one: bool | HiddenRead, prompt_len: int, at: str) -> Readout:
+    if not isinstance(one, HiddenRead):
+        return Readout("hidden", at, None, None, True, (), last=True)
+    spans = _windows(one.scope, prompt_len, at)
+    return Readout("hidden", at, None, None, True, spans, recompute=one.cached == "recompute")
+
+
+def _windows(scope: Scope, prompt_len: int, at: str) -> tuple[Window, ...]:
+    """The positions of a read; generated tokens that will never be inputs are no mistake, an empty prompt scope is."""
+    if scope.messages is not None:
+        message = "names chat messages, which only chat requests with nothing but text have"
+        fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
+    found = windows_of_read(scope, prompt_len)
+    if not found:
+        message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one"
+        fail(f"{at}.scope", "empty_scope", message)
+    return found
+
+
+def _check_kept(catalog: Catalog, op: str, named: str, path: str) -> None:
+    """Refuse to read where the server has no op, or one that keeps no tensor."""
+    why = None
+    if catalog.sites is not None and op not in catalog.sites:
+        why = "where this server has no op"
+    elif catalog.reads is not None and op not in catalog.reads:
+        why = "whose tensor this server does not keep"
+    if why is not None:
+        fail(path, "not_served", f"reads {named}, {why}; start it with --reads {op} to read there")
+
+
+def _is_after(moment: str, site: str, at: str) -> bool:
+    if moment == "after" and parse(site)[0] == PREGAIN:
+        fail(f"{at}.at", "conflict", f"got after, but nothing can be written at {site}, expected before")
+    return moment == "after"
+
+
+def _refuse_twice(found: Sequence[Readout]) -> None:
+    """Refuse two reads that are one in other words, such as a dictionary with and without its only layer."""
+    first: dict[object, str] = {}
+    for one in found:
+        same = first.setdefault((one.kind, one.site, one.after, one.dictionary, one.probe), one.field)
+        if same != one.field:
+            fail(one.field, "duplicate", f"reads what {same} reads, expected it once")
+
+
+def _refuse_consumers(returns: Return) -> None:
+    if returns.consumers:
+        found = f"names {returns.consumers[0].name!r}, and this version serves no consumers"
+        fail("saesteer.return.consumers", "not_served", f"{found}, expected none")
+
+
+def _refuse_handles(one: ActivationRead, at: str) -> None:
+    if one.transport == "handle":
+        fail(f"{at}.as", "not_served", "got handle, which this version does not serve, expected inline")
+
+
+def _refuse_means_of_messages(one: ActivationRead, at: str) -> None:
+    if one.reduce == "message":
+        fail(f"{at}.reduce", "not_served", "got message, which this version does not serve, expected mean")

@@ -1,0 +1,397 @@
+"""What reads mean at admission: sites, windows, what must be computed again, how many bytes, and each refusal."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from saesteer.errors import SpecError
+from saesteer.language.edits import Scope
+from saesteer.language.spec import Return, Spec, clamp, from_json
+from saesteer.planning.messages import named, resolve
+from saesteer.planning.plan import END, Catalog, Direction, Plan, Readout
+from saesteer.planning.planner import plan
+from saesteer.planning.readouts import declared, first_recomputed, readouts, refuse_above
+from saesteer.planning.runs import change_digests, runs
+from saesteer.planning.windows import windows_of_read
+from tests.spec.strategies import returns
+from tests.spec.test_messages import PROMPT, ROLES, spans
+from tests.spec.test_plan import OPEN, Info, Set
+from tests.spec.test_windows import holds, near_scopes
+
+P = 10
+GENERATED = ((P, END),)
+
+
+@dataclass(frozen=True)
+class Stored(Info):
+    """A dictionary that is served by rows."""
+
+    by_rows: bool = True
+
+
+INFOS = {
+    "gs15": Info("resid_post.15"),
+    "gs20": Info("resid_post.20", skip_first=3),
+    "coder": Info("mlp_out.15", site_in="mlp_in.15"),
+    "pregain": Info("mlp_out.15", site_in="mlp_in_pregain.15"),
+    "few": Info("resid_post.15", features=3, feature_ids=(5, 900, 40_000)),
+    "top15": Info("resid_post.15", activation="topk", k=4),
+    "rows": Stored("resid_post.15"),
+    "clt@5": Stored("mlp_out.15", site_in="mlp_in.15", targets=3),
+    "set@15": Info("resid_post.15"),
+    "set@20": Info("resid_post.20"),
+    "away": Info("resid_post.3"),
+}
+VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "wide": Set(width=7), "early": Set((3,))}
+SITES = frozenset({"resid_post.15", "resid_post.20", "resid_mid.15", "mlp_in.15", "z.15", "resid_post.16"})
+KEPT = SITES - {"resid_post.16"}
+CATALOG = Catalog(
+    INFOS, SITES, 64, VECTORS, width=4, other_widths={"z": 7}, sets={"clt": (5,), "set": (15, 20)}, reads=KEPT
+)
+
+
+def planned(catalog: Catalog = CATALOG, prompt_len: int = P, **wanted: Any) -> tuple[Readout, ...]:
+    return plan(from_json({"return": wanted}), catalog, prompt_len).readouts
+
+
+def one(**wanted: Any) -> Readout:
+    [found] = planned(**wanted)
+    return found
+
+
+def test_features() -> None:
+    found = one(features=[{"dictionary": "gs20"}])
+    at = "saesteer.return.features[0]"
+    assert found == Readout(
+        "features", at, "resid_post.20", "resid_post.20", False, GENERATED, dictionary="gs20", top_k=8
+    )
+    found = one(features=[{"dictionary": "set", "layer": 15, "features": [99, 0], "at": "after", "cached": "skip"}])
+    assert (found.dictionary, found.top_k, found.features) == ("set@15", 0, (99, 0))
+    assert (found.after, found.recompute) == (True, False)
+    assert one(features=[{"dictionary": "few", "features": [900]}]).features == (900,)
+
+
+def test_there_are_no_more_strongest_features_than_features() -> None:
+    assert one(features=[{"dictionary": "few"}]).top_k == 3
+    assert one(features=[{"dictionary": "few", "top_k": 3}]).top_k == 3
+    assert one(features=[{"dictionary": "top15"}]).top_k == 8, "it may list fewer"
+
+
+def test_where_features_are_read() -> None:
+    coder, pregain = planned(features=[{"dictionary": "coder"}, {"dictionary": "pregain"}])
+    assert (coder.site, coder.op) == ("mlp_in.15", "mlp_in.15")
+    assert (pregain.site, pregain.op) == ("mlp_in_pregain.15", "resid_mid.15")
+
+
+def test_probes() -> None:
+    first, second, third = planned(
+        probes=[
+            "one",
+            {"probe": "any", "site": "resid_post.20", "at": "after"},
+            {"probe": "each", "site": "resid_pre.16"},
+        ]
+    )
+    assert (first.kind, first.site, first.probe) == ("probe", "resid_post.15", Direction("one", 15))
+    assert (second.site, second.op, second.after) == ("resid_post.20", "resid_post.20", True)
+    assert second.probe == Direction("any", None)
+    assert (third.site, third.probe) == ("resid_post.15", Direction("each", 16)), "the row of the layer as written"
+    assert one(probes=[{"probe": "wide", "site": "z.15"}]).site == "z.15"
+    assert one(probes=[{"probe": "any", "site": "mlp_in_pregain.15"}]).op == "resid_mid.15"
+
+
+def test_activations() -> None:
+    found = one(activations=[{"site": "resid_pre.16", "reduce": "mean", "scope": {"prompt": True}}])
+    assert (found.kind, found.site, found.op, found.windows) == (
+        "activation", "resid_post.15", "resid_post.15", ((0, P),)
+    )  # fmt: skip
+    assert (found.reduce, found.inline, found.recompute, found.after) == ("mean", True, True, False)
+    found = one(activations=[{"site": "mlp_in_pregain.15"}])
+    assert (found.site, found.op, found.windows) == ("mlp_in_pregain.15", "resid_mid.15", ((0, END),))
+
+
+def test_hidden_states() -> None:
+    found = one(hidden=True)
+    assert found == Readout("hidden", "saesteer.return.hidden", None, None, True, (), last=True)
+    found = one(hidden={"scope": {"positions": [[-1, None]]}, "cached": "skip"})
+    assert (found.last, found.windows, found.recompute) == (False, ((P - 1, P),), False)
+    assert planned(hidden=False) == ()
+
+
+def test_before_and_after_are_two_reads() -> None:
+    both = [{"at": "before"}, {"at": "after"}]
+    assert [found.after for found in planned(activations=[{"site": "z.15", **moment} for moment in both])] == [
+        False,
+        True,
+    ]
+
+
+def test_every_site_is_kept_where_nothing_else_is_said() -> None:
+    for catalog in (replace(CATALOG, reads=None), replace(CATALOG, sites=None, reads=None)):
+        assert planned(catalog, activations=[{"site": "resid_post.16"}])[0].op == "resid_post.16"
+    assert planned(replace(CATALOG, sites=None, reads=None), activations=[{"site": "mlp_out.3"}])[0].op == "mlp_out.3"
+
+
+def features(**more: Any) -> dict[str, Any]:
+    return {"features": [{"dictionary": "gs15", **more}]}
+
+
+def probe(**more: Any) -> dict[str, Any]:
+    return {"probes": [{"probe": "any", "site": "resid_post.15", **more}]}
+
+
+def tensor(**more: Any) -> dict[str, Any]:
+    return {"activations": [{"site": "resid_post.15", **more}]}
+
+
+REFUSED: list[tuple[str, str, str, dict[str, Any], list[str]]] = [
+    # id, field below saesteer.return, code, return, words of the message
+    ("dictionary", "features[0].dictionary", "unknown_name", features(dictionary="gs16"), ["did you mean 'gs15'?"]),
+    ("no-layer", "features[0].layer", "missing_field", features(dictionary="set"), ["one of 15, 20"]),
+    ("layer", "features[0].layer", "out_of_range", features(dictionary="set", layer=16), ["got 16", "15, 20"]),
+    ("other-layer", "features[0].layer", "out_of_range", features(layer=16), ["is of layer 15"]),
+    ("by-rows", "features[0].dictionary", "not_served", features(dictionary="rows"),
+     ["'rows'", "whole dictionary", "--dictionary NAME=PLACE, without rows:"]),
+    ("across", "features[0].dictionary", "not_served", features(dictionary="clt", layer=5),
+     ["'clt@5'", "whole dictionary", "cross-layer"]),
+    ("no-op-of-a-dictionary", "features[0].dictionary", "not_served", features(dictionary="away"),
+     ["resid_post.3", "no op", "--sites resid_post.3"]),
+    ("feature", "features[0].features[1]", "out_of_range", features(features=[99, 100]), ["got 100", "0 to 99"]),
+    ("feature-not-held", "features[0].features[0]", "out_of_range", features(dictionary="few", features=[6]),
+     ["got 6", "5, 900, 40000"]),
+    ("top_k", "features[0].top_k", "out_of_range", features(top_k=101), ["got 101", "at most 100", "'gs15'"]),
+    ("top_k-few", "features[0].top_k", "out_of_range", features(dictionary="few", top_k=4), ["got 4", "at most 3"]),
+    ("probe", "probes[0].probe", "unknown_name", probe(probe="anny"), ["'anny'", "did you mean 'any'?"]),
+    ("probe-width", "probes[0].probe", "conflict", probe(probe="wide"), ["7 wide", "expected 4"]),
+    ("probe-width-there", "probes[0].probe", "conflict", probe(site="z.15"), ["4 wide", "expected 7"]),
+    ("probe-anywhere", "probes[0].site", "missing_field", {"probes": ["any"]}, ["one row for any site"]),
+    ("probe-layers", "probes[0].site", "missing_field", {"probes": ["each"]}, ["layers 15, 16, 20"]),
+    ("probe-no-row", "probes[0].site", "out_of_range", probe(probe="one", site="resid_post.20"), ["layer 20", ": 15"]),
+    ("probe-no-op", "probes[0].site", "not_served", probe(site="mlp_out.15"), ["no op", "--reads mlp_out.15"]),
+    ("probe-no-op-of-its-layer", "probes[0].probe", "not_served", {"probes": ["early"]}, ["--reads resid_post.3"]),
+    ("probe-not-kept", "probes[0].site", "not_served", probe(site="resid_post.16"),
+     ["not keep", "--reads resid_post.16"]),
+    ("no-op", "activations[0].site", "not_served", tensor(site="mlp_out.15"),
+     ["mlp_out.15", "no op", "--reads mlp_out.15"]),
+    ("no-op-pregain", "activations[0].site", "not_served", tensor(site="mlp_in_pregain.3"), ["--reads resid_mid.3"]),
+    ("not-kept", "activations[0].site", "not_served", tensor(site="resid_pre.17"),
+     ["not keep", "--reads resid_post.16"]),
+    ("after-pregain", "activations[0].at", "conflict", tensor(site="mlp_in_pregain.15", at="after"),
+     ["expected before"]),
+    ("after-pregain-features", "features[0].at", "conflict", features(dictionary="pregain", at="after"), []),
+    ("after-pregain-probe", "probes[0].at", "conflict", probe(site="mlp_in_pregain.15", at="after"), []),
+    ("prompt-skipped", "features[0].scope", "empty_scope", features(scope={"prompt": True, "skip_first": P}),
+     ["10 tokens"]),
+    ("prompt-cut", "probes[0].scope", "empty_scope", probe(scope={"prompt": True, "positions": [[P, P + 5]]}), []),
+    ("prompt-of-hidden", "hidden.scope", "empty_scope", {"hidden": {"scope": {"prompt": True, "skip_first": P}}}, []),
+    ("messages", "activations[0].scope.messages", "not_served", tensor(scope={"messages": "user"}), ["only chat"]),
+    ("twice", "features[1]", "duplicate", {"features": [{"dictionary": "gs15"}, {"dictionary": "gs15", "layer": 15}]},
+     ["saesteer.return.features[0] reads"]),
+    ("probe-twice", "probes[1]", "duplicate", {"probes": ["one", {"probe": "one", "site": "resid_post.15"}]}, []),
+    ("means-of-messages", "activations[0].reduce", "not_served", tensor(reduce="message"), ["expected mean"]),
+    ("handle", "activations[0].as", "not_served", tensor(**{"as": "handle"}), ["expected inline"]),
+    ("consumers", "consumers", "not_served", {"consumers": {"logging": {}}}, ["'logging'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "code", "wanted", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
+)
+def test_refusals(field: str, code: str, wanted: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        planned(**wanted)
+    assert (caught.value.field, caught.value.code) == (f"saesteer.return.{field}", code)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_generated_tokens_may_be_asked_for_whether_or_not_there_will_be_any() -> None:
+    assert one(**features(scope={"generated": True})).windows == GENERATED
+    assert one(**features(scope={"positions": [[50, 60]]})).windows == ((50, 60),)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(near_scopes, st.integers(1, 40))
+def test_reads_hold_what_edits_hold_and_position_0(scope: Scope, prompt_len: int) -> None:
+    """Against the fine print of scopes, in which a scope that names every position leaves none alone."""
+    fine = scope if scope.positions else replace(scope, positions=((0, None),))
+    found = windows_of_read(scope, prompt_len)
+    assert [p for p in range(60) if any(lo <= p < hi for lo, hi in found)] == [
+        p for p in range(60) if holds(fine, p, prompt_len, 3)
+    ]
+
+
+def test_dictionaries_leave_no_position_alone() -> None:
+    """The norm of position 0 is an outlier, which is a reason to leave it alone and none to hide it."""
+    assert one(features=[{"dictionary": "gs20", "scope": {}}]).windows == ((0, END),)
+    assert one(features=[{"dictionary": "gs20", "scope": {"skip_first": 2, "prompt": True}}]).windows == ((2, P),)
+
+
+def test_plans_of_reads_count_from_the_prompt_where_a_scope_does() -> None:
+    def relative(**wanted: Any) -> bool:
+        return plan(from_json({"return": wanted}), CATALOG, P).relative
+
+    assert relative(**features()) and relative(**probe()) and relative(hidden={"scope": {"positions": [[-1, None]]}})
+    assert (
+        not relative(**tensor())
+        and not relative(**features(scope={"positions": [[0, 3]]}))
+        and not relative(hidden=True)
+    )
+    edit = clamp("gs15", 1, 1.0, scope={"generated": True})
+    assert plan(Spec((edit,), from_json({"return": tensor()}).returns), CATALOG, P).relative
+
+
+def everything(**scope: Any) -> Return:
+    found: Return = from_json(
+        {"return": {**features(scope=scope), **probe(scope=scope), **tensor(scope=scope), "hidden": {"scope": scope}}}
+    ).returns
+    return found
+
+
+def test_reads_are_in_no_key_and_edit_nothing() -> None:
+    edits = (clamp("gs15", 1, 8.0), clamp("gs20", 2, 1.0, scope={"generated": True}))
+    reading, alone = (plan(Spec(edits, returns), CATALOG, P) for returns in (everything(), Return()))
+    assert len(reading.readouts) == 4 and replace(reading, readouts=()) == alone
+    for digests in [change_digests(alone, CATALOG)]:
+        assert change_digests(reading, CATALOG) == digests
+        assert runs(reading, digests) == runs(alone, digests) != ()
+    only = plan(Spec(returns=everything()), CATALOG, P)
+    assert only.readouts and not only
+    assert runs(only, change_digests(only, CATALOG)) == ()
+
+
+def test_doses_are_no_reads() -> None:
+    assert plan(Spec(returns=Return(dose=True)), CATALOG, P) == Plan()
+
+
+def test_messages_become_positions() -> None:
+    spec = Spec((clamp("gs15", 1, 1.0, scope={"messages": "user"}),), everything(messages=["system", -1]))
+    found = resolve(spec, CATALOG, PROMPT, ROLES, spans)
+    assert named(spec) and named(Spec(returns=spec.returns)) and not named(found)
+    assert {scope.positions for _, scope in found.returns.scopes()} == {((0, 8), (21, 28))}, "position 0 is one of them"
+    assert [scope.positions for scope in (found.edits[0].scope,)] == [((8, 14), (21, 28))]
+    skipped = resolve(Spec(returns=everything(messages="system", skip_first=3)), CATALOG, PROMPT, ROLES, spans)
+    assert {scope.positions for _, scope in skipped.returns.scopes()} == {((3, 8),)}
+    other = Spec(returns=everything(generated=True))
+    assert resolve(other, CATALOG, PROMPT, ROLES, spans) == other
+
+
+@pytest.mark.parametrize(
+    ("scope", "field", "code"),
+    [
+        ({"messages": ["user", "usr"]}, "scope.messages[1]", "unknown_name"),
+        ({"messages": [4]}, "scope.messages[0]", "out_of_range"),
+        ({"messages": "system", "skip_first": 8}, "scope", "empty_scope"),
+    ],
+)
+def test_messages_that_are_not_there(scope: dict[str, Any], field: str, code: str) -> None:
+    spec = from_json({"return": probe(scope=scope)})
+    with pytest.raises(SpecError) as caught:
+        resolve(spec, CATALOG, PROMPT, ROLES, spans)
+    assert (caught.value.field, caught.value.code) == (f"saesteer.return.probes[0].{field}", code)
+
+
+def test_messages_of_reads_make_no_entries() -> None:
+    """The server's limit on entries is for edits."""
+    spec = Spec(returns=everything(messages=["user"]))
+    narrow = replace(CATALOG, max_entries=1)
+    assert resolve(spec, narrow, PROMPT, ROLES, spans) == resolve(spec, CATALOG, PROMPT, ROLES, spans)
+
+
+def test_the_first_position_that_is_computed_again() -> None:
+    def first(*scopes: tuple[Any, str], prompt_len: int = P) -> int | None:
+        wanted = [
+            {"site": site, "scope": scope, "cached": cached}
+            for site, (scope, cached) in zip(sorted(KEPT), scopes, strict=False)
+        ]
+        return first_recomputed(planned(activations=wanted), prompt_len)
+
+    assert first() is None
+    assert first(({"generated": True}, "recompute")) is None
+    assert first(({}, "recompute")) == 0
+    assert first(({}, "skip")) is None
+    assert first(({"positions": [[-1, None]]}, "recompute"), ({}, "skip")) == P - 1
+    assert first(({"positions": [[7, 9], [4, 5]]}, "recompute"), ({"positions": [[6, 7]]}, "recompute")) == 4
+    assert first_recomputed(planned(hidden=True), P) is None
+    assert first_recomputed(planned(hidden={"scope": {"positions": [[3, 4]]}}), P) == 3
+
+
+near_windows = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=4).map(
+    lambda pairs: tuple((10 * n + low % 8, 10 * n + low % 8 + min(length, 2)) for n, (low, length) in enumerate(pairs))
+)
+drawn = st.builds(
+    Readout,
+    st.sampled_from(["features", "probe", "activation", "hidden"]),
+    st.just("x"),
+    st.sampled_from(["resid_post.3", "z.3", None]),
+    st.none(),
+    st.booleans(),
+    near_windows | near_windows.map(lambda found: (*found, (60, END))),
+    top_k=st.integers(0, 9),
+    features=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    reduce=st.sampled_from(["none", "mean", "max", "last"]),
+    recompute=st.booleans(),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(drawn, max_size=4), st.integers(1, 70), st.integers(1, 30), st.sampled_from([2, 4]))
+def test_declared_bytes_are_those_of_each_number(
+    found: list[Readout], prompt_len: int, max_tokens: int, itemsize: int
+) -> None:
+    """Position by position, in a sequence whose last token is never an input."""
+    total = 0
+    lowest = None
+    for readout in found:
+        rows = 0
+        for position in range(prompt_len + max_tokens - 1):
+            if any(low <= position < high for low, high in readout.windows):
+                rows += 1 if readout.reduce == "none" or rows == 0 else 0
+                if position < prompt_len and readout.recompute:
+                    lowest = position if lowest is None else min(lowest, position)
+        for _ in range(rows):
+            if readout.kind == "features":
+                total += readout.top_k * (4 + 4) + 4 * len(readout.features)
+            elif readout.kind == "probe":
+                total += 4
+            else:
+                total += itemsize * (7 if readout.site == "z.3" else 4)
+    assert declared(found, CATALOG, prompt_len, max_tokens, itemsize) == total
+    assert first_recomputed(found, prompt_len) == lowest
+
+
+def test_the_last_hidden_state_is_one_row() -> None:
+    assert declared(planned(hidden=True), CATALOG, P, 1, 2) == 4 * 2
+    assert declared(planned(**features()), CATALOG, P, 1, 2) == 0, "the only generated token is never an input"
+
+
+def test_more_bytes_than_the_limit_are_refused() -> None:
+    refuse_above(100, 100)
+    with pytest.raises(SpecError, match=r"may bring home 101 bytes, expected at most 100.*--max-read-mib") as caught:
+        refuse_above(100, 101)
+    assert (caught.value.field, caught.value.code) == ("saesteer.return", "too_large")
+
+
+def told(wanted: Return, prompt_len: int) -> tuple[tuple[Readout, ...], SpecError | None]:
+    try:
+        return readouts(wanted, OPEN, prompt_len), None
+    except SpecError as error:
+        return (), error
+
+
+@settings(max_examples=200, deadline=None)
+@given(returns, st.integers(1, 40))
+def test_reads_of_every_kind_are_planned_or_refused_by_name(wanted: Return, prompt_len: int) -> None:
+    """With names that the server has, so that all of the planning is reached."""
+    found, error = told(wanted, prompt_len)
+    if error is not None:
+        assert error.field.startswith("saesteer.return.")
+        return
+    assume(found)
+    fields = [f"saesteer.return.{path}" for path, _ in wanted.scopes()]
+    assert [one.field for one in found] == fields + ["saesteer.return.hidden"] * (wanted.hidden is True)
+    for readout in found:
+        assert readout.last or readout.windows

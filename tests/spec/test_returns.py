@@ -1,0 +1,257 @@
+"""Reads in the request language: their defaults, their other words, and each way in which they are refused."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saesteer.errors import SpecError
+from saesteer.language.edits import MAX_POSITIONS
+from saesteer.language.returns import MAX_CONSUMERS, MAX_NAMED, MAX_NESTED, MAX_PARAMETERS, MAX_READS
+from saesteer.language.spec import (
+    ActivationRead,
+    Consumer,
+    FeatureRead,
+    HiddenRead,
+    ProbeRead,
+    Return,
+    Scope,
+    Spec,
+    from_json,
+)
+from tests.spec.strategies import returns
+
+CLAMP = {"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}
+# The design's example.
+WHOLE: dict[str, Any] = {
+    "features": [
+        {"dictionary": "gs20", "top_k": 8, "features": [34, 99], "scope": {"generated": True}, "at": "before",
+         "cached": "recompute"}
+    ],
+    "probes": ["sentiment", {"probe": "risk", "scope": {"messages": ["user"]}}],
+    "activations": [
+        {"site": "resid_post.20", "scope": {"positions": [[-1, None]]}, "reduce": "none", "at": "before",
+         "as": "inline"}
+    ],
+    "hidden": True,
+    "consumers": {"filesystem": {"tag": "run7"}},
+    "dose": True,
+}  # fmt: skip
+
+
+def read(**wanted: Any) -> Return:
+    return from_json({"return": wanted}).returns
+
+
+def test_the_design_example_is_read_and_written_without_its_defaults() -> None:
+    found = read(**WHOLE)
+    assert found == Return(
+        features=(FeatureRead("gs20", 8, (34, 99)),),
+        probes=(ProbeRead("sentiment"), ProbeRead("risk", scope=Scope(messages=("user",)))),
+        activations=(ActivationRead("resid_post.20", scope=Scope(positions=((-1, None),))),),
+        hidden=True,
+        consumers=(Consumer("filesystem", '{"tag":"run7"}'),),
+        dose=True,
+    )
+    assert found.to_json() == WHOLE | {
+        "features": [{"dictionary": "gs20", "top_k": 8, "features": [34, 99]}],
+        "activations": [{"site": "resid_post.20", "scope": {"positions": [[-1, None]]}}],
+    }
+    assert found.consumers[0].parameters == {"tag": "run7"}
+
+
+def test_defaults() -> None:
+    found = read(features=[{"dictionary": "a"}], probes=["p"], activations=[{"site": "resid_post.1"}])
+    [features], [probe], [tensor] = found.features, found.probes, found.activations
+    assert features.scope == probe.scope == Scope(generated=True)
+    assert tensor.scope == Scope()
+    for one in (features, probe, tensor):
+        assert (one.at, one.cached) == ("before", "recompute")
+    assert (tensor.reduce, tensor.transport) == ("none", "inline")
+    assert Return().hidden is False and not Return().consumers
+
+
+@pytest.mark.parametrize(
+    ("given_", "count"),
+    [({}, 8), ({"top_k": 3}, 3), ({"features": [1]}, 0), ({"features": [1], "top_k": 8}, 8), ({"features": []}, 8)],
+)
+def test_how_many_of_the_strongest_features(given_: dict[str, Any], count: int) -> None:
+    assert read(features=[{"dictionary": "a", **given_}]).features[0].strongest == count
+
+
+def test_null_and_the_empty_scope_differ() -> None:
+    """The empty scope holds all tokens, whatever is usual for the read."""
+    usual = read(probes=[{"probe": "p", "scope": None}])
+    everything = read(probes=[{"probe": "p", "scope": {}}])
+    assert usual == read(probes=["p"]) != everything
+    assert everything.probes[0].scope == Scope()
+    assert from_json({"return": everything.to_json()}).returns == everything
+    assert read(activations=[{"site": "z.1", "scope": None}]) == read(activations=[{"site": "z.1", "scope": {}}])
+
+
+@pytest.mark.parametrize(
+    ("positions", "scope"),
+    [
+        ("all", Scope()),
+        ("prompt", Scope(prompt=True)),
+        ("generated", Scope(generated=True)),
+        ([[0, 3], [-1, None]], Scope(positions=((0, 3), (-1, None)))),
+    ],
+)
+def test_positions_are_another_word_for_a_scope(positions: Any, scope: Scope) -> None:
+    found = read(activations=[{"site": "resid_post.1", "positions": positions}])
+    assert found == read(activations=[{"site": "resid_post.1", "scope": scope.to_json()}])
+    assert found.activations[0].scope == scope
+    assert found.activations == (ActivationRead("resid_post.1", positions=positions),)
+
+
+def test_before_and_after_may_both_be_read() -> None:
+    both = [{"at": "before"}, {"at": "after"}]
+    found = read(
+        features=[{"dictionary": "a", **one} for one in both],
+        probes=[{"probe": "p", **one} for one in both],
+        activations=[{"site": "z.1", **one} for one in both],
+    )
+    assert [len(found.features), len(found.probes), len(found.activations)] == [2, 2, 2]
+
+
+def test_equal_parameters_are_equal_in_any_order_and_numbers_keep_their_kind() -> None:
+    one, other = (read(consumers={"a": names, "b": {}}) for names in ({"x": 1, "y": [2]}, {"y": [2], "x": 1}))
+    assert one == other == read(consumers={"b": {}, "a": {"x": 1, "y": (2,)}})
+    assert json.dumps(one.to_json()) == json.dumps(other.to_json())
+    kinds = {read(consumers={"a": {"x": value}}) for value in (1, 1.0, True, "1", None, -0.0, 0.0)}
+    assert len(kinds) == 7
+
+
+DEEP: Any = []
+for _ in range(MAX_NESTED - 1):  # in an object, which counts as well
+    DEEP = [DEEP]
+HALF = {"x": "a" * (MAX_PARAMETERS // 2 - len('{"x":""}'))}
+
+
+def test_the_largest_consumers_are_accepted() -> None:
+    read(consumers={"a": HALF, "b": HALF})
+    read(consumers={"a": {"x": DEEP[0]}})
+    read(consumers={str(n): {} for n in range(MAX_CONSUMERS)})
+
+
+def test_consumers_made_in_python_are_checked_as_well() -> None:
+    one, other = Consumer("b", '{"y": 1, "x": 2}'), Consumer("a", "{}")
+    assert Return(consumers=(one, other)) == read(consumers={"a": {}, "b": {"x": 2, "y": 1}})
+    for wrong, code in [
+        ((one, one), "duplicate"),
+        ((Consumer("a", "{"),), "bad_json"),
+        ((Consumer("a", "[]"),), "wrong_type"),
+        ((Consumer("", "{}"),), "out_of_range"),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            Return(consumers=wrong)
+        assert caught.value.code == code
+
+
+def features(**more: Any) -> dict[str, Any]:
+    return {"features": [{"dictionary": "a", **more}]}
+
+
+def tensor(**more: Any) -> dict[str, Any]:
+    return {"activations": [{"site": "resid_post.3", **more}]}
+
+
+WRONG: list[tuple[str, str, str, Any]] = [
+    # id, field below saesteer.return, code, return
+    ("features-object", "features", "wrong_type", {"features": {"dictionary": "a"}}),
+    ("features-name", "features[0]", "wrong_type", {"features": ["a"]}),
+    ("features-nothing", "features[0].dictionary", "missing_field", {"features": [{"top_k": 3}]}),
+    ("features-many", "features", "too_many", {"features": [{"dictionary": str(n)} for n in range(MAX_READS + 1)]}),
+    ("features-twice", "features[1]", "duplicate", {"features": [{"dictionary": "a"}] * 2}),
+    ("features-twice-after", "features[1]", "duplicate", {"features": [{"dictionary": "a", "at": "after"}] * 2}),
+    ("top_k-high", "features[0].top_k", "out_of_range", features(top_k=1025)),
+    ("top_k-none", "features[0].top_k", "out_of_range", features(top_k=0, features=[1])),
+    ("top_k-bool", "features[0].top_k", "wrong_type", features(top_k=True)),
+    ("named-twice", "features[0].features[1]", "duplicate", features(features=[3, 3])),
+    ("named-negative", "features[0].features[1]", "out_of_range", features(features=[3, -3])),
+    ("named-many", "features[0].features", "too_many", features(features=[*range(MAX_NAMED + 1)])),
+    ("named-null", "features[0].features", "wrong_type", features(features=None)),
+    ("at", "features[0].at", "unknown_name", features(at="behind")),
+    ("cached", "features[0].cached", "unknown_name", features(cached="keep")),
+    ("scope", "features[0].scope", "wrong_type", features(scope="generated")),
+    ("scope-empty", "features[0].scope.positions[0]", "empty_scope", features(scope={"positions": [[3, 3]]})),
+    ("probe-number", "probes[0]", "wrong_type", {"probes": [3]}),
+    ("probe-empty", "probes[0]", "out_of_range", {"probes": [""]}),
+    ("probe-nothing", "probes[0].probe", "missing_field", {"probes": [{"site": "resid_post.3"}]}),
+    ("probe-site", "probes[0].site", "unknown_name", {"probes": [{"probe": "p", "site": "resid_post.all"}]}),
+    ("probe-twice", "probes[1]", "duplicate", {"probes": ["p", {"probe": "p"}]}),
+    ("probe-one-place", "probes[1]", "duplicate",
+     {"probes": [{"probe": "p", "site": "resid_pre.4"}, {"probe": "p", "site": "resid_post.3"}]}),
+    ("site-nothing", "activations[0].site", "missing_field", {"activations": [{}]}),
+    ("site-list", "activations[0].site", "wrong_type", tensor(site=["resid_post.3"])),
+    ("site-twice", "activations[1]", "duplicate", {"activations": [{"site": "resid_pre.4"}, {"site": "resid_post.3"}]}),
+    ("reduce", "activations[0].reduce", "unknown_name", tensor(reduce="sum")),
+    ("as", "activations[0].as", "unknown_name", tensor(**{"as": "file"})),
+    ("transport", "activations[0].transport", "unknown_field", tensor(transport="inline")),
+    ("two-scopes", "activations[0].positions", "conflict", tensor(scope={"prompt": True}, positions="prompt")),
+    ("two-scopes-empty", "activations[0].positions", "conflict", tensor(scope={}, positions="all")),
+    ("hidden-number", "hidden", "wrong_type", {"hidden": 1}),
+    ("hidden-text", "hidden", "wrong_type", {"hidden": "last"}),
+    ("hidden-null", "hidden", "wrong_type", {"hidden": None}),
+    ("hidden-nothing", "hidden.scope", "missing_field", {"hidden": {}}),
+    ("hidden-at", "hidden.at", "unknown_field", {"hidden": {"scope": {}, "at": "before"}}),
+    ("consumers-list", "consumers", "wrong_type", {"consumers": ["logging"]}),
+    ("consumers-null", "consumers.logging", "wrong_type", {"consumers": {"logging": None}}),
+    ("consumers-text", "consumers.logging", "wrong_type", {"consumers": {"logging": "on"}}),
+    ("consumers-name", "consumers['']", "out_of_range", {"consumers": {"": {}}}),
+    ("consumers-many", "consumers", "too_many", {"consumers": {str(n): {} for n in range(MAX_CONSUMERS + 1)}}),
+    ("parameters-long", "consumers.b", "too_many", {"consumers": {"a": HALF, "b": {**HALF, "y": 1}}}),
+    ("parameters-deep", "consumers.a", "too_many", {"consumers": {"a": {"x": DEEP}}}),
+    ("parameters-nan", "consumers.a", "not_finite", {"consumers": {"a": {"x": [float("nan")]}}}),
+    ("parameters-long-number", "consumers.a", "out_of_range", {"consumers": {"a": {"x": 10**5000}}}),
+    ("parameters-key", "consumers.a", "wrong_type", {"consumers": {"a": {"x": {3: 4}}}}),
+    ("parameters-bytes", "consumers.a", "wrong_type", {"consumers": {"a": {"x": b"y"}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "code", "wanted"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
+def test_a_wrong_read_is_refused_by_name(field: str, code: str, wanted: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        from_json({"return": wanted})
+    assert (caught.value.field, caught.value.code) == (f"saesteer.return.{field}", code)
+    assert len(str(caught.value)) < 500
+
+
+def test_intervals_of_reads_count_with_those_of_edits() -> None:
+    half = {"positions": [[1, 2]] * (MAX_POSITIONS // 2)}
+    edits = [{**CLAMP, "scope": half}]
+    from_json({"edits": edits, "return": {"probes": [{"probe": "p", "scope": half}]}})
+    for wanted, path in [
+        ({"probes": [{"probe": "p", "scope": half}, {"probe": "q", "scope": {"positions": [[1, 2]]}}]}, "probes[1]"),
+        ({"probes": [{"probe": "p", "scope": half}], "hidden": {"scope": {"positions": [[1, 2]]}}}, "hidden"),
+    ]:
+        with pytest.raises(SpecError, match=f"got {MAX_POSITIONS + 1} intervals up to here") as caught:
+            from_json({"edits": edits, "return": wanted})
+        assert caught.value.field == f"saesteer.return.{path}.scope.positions"
+        assert caught.value.code == "too_many"
+
+
+@given(returns)
+def test_scopes_can_be_changed_one_by_one(wanted: Return) -> None:
+    assert wanted.with_scopes(lambda path, scope: scope) == wanted
+    paths = [path for path, _ in wanted.scopes()]
+    other = {path: Scope(positions=((n, None),)) for n, path in enumerate(paths)}
+    changed = wanted.with_scopes(lambda path, scope: other[path])
+    assert dict(changed.scopes()) == other
+    for n, one in enumerate(wanted.features):
+        assert other[f"features[{n}]"] == changed.features[n].scope
+        assert changed.features[n].dictionary == one.dictionary
+    if isinstance(wanted.hidden, HiddenRead):
+        assert isinstance(changed.hidden, HiddenRead) and changed.hidden.scope == other["hidden"]
+    else:
+        assert changed.hidden is wanted.hidden
+    assert len(set(paths)) == len(paths)
+
+
+@given(returns, st.booleans())
+def test_reads_alone_are_a_spec(wanted: Return, defaults: bool) -> None:
+    spec = Spec(returns=wanted, defaults=defaults)
+    assert from_json(spec.to_json()) == spec
