@@ -67,6 +67,10 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
         Indices [n, top_k] int32, -1 behind the last active feature; their activations [n, top_k] fp32, 0 there; and
         the activations of the named features [n, m] fp32, 0 where they are not active.
     """
+    if x.is_cuda:
+        from saesteer.kernels.read.select import read_features_triton  # Triton need not be there before
+
+        return read_features_triton(x, encoder, top_k, named)
     return read_features_ref(x, encoder, top_k, named)
 
 
