@@ -43,6 +43,11 @@ def check_bound(bound: Bound) -> None:
     _need(bound.registers, "registers", _FP32, len(bound.cells), "registers")
     if bound.kept is not None:
         _need(bound.kept, "kept", _FLOATS, len(bound.cells), width)
+    for name, captured in (("before", bound.before), ("after", bound.after)):
+        if captured is not None:
+            _need(captured, name, _FLOATS, len(bound.cells), width)
+    if (bound.before is None) != (bound.after is None):
+        raise ValueError("one of before and after is None: expected both or neither")
     _need(bound.kinds, "kinds", _INT32, 1, host=True)
     _need_line(bound.scratch, "scratch", _FP32, words)
 

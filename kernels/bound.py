@@ -39,6 +39,9 @@ class Bound:
     scratch: Tensor  # [>= layout.scratch_words] fp32, zeros at first; only the kernels use it, only on a GPU
     # [>= max_tokens, d] any float dtype, see layout.py; changed in place. None where no transcoder is reconstructed.
     kept: Tensor | None = None
+    # [>= max_tokens, d] in the dtype of the stream, see layout.py; changed in place. None where nothing is read out.
+    before: Tensor | None = None
+    after: Tensor | None = None
     dense_size: int  # features of the largest dictionary that an entry may rank or reconstruct here; 0 for none
     has_norms: bool  # whether an entry may ask for an input norm
 

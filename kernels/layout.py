@@ -2,7 +2,7 @@
 
 table [rows, width] int32: one row for each running request. Row 0 belongs to nobody and stays empty.
 
-    word 0                number of entries of the row; 0: not steered
+    word 0                number of entries of the row, or 1 if it has captures alone; 0: nothing is edited or captured
     word 1                the largest PARTS of its sites
     word 2                1 if some site needs a whole dictionary encoded
     word 3                0
@@ -27,12 +27,15 @@ whole dictionary encoded). The items (first token, row, tokens, 0) follow; each 
 of one request. The list depends on the batch alone: kernels read positions where they need them.
 
 sites [sites, SITE_STRIDE] int32, of which only the first column is used: a site's number, or ~number if no row of the
-work list has an entry there. The op then returns before it looks at a row. The map kernel writes this with the list.
+work list has an entry or a capture there. The op then returns before it looks at a row. The map kernel writes this with
+the list.
 
 cells [max_tokens] int32: for each token one bit for each gate of its row, valid from the gate's site to the last site.
 registers [max_tokens, C] float32: for each token what its row's reads have found, valid from the read's site on, until
 another read of the row takes the register.
 kept [max_tokens, width]: for each token what a transcoder makes of what it reads, until it is put in place elsewhere.
+before, after [max_tokens, width]: for each token of a row that captures the site's tensor, that tensor as it comes and
+as the row's edits leave it, valid until the next step.
 counts [rows, counters] int32: how many tokens each edit of the row has changed so far. DOSE_WORDS for each site whose
 doses are measured stand behind the edits' columns. A token's dose at a site is |y - x| / max(|x|, SHORTEST), where x
 comes into the site and y is what all groups make of it, both made finite, y neither rounded nor limited yet. A token
@@ -69,6 +72,8 @@ ANY = 1  # the edit kernel, which can do everything
 LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x
 GATED = 8  # set if some entry writes or reads cells or registers
+BEFORE = 16  # the row's tokens are captured as they come
+AFTER = 32  # they are captured as the edits leave them
 DOSE = 16  # from this bit on: the first column of the site's doses, 0 if they are not measured
 
 # An entry.
@@ -174,7 +179,14 @@ def news_words(table: tuple[int, int], vectors: int, lines: int, width: int) -> 
 
 
 def span_words(
-    flags: Sequence[int], *, gated: bool, groups: int, begin: int, dense: tuple[int, int, int], doses: int = 0
+    flags: Sequence[int],
+    *,
+    gated: bool,
+    groups: int,
+    begin: int,
+    dense: tuple[int, int, int],
+    doses: int = 0,
+    captures: int = 0,
 ) -> list[int]:
     """The words of a site, from which the kernels choose how to run it.
 
@@ -185,19 +197,23 @@ def span_words(
         begin: word offset of the first entry.
         dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
         doses: column of counts where the site's doses begin; 0: not measured. Only the edit kernel measures them.
+        captures: BEFORE, AFTER, both or neither. Only the edit kernel captures.
     """
     assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)
     if not n:
-        return [0] * SPAN
+        return [begin, begin, 1, ANY | captures, 0, 0, 0, 0] if captures else [0] * SPAN
     every = reduce(or_, flags)
     parts = 1
     keeps = all(one & READ and one & RECONSTRUCT for one in flags)
     if groups == 1 and (keeps or not every & (GATE | READ)):
         decodes = any(one & RECONSTRUCT and not one & HELD for one in flags)
         parts = MOST_PARTS if decodes else min(MOST_PARTS, -(-n // PART))
-    if gated or doses or every & (RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | READ | HELD | SCALED):
-        kind = ANY | GATED * gated | doses << DOSE
+    if captures & AFTER:  # it is complete where one program has all of the token
+        parts = 1
+    general = RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | READ | HELD | SCALED
+    if gated or doses or captures or every & general:
+        kind = ANY | GATED * gated | captures | doses << DOSE
     elif n == 1:
         kind = LONE
     else:

@@ -46,6 +46,7 @@ def edit_(
 
     scale_in and scale_out are 1, or come from the dictionary's input norm; for a layer norm, the encoder rows are
     centred already. For a delta in lengths of x, scale_out is |x|. A gate only changes its bit of cells[token].
+    A row may also have its tokens captured: x before its first group, and what is stored behind the last one.
     counts[row] grows at each entry's counter by the tokens that the entry changed, and by the doses of the site if the
     row measures them; layout.py defines a dose and its counters.
 

@@ -34,13 +34,14 @@ def edit_ref_(
     tokens_of, rows = _unfold(work[1 : 1 + n].long())
     for row in torch.unique(rows).tolist():
         begin, end, kind, *dense = table[row, [span + word for word in _SPAN]].tolist()
-        if begin == end:
+        if not kind:
             continue
         tokens = tokens_of[rows == row]
-        x = stream[tokens]
-        if form == layout.PAIR:
-            assert second is not None
-            x = x + second[tokens]
+        x = _now(stream, second, tokens, form)
+        if kind & layout.BEFORE:
+            assert bound.before is not None
+            bound.before[tokens] = x
+        listed = tokens
         x = was = x.float()
         changed = torch.zeros(len(tokens), dtype=torch.bool)
         while begin < end:
@@ -59,6 +60,17 @@ def edit_ref_(
         stream[tokens] = x
         if second is not None:
             second[tokens] = rms_norm_ref(x, norm_weight, eps, weight_offset) if form == layout.NORMED else 0
+        if kind & layout.AFTER:
+            assert bound.after is not None
+            bound.after[listed] = _now(stream, second, listed, form)
+
+
+def _now(stream: Tensor, second: Tensor | None, tokens: Tensor, form: int) -> Tensor:
+    """The tensor of a site as it is now, [tokens, d]."""
+    if form != layout.PAIR:
+        return stream[tokens]
+    assert second is not None
+    return stream[tokens] + second[tokens]
 
 
 def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -264,9 +276,8 @@ def map_ref_(
     steered = table[rows, 0] > 0
     work[0] = torch.tensor([0, 1, span, 0])
     for number in range(len(sites)):
-        spans = table[rows[steered], layout.HEAD + layout.SPAN * number :]
-        edited = (spans[:, layout.BEGIN] < spans[:, layout.END]).any()
-        sites[number, 0] = number if edited else ~number
+        kinds = table[rows[steered], layout.HEAD + layout.SPAN * number + layout.KIND]
+        sites[number, 0] = number if kinds.any() else ~number
     if not steered.any():
         return
     starts = query_start_loc[: num_reqs + 1].long()

@@ -250,6 +250,7 @@ def test_a_wrong_configuration_is_refused(raw: Any) -> None:
 
 
 def test_the_configuration_round_trips() -> None:
-    config = SaesteerConfig({"a": DictionarySource.from_argument("org/repo/x@resid_mid.3")}, ("resid_post.1",), 7)
+    source = DictionarySource.from_argument("org/repo/x@resid_mid.3")
+    config = SaesteerConfig({"a": source}, ("resid_post.1",), max_edits=7)
     assert SaesteerConfig.from_json(config.to_json()) == config
     assert config.dictionaries["a"] == DictionarySource("org/repo/x", "resid_mid.3")

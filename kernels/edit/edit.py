@@ -18,6 +18,8 @@ from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, wo
 from saesteer.kernels.edit.row import columns, plus, put, zeros
 from saesteer.kernels.edit.store import dosed, store
 from saesteer.kernels.edit.words import (
+    AFTER,
+    BEFORE,
     BEGIN,
     DENSE_BASE,
     DENSE_SIZE,
@@ -68,6 +70,8 @@ def edit_kernel(
     cells,  # [tokens] int32
     registers,  # [tokens, stride_registers] fp32
     kept_rows,  # [tokens, WIDTH], or None
+    before,  # [tokens, WIDTH], or None
+    after,  # [tokens, WIDTH], or None
     counts,  # [rows, counters] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
     activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
@@ -94,6 +98,7 @@ def edit_kernel(
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_KEPT: tl.constexpr,  # whether transcoders are reconstructed from here or to here
+    HAS_CAPTURES: tl.constexpr,  # whether tokens may be captured
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
@@ -147,7 +152,7 @@ def edit_kernel(
             dense_base = kept(entries + number + DENSE_BASE)
             dense_size = kept(entries + number + DENSE_SIZE)
         place = token - first_token
-        mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
+        mine = (part < parts) & ((kind & kinds) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
         spot = positions + token
@@ -164,6 +169,9 @@ def edit_kernel(
         if mine:
             here = tl.load(spot).to(tl.int32)
             x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+            if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
+                if ((kind & BEFORE) != 0) & (share == 0):
+                    put(before + at, cols, x, [col < WIDTH for col in cols])
             change = zeros(x)
             bits = 0
             if (kind & GATED) != 0:
@@ -179,7 +187,7 @@ def edit_kernel(
                 c = begin + share * each
                 end = tl.minimum(c + each, end)
             # At least once: a part without entries of its own still has its share of a reconstruction.
-            again = True
+            again = groups > 0
             while again:
                 group_end = end
                 if groups > 1:
@@ -297,3 +305,8 @@ def edit_kernel(
             if (kind >> DOSE) != 0:
                 x = dosed(stream, second, at, x, cols, changes, entries, kind >> DOSE, counter, WIDTH, FORM)
             store(stream, second, at, x, cols, changes > 0, norm_weight, eps, weight_offset, WIDTH, FORM, HAS_WEIGHT)
+            if HAS_CAPTURES:  # noqa: SIM102
+                if (kind & AFTER) != 0:
+                    tl.debug_barrier()  # each thread may read what another one has stored
+                    x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+                    put(after + at, cols, x, [col < WIDTH for col in cols])

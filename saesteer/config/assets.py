@@ -52,7 +52,7 @@ class Assets:
         for name, layers in sets.items():
             check_set(name, config.dictionaries[name], infos, layers)
         vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
-        for site in config.sites:
+        for site in (*config.sites, *config.reads):
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
         modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows], vectors=vectors)
@@ -70,12 +70,27 @@ class Assets:
         """
         kinds = {width: kind for kind, width in (other_widths or {}).items()}
         wanted = [reading_site(str(info.site_in)) for info in self.infos.values()]
-        wanted += expand_sites(self.config.sites, layers)
+        wanted += expand_sites([*self.config.sites, *self.config.reads], layers)
         for vectors in self.vectors.values():
             wanted += [f"{kinds.get(vectors.width, 'resid_post')}.{layer}" for layer in vectors.layers or ()]
         found = {canonical(site) for site in wanted}
         written = {canonical(site) for info in self.infos.values() for site in info.writes}
         return tuple(sorted(found | {op_site(site, found) for site in written}, key=order))
+
+    def readable(self, sites: Collection[str], other_widths: Mapping[str, int] | None = None) -> frozenset[str]:
+        """Those of the instrumented sites whose tensors requests may read.
+
+        They are the sites where dictionaries in memory read, the site of each vector that has one layer, and those
+        that the operator names.
+        """
+        kinds = {width: kind for kind, width in (other_widths or {}).items()}
+        layers = 1 + max((parse(site)[1] for site in sites), default=0)
+        wanted = {reading_site(canonical(str(info.site_in))) for info in self.infos.values() if not info.by_rows}
+        wanted |= {canonical(site) for site in expand_sites(self.config.reads, layers)}
+        for vectors in self.vectors.values():
+            if vectors.layers is not None and len(vectors.layers) == 1:
+                wanted.add(f"{kinds.get(vectors.width, 'resid_post')}.{vectors.layers[0]}")
+        return frozenset(wanted.intersection(sites))
 
     def ends(self, name: str, sites: Collection[str]) -> tuple[str, str]:
         """The sites whose ops read and write for a dictionary."""
@@ -118,6 +133,7 @@ class Assets:
             default=self.config.default_module,
             other_widths=others,
             sets=self.sets,
+            reads=self.readable(sites, others),
         )
         check_modules(catalog)
         return catalog

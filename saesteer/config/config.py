@@ -5,7 +5,8 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
     {"dictionaries": {"gs20": {"path": "org/repo/folder", "site": "resid_post.20"}},
      "vectors": {"happy": {"path": "happy.gguf"}, "sentiment": {"path": "probe.npy", "bias": -0.5}},
      "modules": {"golden-gate": "golden-gate.json", "calm": {"edits": [...]}},
-     "default_module": "calm", "sites": ["resid_post.all"], "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
+     "default_module": "calm", "sites": ["resid_post.all"], "reads": ["resid_post.12"], "max_read_mib": 64,
+     "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
      "max_dose": 0.5, "max_dose_action": "clamp"}
 """
 
@@ -24,6 +25,7 @@ ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment: the key that the admin r
 # Name of a limit → the least, the usual and the largest value.
 LIMITS = {
     "max_edits": (1, 64, 4096),
+    "max_read_mib": (1, 64, 65536),
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
     "registers": (1, 64, 4096),
@@ -157,6 +159,14 @@ OPTIONS: dict[str, Option] = {
         fields.list_of(_site, _MOST_SITES),
         "Sites to instrument in addition to those of the dictionaries; resid_post.all is every layer. Repeatable.",
     ),
+    "reads": Option(
+        "--reads",
+        "SITE,...",
+        fields.list_of(_site, _MOST_SITES),
+        "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
+        "Repeatable.",
+    ),
+    "max_read_mib": _limit("max_read_mib", "--max-read-mib", "MiB that one request may read out", ("LLM",)),
     "max_edits": _limit("max_edits", "--max-edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",
@@ -207,6 +217,8 @@ class SaesteerConfig:
 
     dictionaries: Mapping[str, DictionarySource] = field(default_factory=dict)
     sites: tuple[str, ...] = ()  # in addition to those that the dictionaries need; "resid_post.all": every layer
+    reads: tuple[str, ...] = ()  # sites whose tensors requests may read, in addition to where dictionaries read
+    max_read_mib: int = LIMITS["max_read_mib"][1]  # MiB that one request may read out
     max_edits: int = LIMITS["max_edits"][1]  # table entries of one request, over all sites
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec

@@ -1,6 +1,6 @@
 """Dictionaries, tables, work list and counters of one worker, on its device. Knows requests by row, nothing of vLLM."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.engine.pool import Pool
+from saesteer.engine.readouts import Captures, Reading, Source, source_of
 from saesteer.engine.registry import Held, Registry
-from saesteer.engine.table import Placement, Places, Row, make_row
+from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
-from saesteer.engine.wire import decode
+from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
@@ -23,6 +24,8 @@ from saesteer.kernels.step.updates import News, pack
 from saesteer.planning.pins import Pins, Place, counts, settle
 
 __all__ = ["Engine", "Row", "Site"]
+
+_PROBES = 1024  # that are remembered, with their directions on the device
 
 
 class Published:
@@ -126,8 +129,11 @@ class Engine:
         kept = torch.zeros(max_tokens, width, dtype=dtype, device=device) if crossed else None
         for room in found.values() if config.dictionary_folder else ():
             room.norms = True  # nobody knows yet what its dictionaries need
+        readable = {name: widths[name] for name in names if name in assets.readable(names, other_widths)}
+        self.captures = Captures(readable, max_tokens, dtype, device)
         for number, name in enumerate(names):
             own: dict[str, Tensor] = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
+            own |= self.captures.of(name)
             if kept is not None and name in crossed:
                 own["kept"] = kept
             site = site_of(name, found[name], common | own, width=widths[name], dtype=dtype, device=device)
@@ -142,6 +148,8 @@ class Engine:
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
 
+        self._sources: dict[str, Source] = {}  # dictionaries that were read
+        self._probes: dict[tuple[bytes, float], Source] = {}
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
@@ -168,7 +176,43 @@ class Engine:
             return None
         wire = decode(admitted["plan"])
         arrows = self.registry.find(wire.digests, admitted["vectors"])
-        return make_row(wire, self.places, arrows, limit=self.config.max_dose or 0.0)
+        row = make_row(wire, self.places, arrows, limit=self.config.max_dose or 0.0)
+        row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts)
+        return row
+
+    def _reading(
+        self,
+        wire: Wire,
+        arrows: Sequence[Arrow],
+        kind: Any,
+        op: str | None,
+        after: bool,
+        windows: Sequence[tuple[int, int]],
+        last: bool,
+        reduce: Any,
+        source: int,
+        bias: float,
+        top_k: int,
+        features: Sequence[int],
+    ) -> Reading:
+        of, named = None, ()
+        if kind == "features":
+            name = wire.dictionaries[source]
+            place = self.places.dictionaries[name]
+            of = self._sources.get(name)
+            if of is None:
+                of = self._sources[name] = source_of(place, self.sites[str(op)])
+            named = tuple(rows_of_features(place.info, np.array(features, dtype=np.int32)).tolist())
+        elif kind == "probe":
+            arrow = arrows[~source]
+            of = self._probes.pop((arrow.digest, bias), None)
+            if of is None:
+                direction = torch.from_numpy(arrow.unit * np.float32(arrow.length)).to(self.device)
+                of = Source(direction=direction, bias=bias)
+            self._probes[arrow.digest, bias] = of  # the last used stands last
+            if len(self._probes) > _PROBES:
+                del self._probes[next(iter(self._probes))]
+        return Reading(kind, op, after, windows, last, reduce, of, top_k, named)
 
     def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
         """Put new vectors for names on the device, before a request uses them.

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo
+from saesteer.engine.readouts import Reading
 from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
@@ -93,6 +94,7 @@ class Row:
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
     at: NDArray[np.intp]  # indices of the words that take slots
     which: NDArray[np.intp]  # for each such word, the index of its use
+    readings: tuple[Reading, ...] = ()  # what is made of the tensors that it captures
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 
     @property
@@ -124,7 +126,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     uses: dict[tuple[str, Arrow], int] = {}
     at, which = [], []
     first, doses, most, whole = 0, 0, 1, False
-    for site, count, groups, changed in wire.sites:
+    for site, count, groups, changed, captures in wire.sites:
         end = first + count
         measured = changed and (wire.dose or limit > 0)
         dense = (0, 0, 0)
@@ -141,9 +143,11 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             begin=begin + layout.ENTRY * first,
             dense=dense,
             doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
+            captures=captures,
         )
         spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
-    words[:3] = first, most, whole
+    captured = any(one[-1] for one in wire.sites)
+    words[:3] = max(first, captured), most, whole
     if limit > 0:
         # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
@@ -164,7 +168,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         info, lines = place.info, (targets == one).nonzero()[0]
         if place.apart:
             held = (table[lines, layout.FLAGS] & layout.HELD).astype(bool)
-            rows = _rows(info, table[lines[held], layout.SLOT])
+            rows = rows_of_features(info, table[lines[held], layout.SLOT])
             table[lines[held], layout.SLOT] = place.out + rows
             if place.max_act is not None:
                 size[lines[held]] = place.max_act[rows]
@@ -177,7 +181,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
             table[ranged, layout.SIZE : layout.TOP_K + 1] = info.features, info.k or 0
             table[lines[whole], layout.SLOT] = place.number
             lines = lines[~whole]
-        rows = _rows(info, table[lines, layout.SLOT])
+        rows = rows_of_features(info, table[lines, layout.SLOT])
         table[lines, layout.SLOT] = place.base + rows
         floats[lines, layout.BIAS], floats[lines, layout.THRESHOLD] = place.bias[rows], place.threshold[rows]
         if info.activation == "groupmax":
@@ -197,7 +201,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         law[:] = np.where(finite, np.clip(scaled, -FLOAT32_MAX, FLOAT32_MAX), law)
 
 
-def _rows(info: CoderInfo, features: NDArray[np.int32]) -> NDArray[np.int32]:
+def rows_of_features(info: CoderInfo, features: NDArray[np.int32]) -> NDArray[np.int32]:
     """The rows of features, where a file holds only some of them."""
     if info.feature_ids is None:
         return features

@@ -25,7 +25,7 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read, Readout, Whole
 
 # A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector or a feature's rows ~index in Wire.digests
@@ -41,23 +41,25 @@ _LINE = Struct("<9i7f3i").pack  # makes one line; many times as fast as numpy fo
 class Wire:
     """A plan as the worker reads it."""
 
-    sites: Sequence[tuple[str, int, int, bool]]  # in forward order: name, lines, groups, whether anything is changed
+    # In forward order: name, lines, groups, whether anything is changed, what is captured (layout.BEFORE, AFTER).
+    sites: Sequence[tuple[str, int, int, bool, int]]
     dictionaries: Sequence[str]
     digests: Sequence[bytes]  # one for each vector, DIGEST bytes long
     edits: int  # number of changes; each counts its tokens in a column of its own
     dose: bool  # whether to measure how much each site changes each token
+    readouts: Sequence[Sequence[Any]]  # as ``_Targets.readout`` makes them
     lines: NDArray[np.int32]  # [entries, LINE], ordered as in the table
 
 
 def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any]:
-    """What travels with a request: ``plan``, empty where nothing is edited, and the ``vectors`` that it brings.
+    """What travels with a request: ``plan``, empty where nothing is edited or read, and the ``vectors`` that it brings.
 
     Args:
         plan: the plan of its spec.
         catalog: the catalog that it was planned with.
         dose: whether to measure doses.
     """
-    if not plan:
+    if not (plan or plan.readouts):
         return {"plan": b"", "vectors": []}
     targets = _Targets(catalog)
     here: defaultdict[str, list[list[tuple[Any, ...]]]] = defaultdict(list)  # by site its groups, without GROUP
@@ -72,10 +74,17 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         here[group.site].append([*chain.from_iterable(entries)])
         edits += len(entries)
     changed = {group.site for group in plan.groups}
+    captured: defaultdict[str, int] = defaultdict(int)
+    for readout in plan.readouts:
+        if readout.op is not None:
+            captured[readout.op] |= layout.AFTER if readout.after else layout.BEFORE
+            here[readout.op]  # it may have no lines
+    readouts = [targets.readout(one) for one in plan.readouts]
     sites: dict[str, list[Any]] = {}
     lines: list[bytes] = []
     for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
-        numbers = sites.setdefault(catalog.op_site(site), [0, 0, False])
+        op = catalog.op_site(site)
+        numbers = sites.setdefault(op, [0, 0, False, captured[op]])
         numbers[0] += sum(map(len, here[site]))
         numbers[1] += len(here[site])
         numbers[2] |= site in changed
@@ -83,7 +92,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
             end = len(lines) + len(members)
             lines += [_LINE(*words, end) for words in members]
     about = [[site, *numbers] for site, numbers in sites.items()]
-    head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose]).encode()
+    head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose, readouts]).encode()
     return {
         "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
         "vectors": [*map(_brought, targets.brought.values()), *map(_rows, targets.rows.values())],
@@ -93,10 +102,10 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
 def decode(plan: bytes) -> Wire:
     """The inverse of ``encode`` for a plan that is not empty."""
     at = 4 + int.from_bytes(plan[:4], "little")
-    sites, dictionaries, vectors, edits, dose = json.loads(plan[4:at])
+    sites, dictionaries, vectors, edits, dose, readouts = json.loads(plan[4:at])
     digests = [plan[at + DIGEST * n : at + DIGEST * (n + 1)] for n in range(vectors)]
     lines = np.frombuffer(plan, "<i4", offset=at + DIGEST * vectors).reshape(-1, LINE)
-    return Wire(sites, dictionaries, digests, edits, dose, lines)
+    return Wire(sites, dictionaries, digests, edits, dose, readouts, lines)
 
 
 class _Targets:
@@ -144,6 +153,16 @@ class _Targets:
         law = one.scale - 1.0, one.shift, low, high, source.bias, source.threshold, one.gain
         behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
         return [(source.slot, 0, lo, hi, *behind) for lo, hi in one.windows]
+
+    def readout(self, one: Readout) -> list[Any]:
+        """What the worker must know of a readout: as ``Engine`` takes it apart."""
+        source, bias = 0, 0.0
+        if one.dictionary is not None:
+            source = self.dictionaries.setdefault(one.dictionary, len(self.dictionaries))
+        elif one.probe is not None:
+            source, bias = self._source(one.probe, str(one.site)).target, self._bias(one.probe)
+        about = [one.kind, one.op, one.after, one.windows, one.last, one.reduce]
+        return [*about, source, bias, one.top_k, one.features]
 
     def _bias(self, target: object) -> float:
         named = isinstance(target, Direction) and isinstance(target.vector, str)

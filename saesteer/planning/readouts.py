@@ -128,6 +128,7 @@ def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> R
 
 def _probe(one: ProbeRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
     site, probe = read_probe(catalog, one.probe, one.site, at)
+    _refuse_pregain(site, f"{at}.probe" if one.site is None else f"{at}.site")
     op = sites.reading_site(site)
     _check_kept(catalog, op, site, f"{at}.probe" if one.site is None else f"{at}.site")
     after, spans = _is_after(one.at, site, at), _windows(one.scope, prompt_len, at)
@@ -138,6 +139,7 @@ def _activation(one: ActivationRead, catalog: Catalog, prompt_len: int, at: str)
     _refuse_means_of_messages(one, at)
     _refuse_handles(one, at)
     site = canonical(one.site)
+    _refuse_pregain(site, f"{at}.site")
     op = sites.reading_site(site)
     _check_kept(catalog, op, one.site, f"{at}.site")
     return Readout(
@@ -181,6 +183,14 @@ def _check_kept(catalog: Catalog, op: str, named: str, path: str) -> None:
         why = "whose tensor this server does not keep"
     if why is not None:
         fail(path, "not_served", f"reads {named}, {why}; start it with --reads {op} to read there")
+
+
+def _refuse_pregain(site: str, at: str) -> None:
+    """Only encoders normalise resid_mid, so there is no tensor of that name."""
+    kind, layer = parse(site)
+    if kind == PREGAIN:
+        found = f"got {site}, which only dictionaries read"
+        fail(at, "not_served", f"{found}, expected resid_mid.{layer} or mlp_in.{layer}")
 
 
 def _is_after(moment: str, site: str, at: str) -> bool:

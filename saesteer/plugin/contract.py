@@ -64,6 +64,7 @@ every vllm.v1.engine.core_client:AsyncMPClient
 every vllm.v1.core.kv_cache_utils
   generate_block_hash_extra_keys(request, start_token_idx, end_token_idx)  prefix_cache:_keying  blocks keyed by edits
 every vllm.v1.core.kv_cache_manager:KVCacheManager
+  get_computed_blocks(request)  prefix_cache:_limiting  cached prompts that a request reads
   evict_blocks(block_ids)  used results.failures:end  a request fails
 every vllm.v1.core.sched.scheduler:Scheduler
   update_from_output(scheduler_output, model_runner_output)  results.counts:_sending  counts leave at the end
@@ -90,10 +91,13 @@ worker vllm.distributed.parallel_state
   get_tensor_model_parallel_rank()  used worker.layers:attach  z, tensor parallelism
 worker vllm.v1.worker.gpu_model_runner
   AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
+  ExecuteModelState(scheduler_output, logits)  used worker.worker:_wrap_v1  reads, V1
 worker vllm.v1.worker.gpu_model_runner:GPUModelRunner
   _update_states(scheduler_output)  instance worker.worker:_wrap_v1  V1
   _prepare_inputs(scheduler_output, num_scheduled_tokens)  instance worker.worker:_wrap_v1  V1
   _dummy_run(num_tokens)  instance worker.worker:_wrap_v1  V1
+worker vllm.v1.worker.gpu.model_runner
+  ExecuteModelState(input_batch)  used worker.worker:_wrap_v2  reads, V2
 worker vllm.v1.worker.gpu.async_utils
   AsyncOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V2
 worker vllm.v1.worker.gpu.model_states.interface:ModelState

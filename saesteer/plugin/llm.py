@@ -25,6 +25,8 @@ class LLM(vllm.LLM):
         dictionaries: name → path or hub id, with ``@site`` when the files do not say where they belong, or
             ``{"path": ..., "site": ..., "rows": ...}``; ``rows:`` in front of the path leaves it in its file.
         sites: more sites to instrument than those of the dictionaries and vectors; ``resid_post.all`` is every layer.
+        reads: sites whose tensors requests may read, in addition to those where dictionaries read.
+        max_read_mib: MiB that one request may read out.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
@@ -48,6 +50,8 @@ class LLM(vllm.LLM):
         *,
         dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
+        reads: Sequence[str] = (),
+        max_read_mib: int = 64,
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
@@ -62,6 +66,8 @@ class LLM(vllm.LLM):
         wishes = {
             "dictionaries": dictionaries or {},
             "sites": sites,
+            "reads": reads,
+            "max_read_mib": max_read_mib,
             "max_edits": max_edits,
             "vectors": vectors or {},
             "modules": modules or {},

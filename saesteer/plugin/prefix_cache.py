@@ -17,6 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
 from saesteer.plugin.wrap import Original, around
 
+FIRST = f"{KEY}_first"  # next to it: the first position that is read, of those to be recomputed, and of all
 RUNS = f"{KEY}_runs"  # next to the spec in extra_args, from the front end to the scheduler (admission.keyed)
 
 
@@ -67,6 +68,36 @@ def edited_blocks(manager: Any, request: Any) -> set[int]:
         for block in (group.req_to_blocks.get(request.request_id) or ())[first // group.block_size :]
         if not block.is_null
     }
+
+
+class _Shorter:
+    """A request that says it has fewer tokens: vLLM takes no more of it from the cache than all but the last."""
+
+    def __init__(self, request: Any, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def first_read(request: Any) -> int | None:
+    """The first position that a request in the scheduler must compute since it reads it; None: there is none.
+
+    One that was preempted computes again all that it reads, so that nothing of a reduction is counted twice.
+    """
+    extra = getattr(request.sampling_params, "extra_args", None)
+    first, again = (extra or {}).get(FIRST, (None, None))
+    found: int | None = again if request.num_preemptions else first
+    return found
+
+
+@around
+def _limiting(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    first = first_read(request)
+    if first is None or first >= request.num_tokens:
+        return original(self, request, *args, **kwargs)
+    return original(self, _Shorter(request, first + 1), *args, **kwargs)
 
 
 @around

@@ -34,6 +34,7 @@ def edit(
     kept: Rows | None = None,
     norms: bool = False,
     limit: float | None = None,
+    captures: int = 0,
 ) -> State:
     """One request's tokens; features are the unit vectors, or the encoder rows given. None: the reference.
 
@@ -46,8 +47,8 @@ def edit(
     slots = len(w_enc)
     listed = [(t, 1, start + t) for t in range(tokens)]
     table = make_table([[groups]], 1, dense=dense)
-    if limit is not None:
-        write_row(table, 1, [groups], dense, [4], limit)
+    if limit is not None or captures:
+        write_row(table, 1, [groups], dense, () if limit is None else [4], limit or 0.0, captures)
     weights = (
         w_enc,
         eye[torch.arange(slots) % WIDTH],
@@ -66,6 +67,8 @@ def edit(
         state.registers = torch.tensor(registers)
     if kept is not None:
         state.kept = torch.tensor(kept)
+    if captures:
+        state.before, state.after = torch.full_like(stream, 77.0), torch.full_like(stream, 77.0)
     if path is None:
         call.reference(state)
     else:

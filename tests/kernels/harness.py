@@ -51,10 +51,16 @@ class State:
     counts: Tensor
     registers: Tensor = field(default_factory=lambda: torch.zeros(0, 4))  # rows are made for the call
     kept: Tensor | None = None
+    before: Tensor | None = None
+    after: Tensor | None = None
 
     def clone(self) -> State:
-        second, kept = (None if one is None else one.clone() for one in (self.second, self.kept))
-        return State(self.stream.clone(), second, self.cells.clone(), self.counts.clone(), self.registers.clone(), kept)
+        second, *more = (
+            None if one is None else one.clone() for one in (self.second, self.kept, self.before, self.after)
+        )
+        return State(
+            self.stream.clone(), second, self.cells.clone(), self.counts.clone(), self.registers.clone(), *more
+        )
 
 
 @dataclass
@@ -84,6 +90,8 @@ class Call:
             cells=state.cells.to(place),
             registers=state.registers.to(place),
             kept=None if state.kept is None else state.kept.to(place),
+            before=None if state.before is None else state.before.to(place),
+            after=None if state.after is None else state.after.to(place),
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,
@@ -117,7 +125,7 @@ class Call:
         state.stream.copy_(stream)
         if state.second is not None and second is not None:
             state.second.copy_(second)
-        for name in ("cells", "registers", "kept"):
+        for name in ("cells", "registers", "kept", "before", "after"):
             if getattr(state, name) is not None:
                 getattr(state, name).copy_(getattr(bound, name))
         state.counts.copy_(counts)

@@ -61,6 +61,7 @@ def write_row(
     dense: tuple[int, int] = (0, 0),
     doses: Sequence[int] = (),
     limit: float = 0.0,
+    captures: int = 0,
 ) -> None:
     """Fill table[row] (int32 [rows, words]) with the groups of each site, in order.
 
@@ -71,6 +72,7 @@ def write_row(
         dense: first slot and size of the dictionary that ranks or reconstructions need.
         doses: columns of counts where those of each site begin, 0 where none are measured; default nowhere.
         limit: of a dose; 0 = any.
+        captures: bits of KIND at every site: layout.BEFORE, AFTER.
 
     Raises:
         ValueError: the row has too few words.
@@ -89,6 +91,7 @@ def write_row(
             begin=at,
             dense=(*dense, whole[0] & (layout.LAYER_NORM | layout.L2_NORM)) if whole else (0, 0, 0),
             doses=doses[site] if doses else 0,
+            captures=captures,
         )
         words[1] = max(words[1], words[here + layout.PARTS])
         words[2] |= int(words[here + layout.DENSE_SIZE] > 0)
@@ -96,7 +99,7 @@ def write_row(
             at += layout.ENTRY * len(group)
             for entry in group:
                 words += entry.words(at)
-    words[0] = (at - layout.head(len(sites))) // layout.ENTRY
+    words[0] = max((at - layout.head(len(sites))) // layout.ENTRY, int(captures > 0))
     words[layout.LIMIT : layout.LIMIT + 1] = struct.unpack("<i", struct.pack("<f", limit))
     if at > table.shape[1]:
         raise ValueError(f"a row of {at} words, the table has {table.shape[1]}")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import BEGIN, END, HEAD, MOST_PARTS, SITE_STRIDE, SPAN, TILE
+from saesteer.kernels.layout import BEGIN, HEAD, KIND, MOST_PARTS, SITE_STRIDE, SPAN, TILE
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.step.map import map_triton
 from saesteer.kernels.step.updates import News, pack
@@ -44,7 +44,7 @@ def check(
     table[:, 0] = 0
     for slot, (_, parts, first) in zip(slots, requests, strict=True):
         for site in range(SITES):  # as an earlier request left them, too
-            table[slot + 1, HEAD + SPAN * site + END] = MOST_PARTS + (first >> site & 1)
+            table[slot + 1, HEAD + SPAN * site + KIND] = first >> site & 1
         if parts:
             table[slot + 1, :3] = torch.tensor([3, parts, 0])
     assert table.shape[1] >= SPAN * SITES + HEAD and (table[:, HEAD + BEGIN] == MOST_PARTS).all()

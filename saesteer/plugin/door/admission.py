@@ -22,11 +22,13 @@ from saesteer.planning.digests import digest
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.plan import Feature
 from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.planning.readouts import declared, first_recomputed, refuse_above
 from saesteer.planning.runs import Run, change_digests, runs
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.prefix_cache import RUNS
+from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.results.counts import Report
+from saesteer.plugin.results.reads import Reported, reported
 
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
@@ -40,6 +42,8 @@ class Meaning:
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
+    readouts: Sequence[Reported]  # what it reads
+    first: tuple[int | None, int | None]  # the first position that is read: of those to be recomputed, and of all
     rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
 
 
@@ -53,15 +57,22 @@ class Door:
         server: fingerprint of the server's dictionaries and limits.
         config: the operator's settings, of which the limit for doses counts here; None: no limit.
         fetching: the dictionaries that are served by rows; None: there are none.
+        model: vLLM's configuration of the model; None: there is no limit for what is read.
     """
 
     def __init__(
-        self, server: str = "", config: SaesteerConfig | None = None, fetching: Fetching | None = None
+        self,
+        server: str = "",
+        config: SaesteerConfig | None = None,
+        fetching: Fetching | None = None,
+        model: Any = None,
     ) -> None:
         self.config = config
         self.fetching = fetching
         self.default = None if config is None else config.default_module
         self._server = server
+        self._model = model
+        self._dtype = "float32" if model is None else str(model.dtype).removeprefix("torch.")
         self._catalog: Catalog | None = None
         self._kept: dict[Any, Meaning] = {}
         self._lock = Lock()
@@ -90,13 +101,26 @@ class Door:
         params = request.sampling_params
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
-        params.saesteer_report = Report(meaning.applied, meaning.sites if measured else None, limit)
+        if meaning.readouts:
+            self._bound(meaning.readouts, catalog, len(ids), params)
+        params.saesteer_report = Report(
+            meaning.applied, meaning.sites if measured else None, limit, readouts=meaning.readouts
+        )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
+        if meaning.first != (None, None):
+            params.extra_args[FIRST] = meaning.first
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later.
             params.extra_args[RUNS] = keyed(meaning.runs, self._server, uuid4().hex if refusing else None)
         return spec
+
+    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any) -> None:
+        if self._model is None or self.config is None:
+            return
+        most = params.max_tokens or max(1, self._model.max_model_len - prompt_len)
+        size = declared([one.readout for one in readouts], catalog, prompt_len, most, self._model.dtype.itemsize)
+        refuse_above(self.config.max_read_mib << 20, size * (params.n or 1))
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
         """The meaning of a spec.
@@ -109,7 +133,8 @@ class Door:
         if found is None:
             planned = plan(spec, catalog, prompt_len)
             rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
-            found = _meaning(spec, replace(catalog, rows=rows) if rows else catalog, planned)
+            full = replace(catalog, rows=rows) if rows else catalog
+            found = _meaning(spec, full, planned, prompt_len, self._dtype)
             with self._lock:
                 self._keep(catalog, (spec, prompt_len) if planned.relative else spec, found)
         elif self.fetching:
@@ -133,12 +158,15 @@ class Door:
             del self._kept[next(iter(self._kept))]
 
 
-def _meaning(spec: Spec, catalog: Catalog, found: Plan) -> Meaning:
+def _meaning(spec: Spec, catalog: Catalog, found: Plan, prompt_len: int, dtype: str) -> Meaning:
     # The ops are only for logs (logs.py).
     admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
     edited = runs(found, change_digests(found, catalog))
     rows = features_of(found, catalog) if catalog.rows else {}
-    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted, rows)
+    starts = [one.windows[0][0] for one in found.readouts if one.windows]
+    first = first_recomputed(found.readouts, prompt_len), min(starts, default=None)
+    told = reported(found.readouts, catalog, dtype)
+    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted, told, first, rows)
 
 
 def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:

@@ -82,7 +82,9 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         refuse_unservable(vllm_config)
     self.saesteer_names = None if assets is None else _names(assets, vllm_config)
     fetching = None if assets is None else Fetching(assets.rows, vllm_config.model_config.dtype)
-    self.saesteer_door = Door() if assets is None else Door(fingerprint(assets), assets.config, fetching)
+    self.saesteer_door = Door()
+    if assets is not None:
+        self.saesteer_door = Door(fingerprint(assets), assets.config, fetching, vllm_config.model_config)
     _default.clear()
     if self.saesteer_door.default:
         _default.add(self.saesteer_door.default)

@@ -21,10 +21,11 @@ from torch import Tensor
 from saesteer.config.config import KEY
 from saesteer.engine import doses
 from saesteer.engine.engine import Published
+from saesteer.engine.readouts import Brought
 from saesteer.engine.table import Row
 from saesteer.kernels import layout
 from saesteer.planning.applied import count
-from saesteer.plugin.results import failures, metrics
+from saesteer.plugin.results import failures, metrics, reads
 from saesteer.plugin.wrap import Original, around, around_method_of
 
 
@@ -35,6 +36,7 @@ class Table(NamedTuple):
     counted: NDArray[np.int32]  # [requests, 1 + counters]: each request's cached tokens, then its counters
     failed: Mapping[str, str]  # failed request → word
     stops: frozenset[str]  # requests with stop strings: the front end finds these, so any output may be the last
+    read: Brought | None = None  # what requests have read of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Snapshot:
     published: Published  # the counters of this step
     kept: Mapping[str, Sequence[Tensor]]  # request → its counters from rows that it had before
     lost: Mapping[str, str]  # request that failed for another reason than its counters → word
+    read: Brought | None = None  # as in Table
 
     @property
     def names(self) -> list[str]:
@@ -98,7 +101,7 @@ class Snapshot:
         batch = self.batch
         table = np.empty((len(batch.names), 1 + batch.width), dtype=np.int32)
         table[:, 0] = batch.cached
-        if batch.rows:
+        if batch.rows and batch.width:
             table[:, 1:] = self.published.read(self.step, batch.rows, batch.width)
         for name, several in self.kept.items():
             number = batch.names.index(name)
@@ -109,7 +112,7 @@ class Snapshot:
         return table
 
     def __reduce__(self) -> tuple[type[Table], tuple[Any, ...]]:
-        return Table, (self.names, self.counted, self.failed, self.stops)
+        return Table, (self.names, self.counted, self.failed, self.stops, self.read)
 
 
 def attach(worker: Any, steering: Any) -> None:
@@ -121,7 +124,8 @@ def attach(worker: Any, steering: Any) -> None:
     def sample_tokens(original: Original, *args: Any, **kwargs: Any) -> Any:
         if steering.kinds is None and not steering.failed:
             return original(*args, **kwargs)
-        snapshot = steering.snapshot()  # now, since the next step may be prepared before this one's tokens arrive
+        # Now, since the next step may be prepared before this one's tokens arrive.
+        snapshot = steering.snapshot(steering.read() if worker.rank == 0 else None)
         output = original(*args, **kwargs)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
@@ -139,6 +143,7 @@ def _sending(
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
+    reads.send(self, outputs, found.read, stops)
     if self.finished_req_ids or stops:  # most steps have none
         made = (one for batch in outputs.values() for one in batch.outputs)
         last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
@@ -160,13 +165,16 @@ class Report:
     sites: tuple[str, ...] | None = None  # whose doses are reported (doses.sites_of); None: doses are not reported
     limit: float | None = None  # the server's limit for a dose
     counted: bytes = b""  # from the last output that had counters
+    readouts: Sequence[reads.Reported] = ()  # what it reads
+    read: reads.Rows | None = None  # of a choice, what has come of that
     fields: dict[str, Any] = field(default_factory=dict)  # of the answer
 
     def of_choice(self) -> "Report":
         """The report of one choice, with fields of its own."""
         fields: dict[str, Any] = {"applied": [dict(one) for one in self.applied]}
         # "dose" stays empty if there is no site.
-        return replace(self, fields=fields if self.sites is None else fields | {"dose": []})
+        fields = fields if self.sites is None else fields | {"dose": []}
+        return replace(self, fields=fields, read=reads.Rows(self.readouts, fields) if self.readouts else None)
 
     def fill(self) -> None:
         """Adds the counts and doses."""
@@ -196,14 +204,17 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
     failed = []
     for one in engine_core_outputs:
         sent = one.kv_transfer_params
-        if sent is not None and (KEY in sent or failures.FAILED in sent):
+        if sent is not None and (KEY in sent or failures.FAILED in sent or reads.READ in sent):
             found = dict(sent)
             counted, word = found.pop(KEY, None), found.pop(failures.FAILED, None)
+            blobs = found.pop(reads.READ, ())
             one.kv_transfer_params = found or None
             state = self.request_states.get(one.request_id)
             answer: Report | None = getattr(state, "saesteer", None)
             if answer is not None:
                 answer.counted = counted or answer.counted
+                if answer.read is not None:
+                    answer.read.add(blobs)
                 if word is not None:
                     answer.fill()
                     failed.append((state, failures.reason(word, answer.fields.get("dose", ()), answer.limit)))
@@ -222,6 +233,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
     if answer is not None:
         # One object for all pieces of a stream: vLLM merges waiting pieces and keeps the first one's.
         made.saesteer = answer.fields
+        if answer.read is not None:
+            answer.read.tell(self.prompt_len, self.detokenizer.num_output_tokens(), final=finish_reason is not None)
         if finish_reason is not None:
             answer.fill()
             metrics.edited(answer.fields["applied"])

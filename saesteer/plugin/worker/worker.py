@@ -9,6 +9,7 @@ Wraps, on instances after the worker has built its runner:
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -22,6 +23,7 @@ from saesteer import __version__
 from saesteer.config.assets import Assets
 from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine, Row
+from saesteer.engine.readouts import Brought, Reading, Segment
 from saesteer.engine.registry import Gone
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
@@ -66,7 +68,7 @@ def attach(worker: Any, assets: Assets) -> None:
         loaded = original(*args, **kwargs)
         worker.saesteer = steering = _build(runner, assets)
         if hasattr(runner, "model_state"):
-            _wrap_v2(runner.model_state, steering)
+            _wrap_v2(runner, runner.model_state, steering)
         else:
             _wrap_v1(runner, steering)
         counts.attach(worker, steering)
@@ -136,6 +138,10 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
+        self._readers: list[tuple[int, str, Sequence[Reading]]] = []  # of the last batch, with their places in it
+        # What a runner knows of the step that it has launched: where each request's tokens begin, the positions of the
+        # first ones, and what lm_head multiplies.
+        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
         self.kinds: NDArray[np.int32] | None = None  # of the last batch's rows, by site; None: none of them is steered
 
     def add(self, request: Any) -> Row | None:
@@ -224,8 +230,20 @@ class Steering:
             del self.rows[request], self._cached[request]
             self._stops.discard(request)
 
-    def snapshot(self) -> counts.Snapshot:
-        """What was counted so far for the steered requests of the last batch."""
+    def read(self) -> Brought | None:
+        """What the requests of the last batch read of its step, which has been launched."""
+        if not self._readers or self.step is None:
+            return None
+        starts, positions, hidden = self.step()
+        segments = [
+            Segment(name, readings, int(starts[at]), int(positions[at]), int(starts[at + 1] - starts[at]))
+            for at, name, readings in self._readers
+            if name in self.rows
+        ]
+        return self.engine.captures.read(segments, hidden)
+
+    def snapshot(self, read: Brought | None = None) -> counts.Snapshot:
+        """What was counted so far for the steered requests of the last batch, with what they read of its step."""
         if self._listed is None:
             names = [request for request in self._batch or () if request in self._places]
             self._listed = counts.SteeredBatch(
@@ -238,7 +256,7 @@ class Steering:
             )
         # Copies, since they are read later.
         kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
-        return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed))
+        return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed), read)
 
     def look(self, batch: list[str], tokens: int) -> bool:
         """Whether this step differs from the last look's in more than its positions; `kinds` then holds its kinds.
@@ -251,13 +269,22 @@ class Steering:
         self._batch, self._listed = list(batch), None
         found = [self.rows[request].kinds for request in batch if request in self.rows]
         self.kinds = reduce(or_, found) if found else None
+        rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
+        self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
         return True
 
 
-def _wrap_v2(state: Any, steering: Steering) -> None:
+def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
     """The V2 runner: a request's state slot, plus one, is its row; slots and positions are on the device already."""
     engine = steering.engine
     warm: list[bool] = []  # the first batch is a dummy one, before any request
+
+    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor]:
+        launched = runner.execute_model_state
+        batch = launched.input_batch
+        return batch.query_start_loc_np, batch.num_computed_tokens_np, launched.hidden_states
+
+    steering.step = step
 
     @around_method_of(state)
     def add_request(original: Original, req_index: int, new_req_data: Any) -> None:
@@ -292,6 +319,12 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     rows = Rows(engine.table.shape[0] - 1)
     numbers: list[int] = []  # rows of the last batch
     warm: list[bool] = []
+
+    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor]:
+        launched, batch = runner.execute_model_state, runner.input_batch
+        return runner.query_start_loc.np, batch.num_computed_tokens_cpu, launched.hidden_states
+
+    steering.step = step
 
     @around_method_of(runner)
     def _update_states(original: Original, scheduler_output: Any) -> Any:

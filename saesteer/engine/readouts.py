@@ -1,0 +1,253 @@
+"""What is read of captured tensors once a step has run: its tokens, the computation, and the way to the host.
+
+Knows rows, tensors and positions, and neither vLLM nor an answer's form. The op copies the tokens of rows that read
+(kernels/layout.py, before and after); here one gather for each width takes those that somebody asks for, and what is
+made of them runs beside the next step, on a stream of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.kernels.read.features import Encoder, read_features
+from saesteer.kernels.read.rows import Reduction, read_probes, reduce_rows
+
+if TYPE_CHECKING:
+    from saesteer.engine.table import Placement
+    from saesteer.engine.weights import Site
+
+Span = tuple[int, int]  # absolute positions [lo, hi)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A dictionary, or a probe: what turns rows of a tensor into numbers."""
+
+    encoder: Encoder | None = None
+    ids: NDArray[np.int32] | None = None  # of the encoder's rows, where a file holds only some features
+    direction: Tensor | None = None  # [d] fp32
+    bias: float = 0.0
+
+
+def source_of(place: "Placement", site: "Site") -> Source:
+    """A dictionary that lies in a site's weights."""
+    info, rows = place.info, slice(place.base, place.base + place.info.features)
+    ranked = info.k or 0
+    encoder = Encoder(
+        site.w_enc[rows],
+        site.b_enc[rows],
+        site.threshold[rows],
+        norm=place.norm,
+        groups=ranked if info.activation == "groupmax" else int(ranked > 0),
+        k=1 if info.activation == "groupmax" else ranked,
+        magnitude=info.activation == "abstopk",
+    )
+    return Source(encoder, None if info.feature_ids is None else np.array(info.feature_ids, dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One readout of a row."""
+
+    kind: Literal["features", "probe", "activation", "hidden"]
+    op: str | None  # the site that captures the tensor; None: what lm_head multiplies
+    after: bool
+    windows: Sequence[Span]  # disjoint, ascending
+    last: bool  # only the row that sampled the answer's last token
+    reduce: Reduction | Literal["none"]
+    source: Source | None
+    top_k: int
+    named: tuple[int, ...]  # rows of the encoder
+
+    def spans(self, position: int, tokens: int) -> Iterator[Span]:
+        """The positions that it asks for among a step's tokens of its request."""
+        end = position + tokens
+        if self.last:
+            yield end - 1, end
+            return
+        for lo, hi in self.windows:
+            if lo < end and position < hi:
+                yield max(lo, position), min(hi, end)
+
+
+class Segment(NamedTuple):
+    """The tokens of one request in a step."""
+
+    name: str
+    readings: Sequence[Reading]
+    first: int  # index in the step
+    position: int  # of this token in the request
+    tokens: int
+
+
+class Part(NamedTuple):
+    """What one readout of one request gets from a step."""
+
+    name: str
+    number: int  # of the readout in its request
+    reading: Reading
+    spans: list[Span]
+    at: int  # its first row among the rows gathered
+    rows: int
+
+
+Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays
+
+
+@dataclass(slots=True)
+class Brought:
+    """What the requests of one step read, on its way to the host or there."""
+
+    parts: list[tuple[Part, tuple[Tensor, ...]]]  # with its rows of each array, in host memory
+    event: Any = None  # of the device, behind the copies
+
+    def blobs(self, ending: Iterable[str]) -> dict[str, list[Blob]]:
+        """By request, as sent between processes; rows for an answer's end only where it may end now."""
+        if self.event is not None:
+            self.event.synchronize()
+        ending = set(ending)
+        found: dict[str, list[Blob]] = {}
+        for part, arrays in self.parts:
+            if part.reading.last and part.name not in ending:
+                continue
+            source = part.reading.source
+            if source is not None and source.ids is not None and part.reading.kind == "features":
+                rows, *others = arrays
+                ids = np.append(source.ids, np.int32(-1))[rows.numpy()]
+                arrays = torch.from_numpy(ids), *others
+            data = [array.contiguous().view(torch.uint8).numpy().tobytes() for array in arrays]
+            found.setdefault(part.name, []).append([part.number, part.spans, *data])
+        return found
+
+
+class Captures:
+    """The captured tensors of all sites, and what is made of them.
+
+    Args:
+        widths: of each site that may be read, by name.
+        max_tokens: of a step.
+        dtype: of the stream.
+        device: where the model runs.
+    """
+
+    def __init__(self, widths: Mapping[str, int], max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.device, self.max_tokens = device, max_tokens
+        places: dict[int, int] = defaultdict(int)
+        self._planes: dict[tuple[str, bool], tuple[int, int]] = {}  # width and number of a plane, by site and after
+        for name, width in widths.items():
+            for after in (False, True):
+                self._planes[name, after] = width, places[width]
+                places[width] += 1
+        self._banks = {
+            width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
+        }
+        self._side: Any = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that all captures take."""
+        return sum(bank.nbytes for bank in self._banks.values())
+
+    def of(self, site: str) -> dict[str, Tensor]:
+        """The fields of a site's Bound; none where nothing is captured."""
+        if (site, False) not in self._planes:
+            return {}
+        return {name: self._plane(site, after) for name, after in (("before", False), ("after", True))}
+
+    def _plane(self, site: str, after: bool) -> Tensor:
+        width, number = self._planes[site, after]
+        return self._banks[width][number * self.max_tokens :][: self.max_tokens]
+
+    def read(self, segments: Iterable[Segment], hidden: Tensor | None) -> Brought | None:
+        """What the requests read of a step that has been launched; None if they read nothing of it.
+
+        It waits for nothing. The gather is ordered with the device's work, all behind it runs beside the next step.
+
+        Args:
+            segments: of the requests that read.
+            hidden: [tokens, d], what lm_head multiplies.
+        """
+        wanted: dict[int | None, list[tuple[Part, NDArray[np.int64]]]] = {}
+        for segment in segments:
+            for number, reading in enumerate(segment.readings):
+                spans = [*reading.spans(segment.position, segment.tokens)]
+                if not spans:
+                    continue
+                bank, plane = self._planes[reading.op, reading.after] if reading.op is not None else (None, 0)
+                offset = plane * self.max_tokens + segment.first - segment.position
+                rows = np.concatenate([np.arange(lo + offset, hi + offset) for lo, hi in spans])
+                part = Part(segment.name, number, reading, spans, 0, len(rows))
+                wanted.setdefault(bank, []).append((part, rows))
+        if not wanted:
+            return None
+        gathered = [self._gather(bank, found, hidden) for bank, found in wanted.items()]
+        if self._side is None:
+            return Brought([one for x, parts in gathered for one in _made(x, parts)])
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            made = [one for x, parts in gathered for one in _made(x, parts)]
+            for x, _ in gathered:
+                x.record_stream(self._side)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._side)
+        return Brought(made, event)
+
+    def _gather(
+        self, bank: int | None, found: list[tuple[Part, NDArray[np.int64]]], hidden: Tensor | None
+    ) -> tuple[Tensor, list[Part]]:
+        """The rows that somebody asks for, those of like work side by side."""
+        found.sort(key=lambda one: _work(one[0].reading))
+        parts, at = [], 0
+        for part, _ in found:
+            parts.append(part._replace(at=at))
+            at += part.rows
+        index = torch.from_numpy(np.concatenate([rows for _, rows in found]))
+        if self._side is not None:
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        source = hidden if bank is None else self._banks[bank]
+        assert source is not None
+        return source.index_select(0, index), parts
+
+
+def _work(reading: Reading) -> tuple[Any, ...]:
+    """Equal for readouts that one computation serves; what needs none comes first."""
+    if reading.kind == "features":
+        return 2, id(reading.source), reading.top_k, reading.named
+    if reading.kind == "probe":
+        return 1, id(reading.source), 0, ()
+    return 0, 0, 0, ()
+
+
+def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor, ...]]]:
+    """What each readout gets of the gathered rows [n, d], in host memory or on its way there."""
+    alike: dict[Any, list[Part]] = {}
+    for part in parts:
+        whole = part.reading.reduce == "none"
+        alike.setdefault((*_work(part.reading), whole, 0 if whole else part.at), []).append(part)
+    for several in alike.values():
+        first, reading = several[0], several[0].reading
+        end = several[-1].at + several[-1].rows
+        rows = x[first.at : end]
+        if reading.reduce != "none":
+            arrays: tuple[Tensor, ...] = (reduce_rows(rows, reading.reduce)[None],)
+        elif reading.source is None:
+            arrays = (rows,)
+        elif reading.source.encoder is not None:
+            named = torch.tensor(reading.named, dtype=torch.int64).to(x.device, non_blocking=True)
+            arrays = read_features(rows, reading.source.encoder, reading.top_k, named)
+        else:
+            assert reading.source.direction is not None
+            bias = torch.full((1,), reading.source.bias, device=x.device)
+            arrays = (read_probes(rows, reading.source.direction[None], bias),)
+        there = tuple(one.to("cpu", non_blocking=True) for one in arrays)
+        for part in several:
+            start = part.at - first.at
+            yield part, tuple(one[start : start + part.rows] if reading.reduce == "none" else one for one in there)

@@ -1,0 +1,54 @@
+"""Tokens that are captured for read-outs: as they come into a site, and as its edits leave them. No other results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from saesteer.kernels import layout
+from saesteer.kernels.layout import BARE, NORMED, PAIR
+from tests.kernels.exact import Run, ramp
+from tests.kernels.harness import bits
+from tests.kernels.tables import Entry
+
+CAPTURED: dict[str, Sequence[Sequence[Entry]]] = {
+    "nothing is edited": [],
+    "one entry": [[Entry(2, shift=1.0, lo=1)]],
+    "many": [[Entry(slot, shift=1.0, lo=1) for slot in range(6)]],
+    "parts": [[Entry(2, shift=0.25, lo=1)] * 40],
+    "two groups behind a gate": [
+        [Entry(0, low=0.0, gates=1, flags=layout.GATE)],
+        [Entry(4, shift=1.0, gates=1)],
+        [Entry(5, scale=3.0)],
+    ],
+    "a reconstruction": [[Entry(0, flags=layout.RECONSTRUCT, size=4), Entry(2, shift=1.0)]],
+    "what overflows": [[Entry(2, shift=60000.0, lo=1)] * 2],
+}
+
+
+BOTH = layout.BEFORE | layout.AFTER
+CALLS = [("one entry", PAIR, layout.BEFORE), ("one entry", PAIR, layout.AFTER)]
+CALLS += [(case, form, BOTH) for case in CAPTURED for form in (BARE, NORMED, PAIR)]
+
+
+@pytest.mark.parametrize(("case", "form", "captures"), CALLS)
+def test_a_captured_token_is_what_comes_and_what_stays(run: Run, case: str, form: int, captures: int) -> None:
+    """To the bit, next to the same call that captures nothing, which leaves the same stream."""
+    stream = torch.tensor(ramp(1.5, 2.0, -3.0), dtype=torch.float16)
+    second = None if form == BARE else torch.full_like(stream, 0.125)
+    given = {"form": form, "second": second, "dense": (0, 4)}
+    plain, out = run(stream, CAPTURED[case], **given), run(stream, CAPTURED[case], **given, captures=captures)
+    assert torch.equal(bits(out.stream), bits(plain.stream))
+    assert out.counts.tolist() == plain.counts.tolist()
+
+    def whole(x: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+        return x + addend if form == PAIR and addend is not None else x
+
+    nothing = torch.full_like(stream, 77.0)
+    assert out.before is not None
+    assert out.after is not None
+    came, stays = whole(stream, second), whole(plain.stream, plain.second)
+    assert torch.equal(bits(out.before), bits(came if captures & layout.BEFORE else nothing))
+    assert torch.equal(bits(out.after), bits(stays if captures & layout.AFTER else nothing))
