@@ -44,6 +44,7 @@ INFOS = {
     "set@15": Info("resid_post.15"),
     "set@20": Info("resid_post.20"),
     "away": Info("resid_post.3"),
+    "unkept": Info("resid_post.16"),
 }
 VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "wide": Set(width=7), "early": Set((3,))}
 SITES = frozenset({"resid_post.15", "resid_post.20", "resid_mid.15", "mlp_in.15", "z.15", "resid_post.16"})
@@ -158,6 +159,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], list[str]]] = [
      ["'clt@5'", "whole dictionary", "cross-layer"]),
     ("no-op-of-a-dictionary", "features[0].dictionary", "not_served", features(dictionary="away"),
      ["resid_post.3", "no op", "--sites resid_post.3"]),
+    ("not-kept-of-a-dictionary", "features[0].dictionary", "not_served", features(dictionary="unkept"), ["--reads"]),
     ("feature", "features[0].features[1]", "out_of_range", features(features=[99, 100]), ["got 100", "0 to 99"]),
     ("feature-not-held", "features[0].features[0]", "out_of_range", features(dictionary="few", features=[6]),
      ["got 6", "5, 900, 40000"]),
