@@ -59,6 +59,12 @@ def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_reading_features_fits_the_shared_memory(found: dict[str, Any]) -> None:
+    assert sorted(found["read"]) == ["maxima_kernel", "named_kernel", "select_kernel 32", "select_kernel 8"]
+    assert max(found["read"].values()) <= MOST
+
+
+@pytest.mark.slow
 def test_an_early_kernel_waits_before_it_reads(found: dict[str, Any]) -> None:
     instructions = found["early"]
     assert instructions.count("wait") == 1, "whatever the work: the kernel behind it relies on that"
@@ -87,6 +93,8 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
         kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
+        kinds |= {"maxima": "*i64", "indices": "*i32", "named": "*i64"}
+        kinds |= dict.fromkeys(("products", "into", "values"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
         if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):
@@ -115,9 +123,20 @@ def main() -> None:
         1,
         {**sizes, **given, "ROUNDS": True, "PDL": True},
     )
+    read = import_module("saesteer.kernels.read.select")
+    kind = {"HAS_NORM": True, "MAGNITUDE": True}
+    tiles = {"ROWS": 32, "COLUMNS": 64, **kind}
+    ranks = {"RANKED": True, "OWN_GROUPS": True, "NAMED": read.NAMED, "CHUNK": 256, **kind}
+    reads = {
+        "maxima_kernel": compiled(read.maxima_kernel, "fp32", 4, tiles).metadata.shared,
+        "named_kernel": compiled(read.named_kernel, "fp32", 4, ranks).metadata.shared,
+    }
+    for kept, size in ((8, 64), (32, 32)):
+        steps = {"KEPT": kept, "CHUNK": 512, "SIZE": size, "COLUMNS": size, **kind}
+        reads[f"select_kernel {kept}"] = compiled(read.select_kernel, "fp32", 8, steps).metadata.shared
     words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
     order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]
-    tell({"shared": shared, "early": order})
+    tell({"shared": shared, "early": order, "read": reads})
 
 
 if __name__ == "__main__":
