@@ -61,7 +61,7 @@ CODES = {
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }
-STATUS = {"too_large": 413, "no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
+STATUS = {"no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -2,11 +2,16 @@
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from saesteer.errors import RequestRefused, ServerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Route = Literal["chat/completions", "completions", "responses"]
 
@@ -23,6 +28,10 @@ class Answer:
     raw: Mapping[str, Any]  # the response's JSON
     applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, for each edit; None: the server does not say
     dose: tuple[Mapping[str, Any], ...] | None = None  # how strong that was, for each site; None: nobody asked
+    features: tuple[Mapping[str, Any], ...] | None = None  # what was read, for each read-out; None: nobody asked
+    probes: tuple[Mapping[str, Any], ...] | None = None
+    activations: tuple[Mapping[str, Any], ...] | None = None  # their numbers: ``numbers``
+    hidden: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,34 @@ class Piece:
     index: int = 0
     applied: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
     dose: tuple[Mapping[str, Any], ...] | None = None  # in the same piece
+    features: tuple[Mapping[str, Any], ...] | None = None  # what was read since the last piece; None: nothing
+    probes: tuple[Mapping[str, Any], ...] | None = None
+    activations: tuple[Mapping[str, Any], ...] | None = None
+    hidden: tuple[Mapping[str, Any], ...] | None = None
+
+
+_REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden")
+
+
+def numbers(entry: Mapping[str, Any]) -> "NDArray[np.float32]":
+    """The numbers of an entry of ``activations`` or ``hidden``, float32 [rows, width].
+
+    Those of a bfloat16 or float16 tensor are widened, which is exact.
+
+    Raises:
+        ServerError: the entry does not hold as many numbers as it says.
+    """
+    import numpy as np  # the rest of the client needs none
+
+    data, dtype = b64decode(entry["data"]), entry["dtype"]
+    if dtype == "bfloat16":
+        found = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        found = np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
+    rows, width = entry["shape"]
+    if found.size != rows * width:
+        raise ServerError(f"the server sent {found.size} numbers as a tensor of {rows} x {width}", status=200)
+    return found.reshape(rows, width)
 
 
 def document_of(status: int, content: bytes) -> Any:
@@ -159,10 +196,10 @@ def _pieces(kind: Route, data: str) -> Iterator[Piece]:
 
 
 def _reports(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ...] | None]:
-    """What was applied, and the doses, as far as the server reports them."""
+    """What was applied, the doses and what was read, as far as the server reports them."""
     report = document.get("saesteer")
     found = report if isinstance(report, Mapping) else {}
-    return [tuple(found[key]) if key in found else None for key in ("applied", "dose")]
+    return [tuple(found[key]) if key in found else None for key in _REPORTS]
 
 
 def model_names(document: Any) -> list[str]:

@@ -165,6 +165,7 @@ OPTIONS: dict[str, Option] = {
         fields.list_of(_site, _MOST_SITES),
         "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
         "Repeatable.",
+        ("LLM",),
     ),
     "max_read_mib": _limit("max_read_mib", "--max-read-mib", "MiB that one request may read out", ("LLM",)),
     "max_edits": _limit("max_edits", "--max-edits", "Table entries that one request may use", ("LLM", "hf")),

@@ -37,6 +37,7 @@ def read_settings(
     dictionaries: Sequence[str] = (),
     sites: Sequence[str] = (),
     *,
+    reads: Sequence[str] = (),
     vectors: Sequence[str] = (),
     modules: Sequence[str] = (),
     file: str | Path | None = None,
@@ -47,9 +48,10 @@ def read_settings(
     Args:
         dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
         sites: names; each argument holds one, or several separated by commas.
+        reads: names of sites, like ``sites``.
         vectors: each ``NAME=FILE``.
         modules: each ``NAME=FILE``; the file holds a spec as JSON.
-        file: a YAML file; the other arguments override it, except that sites add up.
+        file: a YAML file; the other arguments override it, except that sites and reads add up.
         **limits: ``max_edits``, ``max_dose`` and the other limits of ``saesteer.config``; None: not given.
 
     Raises:
@@ -57,7 +59,8 @@ def read_settings(
     """
     told = SaesteerConfig() if file is None else _read(Path(file))
     words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
-    words["sites"] = [*told.sites, *(site for word in sites for site in word.split(",") if site)]
+    for name, given in (("sites", sites), ("reads", reads)):
+        words[name] = [*getattr(told, name), *(site for word in given for site in word.split(",") if site)]
     for name, places, example in (
         ("dictionaries", dictionaries, "PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
         ("vectors", vectors, "FILE, such as happy=happy.gguf"),

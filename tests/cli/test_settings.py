@@ -25,13 +25,16 @@ MODULE = {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.1", "sc
 
 names = st.text(min_size=1, max_size=128).filter(str.isprintable)
 paths = st.text(max_size=20)
+some_sites = st.lists(
+    st.sampled_from([f"{kind}.{layer}" for kind in KINDS for layer in ("0", "33", "all")]), max_size=3
+)
 unlimited = st.builds(
     SaesteerConfig,
     st.dictionaries(names, st.builds(DictionarySource, paths, st.none() | paths, st.booleans()), max_size=3),
-    st.lists(st.sampled_from([f"{kind}.{layer}" for kind in KINDS for layer in ("0", "33", "all")]), max_size=3).map(
-        tuple
-    ),
+    some_sites.map(tuple),
+    some_sites.map(tuple),
     *(
+        st.integers(LIMITS["max_read_mib"][0], LIMITS["max_read_mib"][2]),
         st.integers(LIMITS["max_edits"][0], LIMITS["max_edits"][2]),
         st.dictionaries(names, st.builds(VectorSource, paths, st.none() | st.floats(-9, 9)), max_size=3),
         st.dictionaries(names, paths | edits.map(lambda one: {"edits": [one.to_json()]}), max_size=2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.kernels.truth import Array, Bools, Dictionary, Outcome, Reconstruct, 
 GPU = torch.cuda.is_available()
 NEAR = 1e-4  # nearer to a decision than this fp32 may fall on the other side than float64
 EPS, OFFSET = 1e-6, 1.0
+KEPT = ("kept", "before", "after")
 WEIGHTS = ("w_enc", "w_dec", "b_enc", "threshold", "b_dec")
 
 
@@ -55,12 +57,7 @@ class State:
     after: Tensor | None = None
 
     def clone(self) -> State:
-        second, *more = (
-            None if one is None else one.clone() for one in (self.second, self.kept, self.before, self.after)
-        )
-        return State(
-            self.stream.clone(), second, self.cells.clone(), self.counts.clone(), self.registers.clone(), *more
-        )
+        return deepcopy(self)
 
 
 @dataclass
@@ -89,9 +86,7 @@ class Call:
             **{name: weights.to(place) for name, weights in zip(WEIGHTS, self.weights, strict=True)},
             cells=state.cells.to(place),
             registers=state.registers.to(place),
-            kept=None if state.kept is None else state.kept.to(place),
-            before=None if state.before is None else state.before.to(place),
-            after=None if state.after is None else state.after.to(place),
+            **{name: one.to(place) for name in KEPT if (one := getattr(state, name)) is not None},
             scratch=scratch,
             dense_size=self.dense_size,
             has_norms=self.has_norms,
@@ -125,7 +120,7 @@ class Call:
         state.stream.copy_(stream)
         if state.second is not None and second is not None:
             state.second.copy_(second)
-        for name in ("cells", "registers", "kept", "before", "after"):
+        for name in ("cells", "registers", *KEPT):
             if getattr(state, name) is not None:
                 getattr(state, name).copy_(getattr(bound, name))
         state.counts.copy_(counts)

@@ -56,7 +56,8 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
 def test_the_scheduler_reads_no_counts_where_nobody_ends() -> None:
     class Unread:
         failed: ClassVar[dict[str, str]] = {}
-        stops: ClassVar[frozenset[str]] = frozenset()  # and nothing to read besides
+        stops: ClassVar[frozenset[str]] = frozenset()
+        read = None  # and nothing to read besides
 
     outputs = {0: SimpleNamespace(outputs=[object()])}
     send = counts._sending(lambda *_: outputs)
@@ -67,14 +68,31 @@ def test_a_chunk_keeps_its_bytes_and_only_the_end_of_a_choice_is_longer() -> Non
     begin = 'data: {"id":"a","choices":[{"index":0,"text":"\\"finish_reason\\":\\"no\\"","finish_reason":null}]}\n\n'
     end = 'data: {"id":"a","choices":[{"index":1,"text":"é\\u2028","finish_reason":"stop","logprobs":1e-07}]}\n\n'
     said = {1: SAID}
-    assert bodies._with_answer(begin, said) is begin
-    assert bodies._with_answer("data: [DONE]\n\n", said) == "data: [DONE]\n\n"
-    told = bodies._with_answer(end, said)
+    assert bodies._with_answer(begin, said, {}) is begin
+    assert bodies._with_answer("data: [DONE]\n\n", said, {}) == "data: [DONE]\n\n"
+    told = bodies._with_answer(end, said, {})
     assert told.startswith(end.rstrip()[:-1]) and told.endswith("}\n\n")
     assert json.loads(told.removeprefix("data: ")) == json.loads(end.removeprefix("data: ")) | {"saesteer": SAID}
-    assert bodies._with_answer(end, {0: SAID}) is end, "of another choice"
+    assert bodies._with_answer(end, {0: SAID}, {}) is end, "of another choice"
     error = 'data: {"error":{"message":"\\"finish_reason\\":\\"error\\""}}\n\n'
-    assert bodies._with_answer(error, said) is error
+    assert bodies._with_answer(error, said, {}) is error
+
+
+def test_a_chunk_brings_what_was_read_since_the_last_one() -> None:
+    middle = 'data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
+    end = middle.replace("null", '"length"')
+    report: dict[str, Any] = {**SAID, "features": [1]}
+    sent: dict[int, dict[str, int]] = {}
+
+    def read(chunk: str) -> Any:
+        return json.loads(bodies._with_answer(chunk, {0: report}, sent).removeprefix("data: ")).get("saesteer")
+
+    assert read(middle) == {"features": [1]}
+    assert bodies._with_answer(middle, {0: report}, sent) is middle, "nothing is new"
+    report["features"] += [2, 3]
+    assert read(middle) == {"features": [2, 3]}
+    report["features"].append(4)
+    assert read(end) == {**SAID, "features": [4]}
 
 
 async def _outputs(*found: Any) -> AsyncIterator[Any]:

@@ -189,7 +189,7 @@ def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steer
     (site,) = steering.engine.sites
     gone, plain = request("a", {"edits": [{"op": "add", "vector": "v", "site": site}]}), request("plain")
     plain.sampling_params.extra_args = {f"{KEY}_other": 7}
-    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None)
+    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None, rank=0)
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
     steering.look(["plain", "a"], 2)
@@ -256,7 +256,7 @@ RUNNERS: dict[str, tuple[Any, Any]] = {
 def test_a_step_takes_counts_along_only_where_somebody_is_steered(
     steering: worker.Steering, runner: Any, kind: Any
 ) -> None:
-    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner)
+    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner, rank=0)
     counts.attach(place, steering)
 
     def step() -> Any:
@@ -277,7 +277,7 @@ def test_an_output_of_nobody_is_left_alone(steering: worker.Steering) -> None:
     empty = _Output()
     empty.req_ids = []
     made = iter([empty, None])
-    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None)
+    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None, rank=0)
     counts.attach(place, steering)
     start(steering, "a", 1)
     run(steering, "a", 1)

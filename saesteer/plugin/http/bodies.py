@@ -1,5 +1,7 @@
 """The field ``saesteer`` of HTTP answers: next to ``usage`` in a body, on the chunk that ends a choice in a stream.
 
+What a request reads comes with each chunk, as far as it is new.
+
 Knows vLLM's serving classes, and no more of an answer than ``CompletionOutput.saesteer``. Answers to requests without a
 spec pass unchanged. In a body with several choices, each has its own field, and the body has the first one's.
 
@@ -14,6 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -59,16 +62,26 @@ def _add_reports(response: Any, reports: Mapping[int, Any]) -> None:
             choice.saesteer = reports.get(choice.index)
 
 
-def _with_answer(chunk: str, reports: Mapping[int, Any]) -> str:
-    """The chunk that ends a choice, with its report added; any other chunk unchanged."""
-    if not _ENDS.search(chunk):
+def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[str, int]]) -> str:
+    """The chunk that ends a choice, with its report added, and each with what its choice has read since the last one.
+
+    Args:
+        chunk: the text of an event.
+        reports: of each choice, which grow while the stream goes on.
+        sent: how many entries of each read-out the stream has had, by choice; changed in place.
+    """
+    if not (_ENDS.search(chunk) or any(map(reads.reads, reports.values()))) or not chunk.startswith("data: {"):
         return chunk
-    event = json.loads(chunk.removeprefix("data: "))
-    ended = (one["index"] for one in event.get("choices", ()) if one.get("finish_reason"))
-    found = next((reports[choice] for choice in ended if choice in reports), None)
-    if found is None:
-        return chunk
-    return with_report(chunk, found)
+    for one in json.loads(chunk.removeprefix("data: ")).get("choices", ()):
+        report = reports.get(one["index"])
+        if report is None:
+            continue
+        new = reads.new_entries(report, sent.setdefault(one["index"], {}))
+        if one.get("finish_reason"):
+            return with_report(chunk, report | new)
+        if any(new.values()):
+            return with_report(chunk, {word: entries for word, entries in new.items() if entries})
+    return chunk
 
 
 def with_report(event: str, report: Any) -> str:
@@ -77,9 +90,10 @@ def with_report(event: str, report: Any) -> str:
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
+    sent: dict[int, dict[str, int]] = {}
     async with aclosing(chunks):  # a client that disconnects frees its request at once
         async for chunk in chunks:
-            yield _with_answer(chunk, reports)
+            yield _with_answer(chunk, reports, sent)
 
 
 @around

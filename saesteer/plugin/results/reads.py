@@ -9,7 +9,7 @@ What is read travels as blobs: the number of the readout in its request, spans o
 """
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from saesteer.planning.plan import Catalog, Readout
 
 READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
 _WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
+_WORDS_OF_ANSWERS = frozenset(_WORDS.values())
 
 
 def send(scheduler: Any, outputs: Mapping[int, Any], brought: Brought | None, stops: frozenset[str]) -> None:
@@ -221,10 +222,20 @@ def _floats(data: bytes) -> list[float]:
     return [float(f"{number:.7g}") for number in numbers.tolist()]  # float32 has no more digits
 
 
-def new_entries(fields: Mapping[str, Any], told: dict[str, int]) -> Iterator[tuple[str, list[Any]]]:
-    """What an answer's fields have that a stream has not sent yet, and remembers it in ``told``."""
-    for word in _WORDS.values():
-        entries = fields.get(word)
-        if entries is not None and len(entries) > told.get(word, 0):
-            yield word, entries[told.get(word, 0) :]
-            told[word] = len(entries)
+def reads(fields: Mapping[str, Any]) -> bool:
+    """Whether an answer's fields have read-outs."""
+    return not _WORDS_OF_ANSWERS.isdisjoint(fields)
+
+
+def new_entries(fields: Mapping[str, Any], sent: dict[str, int]) -> dict[str, list[Any]]:
+    """The entries of each read-out that a stream has not had yet.
+
+    Args:
+        fields: of the answer so far.
+        sent: how many entries the stream has had; changed in place.
+    """
+    found = {}
+    for word in _WORDS_OF_ANSWERS & fields.keys():
+        found[word] = fields[word][sent.get(word, 0) :]
+        sent[word] = len(fields[word])
+    return found

@@ -139,8 +139,8 @@ class Steering:
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
         self._readers: list[tuple[int, str, Sequence[Reading]]] = []  # of the last batch, with their places in it
-        # What a runner knows of the step that it has launched: where each request's tokens begin, the positions of the
-        # first ones, and what lm_head multiplies.
+        # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
+        # begin, the positions of the first ones, and what lm_head multiplies.
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
         self.kinds: NDArray[np.int32] | None = None  # of the last batch's rows, by site; None: none of them is steered
 
