@@ -13,7 +13,7 @@ import torch
 
 from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.dictionaries.rows import FeatureRow, feature_rows
+from saesteer.dictionaries.rows import FeatureRow
 from saesteer.loaders.folder import listed
 from saesteer.loaders.rows import RowFile, open_rows
 
@@ -78,9 +78,7 @@ class RowStore(Mapping[str, CoderInfo]):
         if found is None:
             row = info.row_of(feature)
             assert row is not None, key
-            wanted = torch.float32 if info.in_norm == "layer_norm" else dtype
-            coder = file.row(row, wanted)
-            rows = feature_rows(coder, coder.w_dec[:0] if info.targets is None else file.later(row, wanted))
+            rows = file.feature(row, dtype)
             found, new = rows[target], {(name, feature, at, dtype): one for at, one in enumerate(rows)}
         else:
             file.check()
