@@ -114,7 +114,8 @@ def test_a_row_that_takes_no_arithmetic_is_the_row_of_the_whole(
     whole = load(file, dtype=wanted)
     matrices = torch.stack([whole.w_enc[row], whole.w_dec[row]]).float().numpy()
     threshold, largest = (None if one is None else one[row].item() for one in (whole.threshold, whole.max_act))
-    assert ours.digest == FeatureRow(matrices, whole.b_enc[row].item(), threshold or 0.0, largest).digest
+    expected = FeatureRow(matrices, whole.b_enc[row].item(), 0.0 if threshold is None else threshold, largest)
+    assert ours.digest == expected.digest
     same_row(found.row(row, wanted), whole, row)
 
 
