@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from struct import Struct
 from threading import Lock
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
 from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
 from saesteer.loaders.files import fetch, state_of
 
+_FLOAT32 = Struct("<f").unpack
 _NUMBERS = ("b_enc", "threshold", "max_act")
 # Fields of a draft that change no number of a row. With a value in any other field, a row is no plain one.
 _HARMLESS = {
@@ -154,7 +156,10 @@ class _Strip(NamedTuple):
 
     def number(self, descriptor: int, row: int) -> float:
         """The one number of a row, as a float32."""
-        return torch.frombuffer(bytearray(self.read(descriptor, row)), dtype=self.dtype).float().item()
+        found = self.read(descriptor, row)
+        if self.dtype is torch.float32:
+            return _FLOAT32(found)[0]  # type: ignore[no-any-return]
+        return torch.frombuffer(bytearray(found), dtype=self.dtype).float().item()
 
 
 class _Plain(NamedTuple):

@@ -191,7 +191,8 @@ def unserved(info: CoderInfo) -> str | None:
 
 def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
     """The dictionaries with a name, and those that are opened when somebody asks for them."""
-    return ChainMap(dict(infos), rows)  # type: ignore[arg-type]  # it is only read
+    known = {**infos, **rows.named}
+    return ChainMap(known, rows) if len(rows) > len(rows.named) else known  # type: ignore[arg-type]  # it is only read
 
 
 def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

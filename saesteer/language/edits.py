@@ -167,7 +167,10 @@ class Strength(Source):
 
 def strength(value: Any, at: str) -> float | Strength:
     """A number, or what is read to make one."""
-    return read(Strength, value, at) if isinstance(value, Strength | Mapping) else number(value, at)
+    return read(Strength, value, at) if isinstance(value, _READ) else number(value, at)
+
+
+_READ = (Strength, Mapping)
 
 
 _scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))

@@ -47,6 +47,12 @@ def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at:
         SpecError: there is no such dictionary, or it has no such feature.
     """
     key, info = dictionary_of(catalog, name, layer, at)
+    check_feature(key, info, feature, at)
+    return Feature(key, feature), info
+
+
+def check_feature(key: str, info: Dictionary, feature: int, at: str) -> None:
+    """Raises SpecError unless a dictionary has a feature."""
     held = getattr(info, "feature_ids", None)  # set if a file holds only some features, by their original index
     if held is not None and feature not in held:
         expected = f"one of the {len(held)} features that its file holds: {listing(held)}"
@@ -54,7 +60,6 @@ def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at:
     if held is None and feature >= info.features:
         expected = f"a feature of dictionary {key!r}, 0 to {info.features - 1}"
         fail(f"{at}.feature", "out_of_range", f"got {feature}, expected {expected}")
-    return Feature(key, feature), info
 
 
 def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
@@ -65,7 +70,7 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     """
     named = info.site_in or info.site_out
     site = None if named is None else sites.reading_site(canonical(named))
-    return _with_op(catalog, f"{name!r} reads", site, site, at)
+    return _with_op(catalog, name, "reads", site, site, at)
 
 
 def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tuple[str, ...]:
@@ -75,14 +80,13 @@ def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tup
         SpecError: it has no such site, or no op that writes there.
     """
     places = (None,) if info.site_out is None else sites.onward(canonical(info.site_out), info.targets)
-    ops = [None if site is None else catalog.op_site(site) for site in places]
-    return tuple(_with_op(catalog, f"{name!r} writes", *one, at) for one in zip(places, ops, strict=True))
+    return (*[_with_op(catalog, name, "writes", site, site and catalog.op_site(site), at) for site in places],)
 
 
-def _with_op(catalog: Catalog, what: str, site: str | None, op: str | None, at: str) -> str:
+def _with_op(catalog: Catalog, name: str, does: str, site: str | None, op: str | None, at: str) -> str:
     """The site, after a check that the server has the op that reads or writes there."""
     if site is None or op is None or not _instrumented(catalog, op):
-        place = f"dictionary {what} {site}, where this server has no op"
+        place = f"dictionary {name!r} {does} {site}, where this server has no op"
         hint = "" if op is None else f"; start it with --sites {op} to have one there"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}{hint}")
     return site
