@@ -55,7 +55,7 @@ class Assets:
         for site in config.sites:
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows], vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows, *rows.sets], vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
@@ -117,7 +117,7 @@ class Assets:
             registers=self.config.registers,
             default=self.config.default_module,
             other_widths=others,
-            sets=self.sets,
+            sets={**self.rows.sets, **self.sets},
         )
         check_modules(catalog)
         return catalog

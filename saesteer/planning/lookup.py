@@ -31,7 +31,7 @@ def dictionary_of(catalog: Catalog, name: str, layer: int | None, at: str) -> tu
     if layers is not None and layer not in layers:
         fail(f"{at}.layer", "out_of_range", f"got {layer}, expected a layer of {name!r}: {listing(layers)}")
     if info is None or (layers is None and catalog.named(name) != (name, None)):
-        known = {catalog.named(one)[0] for one in catalog.dictionaries}
+        known = {catalog.named(one)[0] for one in catalog.dictionaries} | catalog.sets.keys()
         found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
         fail(f"{at}.dictionary", "unknown_name", found)
     if layers is None and layer not in (None, layer_of(info)):
