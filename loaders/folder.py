@@ -48,8 +48,8 @@ def sets_in(names: Collection[str]) -> dict[str, dict[int, str]]:
     """
     below: defaultdict[str, list[tuple[int | None, str]]] = defaultdict(list)
     for name in names:
-        for folder in (*PurePosixPath(name).parents,)[:-1]:
-            below[folder.as_posix()].append((layer_in(Path(name).relative_to(folder)), name))
+        for above in (*PurePosixPath(name).parents,)[:-1]:
+            below[above.as_posix()].append((layer_in(Path(name).relative_to(above)), name))
     found = {}
     for folder, inside in below.items():
         layers = {layer: name for layer, name in inside if layer is not None}
