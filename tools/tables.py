@@ -107,7 +107,10 @@ def dictionaries() -> str:
     rows = sorted(found.items(), key=lambda one: list(FORMATS).index(one[0][0]))
     return table(
         ("format", "kind", "activations, each with a test case", "sites, each with a test case"),
-        ((code(form), kind, listed(dict(sorted(acts.items()))), listed(places)) for (form, kind), (acts, places) in rows),
+        (
+            (code(form), kind, listed(dict(sorted(acts.items()))), listed(places))
+            for (form, kind), (acts, places) in rows
+        ),
     )
 
 
