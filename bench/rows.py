@@ -36,7 +36,7 @@ from saesteer.plugin.door.rows import Fetching
 
 FEATURES, WIDTH, DICTIONARIES = 16384, 2304, 10
 LIMIT_MS = 1.0  # of "again"
-ROUNDS = {"again": 200, "first": 50, "cold": 5}
+ROUNDS = {"again": 200, "first": 200, "cold": 5}
 
 
 def write(folder: Path, layout: str) -> Path:

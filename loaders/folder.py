@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
 
 from saesteer.errors import LoadError
 from saesteer.loaders import FORMATS
+from saesteer.loaders.sets import layer_in
 
 _SUFFIXES = (".safetensors", ".npz", ".pt", ".pth")
 
@@ -32,4 +35,25 @@ def listed(folder: str | Path) -> dict[str, Path]:
     if not found:
         what = "no file of weights below it" if root.is_dir() else "no such folder"
         raise LoadError(f"{folder}: {what}; expected a folder with dictionaries")
+    return found
+
+
+def sets_in(names: Collection[str]) -> dict[str, dict[int, str]]:
+    """The folders with one dictionary for each of several layers: of each, the names by layer, in ascending order.
+
+    What names no layer does not count. A folder that holds such a folder and nothing else is none itself.
+
+    Args:
+        names: as ``listed`` gives them.
+    """
+    below: defaultdict[str, list[tuple[int | None, str]]] = defaultdict(list)
+    for name in names:
+        for above in (*PurePosixPath(name).parents,)[:-1]:
+            below[above.as_posix()].append((layer_in(Path(name).relative_to(above)), name))
+    found = {}
+    for folder, inside in below.items():
+        layers = {layer: name for layer, name in inside if layer is not None}
+        one_each = len(layers) == sum(layer is not None for layer, _ in inside) > 1
+        if one_each and folder not in names and os.path.commonpath(layers.values()) == folder:
+            found[folder] = dict(sorted(layers.items()))
     return found

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,11 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import RANKED
 from saesteer.engine.engine import Engine, Row
-from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.errors import LoadError, SpecError
 from saesteer.language.spec import from_json
-from saesteer.loaders.folder import listed
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
-from tests.loaders import writers
 from tests.small_world import CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
 from tests.test_formulas import forward, make_engine
 
@@ -243,108 +240,3 @@ def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: p
     assert store.row("rect", 2, torch.float32) is third
     assert store.row("rect", 0, torch.float32) is first
     assert store.row("rect", 0, torch.bfloat16) is not first
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A folder of dictionaries of several formats; one is of another width, and one file is broken."""
-    (tmp_path / "a").mkdir()
-    own.write(tmp_path / "a" / "first.safetensors", CODERS["jump"])
-    wide = writers.raw(d_in=WIDTH, d_out=WIDTH)
-    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7", wide)
-    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_3" / "width_16k" / "average_l0_7", wide)
-    narrow = writers.raw(d_in=12, d_out=12)
-    writers.gemma_scope(tmp_path / "narrow" / "gemma-scope-2b-pt-res" / "layer_1" / "w" / "l", narrow)
-    own.write(tmp_path / "top.safetensors", CODERS["top"])
-    (tmp_path / "broken.safetensors").write_bytes(b"no")
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden" / "params.npz").write_bytes(b"no")
-    return tmp_path
-
-
-NAMES = [
-    "broken.safetensors",
-    "top.safetensors",
-    "a/first.safetensors",
-    "gemma-scope-2b-pt-res/layer_1/width_16k/average_l0_7",
-    "gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_7",
-    "narrow/gemma-scope-2b-pt-res/layer_1/w/l",
-]
-
-
-def test_a_folder_is_listed_by_paths(tree: Path) -> None:
-    assert list(listed(tree)) == NAMES
-    assert list(listed(tree / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7")) == ["params.npz"]
-    with pytest.raises(LoadError, match="no such folder; expected a folder with dictionaries"):
-        listed(tree / "nothing")
-
-
-FROM_FOLDER: dict[str, tuple[str, str, str, str]] = {
-    "no op there": (NAMES[4], "dictionary", "not_served", "start it with --sites resid_post.3 to have one there"),
-    "no site": (NAMES[2], "dictionary", "not_served", "do not say where they belong"),
-    "broken": (NAMES[0], "dictionary", "not_served", "cannot be opened: "),
-    "ranked": (f"{NAMES[1]}@resid_post.1", "dictionary", "not_served", "uses topk, which ranks all features"),
-    "another width": (NAMES[5], "dictionary", "conflict", "is 12 wide, expected 24, the width of this model"),
-    "unknown": ("a/firts.safetensors", "dictionary", "unknown_name", "did you mean 'a/first.safetensors'?"),
-    "outside": ("../top.safetensors", "dictionary", "unknown_name", "expected one of"),
-}
-
-
-@pytest.mark.parametrize("name", FROM_FOLDER)
-def test_what_a_folder_cannot_serve_is_refused(name: str, tree: Path) -> None:
-    called, part, code, words = FROM_FOLDER[name]
-    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tree), "sites": ["resid_post.1"]}))
-    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
-    with pytest.raises(SpecError) as refused:
-        door.meaning(from_json({"edits": [{**CLAMP, "dictionary": called}]}), assets.catalog(width=WIDTH, layers=4), 4)
-    assert (refused.value.field, refused.value.code) == (f"saesteer.edits[0].{part}", code)
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize("called", [NAMES[3], f"{NAMES[2]}@resid_post.1"])
-def test_a_dictionary_of_a_folder_does_the_same_as_in_memory(called: str, tree: Path) -> None:
-    place, _, _ = called.partition("@")
-    size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
-    alone = {"sites": SITES, "dictionaries": {"it": f"{tree}/{place}@resid_post.1"}}
-    below = Assets.open(SaesteerConfig.from_json({"sites": SITES, "dictionary_folder": str(tree)}))
-    engines = [
-        Engine(one, dtype=torch.float32, device=torch.device("cpu"), **size)
-        for one in (Assets.open(SaesteerConfig.from_json(alone)), below)
-    ]
-    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(4))
-    specs = [{"edits": [{**CLAMP, "dictionary": name, "value": 4.0}]} for name in ("it", called)]
-    theirs = forward(engines[0], [specs[0]], 4, x)
-    assert not torch.equal(theirs, forward(engines[0], [None], 4, x))
-    torch.testing.assert_close(forward(engines[1], [specs[1]], 4, x, making(below)), theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store, "OPENED", 2)
-    own_one = {"it": f"rows:{tree}/{NAMES[2]}@resid_post.1"}
-    told = {"dictionary_folder": str(tree), "dictionaries": own_one}
-    store = Assets.open(SaesteerConfig.from_json(told)).rows
-    first = store["it"]
-    for layer in range(9):
-        assert store[f"{NAMES[2]}@resid_post.{layer}"].site_in == f"resid_post.{layer}"
-    assert list(store._opened) == ["it", f"{NAMES[2]}@resid_post.7", f"{NAMES[2]}@resid_post.8"]
-    assert store["it"] is first
-
-
-def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
-    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1"]}
-    module = {"edits": [{**CLAMP, "dictionary": NAMES[3]}]}
-    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": module}})).catalog(width=WIDTH, layers=4)
-    wrong = {"edits": [{**CLAMP, "dictionary": NAMES[4]}]}
-    with pytest.raises(ConfigError, match=r"module 'm': .*--sites resid_post\.3"):
-        Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": wrong}})).catalog(width=WIDTH, layers=4)
-
-
-def test_a_thousand_dictionaries_are_listed_at_once(tmp_path: Path) -> None:
-    for number in range(1000):
-        folder = tmp_path / f"layer_{number % 26}" / f"width_{number}" / "average_l0_7"
-        folder.mkdir(parents=True)
-        (folder / "params.npz").write_bytes(b"opened by nobody")
-    begun = time.monotonic()
-    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)}))
-    assert time.monotonic() - begun < 5
-    assert len(assets.rows) == 1000

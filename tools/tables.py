@@ -88,8 +88,8 @@ def formats() -> str:
 
 
 def dictionaries() -> str:
-    """What is read of each format: kinds, activations, and sites, each with the case of tests/loaders that shows it."""
-    found: dict[tuple[str, str], tuple[set[str], dict[str, str]]] = {}
+    """What is read of each format: kinds, activations and sites, each with a case of tests/loaders that shows it."""
+    found: dict[tuple[str, str], tuple[dict[str, str], dict[str, str]]] = {}
     cases: list[tuple[str, Callable[[Path], Path], str | None]]
     cases = [(case.name, case.write, None) for case in every.CASES]
     cases += [(*told[:2], None) for told in every.DESCRIBED]
@@ -97,14 +97,20 @@ def dictionaries() -> str:
     with tempfile.TemporaryDirectory() as folder:
         for name, write, site in cases:
             info = describe(str(write(Path(folder) / name)), site=site)
-            activations, shown = found.setdefault((info.format, info.kind), (set(), {}))
-            activations.add(info.activation)
-            shown.setdefault(_between(info), name.removeprefix(f"{info.format}-"))
+            activations, places = found.setdefault((info.format, info.kind), ({}, {}))
+            case = name.removeprefix(f"{info.format}-")
+            activations.setdefault(info.activation, case)
+            places.setdefault(_between(info), case)
+
+    def listed(shown: dict[str, str]) -> str:
+        return ", ".join(f"{what} ({case})" for what, case in shown.items())
+
+    rows = sorted(found.items(), key=lambda one: list(FORMATS).index(one[0][0]))
     return table(
-        ("format", "kind", "activations", "sites, each with a test case"),
+        ("format", "kind", "activations, each with a test case", "sites, each with a test case"),
         (
-            (code(form), kind, ", ".join(sorted(acts)), ", ".join(f"{place} ({case})" for place, case in shown.items()))
-            for (form, kind), (acts, shown) in sorted(found.items(), key=lambda one: list(FORMATS).index(one[0][0]))
+            (code(form), kind, listed(dict(sorted(acts.items()))), listed(places))
+            for (form, kind), (acts, places) in rows
         ),
     )
 

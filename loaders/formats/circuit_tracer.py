@@ -58,7 +58,9 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     if (kind := text(config, cfg, "model_kind")) not in _KINDS:
         raise wrong(config, "model_kind", repr(kind), " or ".join(_KINDS))
     if listed := cfg.get("transcoders"):
-        raise wrong(config, "transcoders", f"a list: {listed!s:.80}", "one of its places itself, without hf://")
+        first = str(listed[0] if isinstance(listed, list) else listed).removeprefix("hf://").partition("?")[0]
+        expected = f"the place of one of them, such as {first}, with the site that it reads"
+        raise wrong(config, "transcoders", "a list of files of other repositories, which is not served", expected)
     layers = across if kind == "cross_layer_transcoder" else [file for file in layers if file not in across]
     if not layers:
         raise wrong(place, _KINDS[str(kind)], "0 files and none chosen", "one for each layer")

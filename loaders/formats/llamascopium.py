@@ -110,7 +110,7 @@ def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
     features = int(width.size * positive(config, cfg, "expansion_factor"))
     drafts = []
     for layer in range(count):
-        keys = {role: f"{key}[{layer}]" for role, key in names.items()}
+        keys = {role: f"{key}[{layer}]" for role, key in names.items()} | {"b_dec": f"b_D.{layer}"}
         written = []
         for m in range(layer, count):
             length = {"length_out": f"{_AVERAGE}.{writes[m]}"} if norm == "dataset-wise" else {}

@@ -1,6 +1,6 @@
 """`saesteer features`: the strongest features of a text, token by token, from Transformers; does not know vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.text import Text
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
 from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 
 MAX_TOKENS = 4096
@@ -55,8 +56,24 @@ def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
     names = asked or list(config.dictionaries)
     if not names:
         raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PATH_OR_REPO[@SITE]")
-    check(place, config)
+    refuse_across(check(place, config).infos)
     return load_model(place, {name: config.dictionaries[name] for name in names}), names
+
+
+def refuse_across(infos: Mapping[str, CoderInfo]) -> None:
+    """Refuse a cross-layer transcoder before a model is loaded: it is never whole in memory.
+
+    Args:
+        infos: of the dictionaries, by name.
+
+    Raises:
+        ConfigError: one of them is a cross-layer transcoder.
+    """
+    for name, info in infos.items():
+        if info.targets is not None:
+            what = f"dictionary {name!r} is a cross-layer transcoder, of which only rows are read"
+            hint = "its features are clamped in unit raw, by a server or saesteer.hf"
+            raise ConfigError(f"{what}; expected a dictionary of one layer here: {hint}")
 
 
 def _show(coder: Any, one: Any) -> str:

@@ -86,7 +86,8 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
     known = f"unknown at layer {_listed(tuple(without))}" if without else "known"
     lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
     lines += [(name, first[name]) for name in shared]
-    lines += [("max_act", known), ("on disk", in_words(sum(info.bytes_on_disk for info in infos))), _in_memory(infos)]
+    on_disk = in_words(sum({info.source: info.bytes_on_disk for info in infos}.values()))  # one file may hold all
+    lines += [("max_act", known), ("on disk", on_disk), _in_memory(infos)]
     lines.append(("by rows", first["by rows"]))
     for layer, info in zip(layers, infos, strict=True):
         about = dict(_facts(info))

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from saesteer.commands.calibrate import read_text, windows_of
+from saesteer.commands.features import refuse_across
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
 from saesteer.config.assets import Assets
@@ -81,6 +82,7 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     text = read_text(file, max_tokens)
     config = read_settings([f"{_NAME}={place}"])
     assets = Assets.open(config)
+    refuse_across(assets.infos)
     folder, _, _ = resolve(model, config)
     check(folder, config)
     written = sorted({canonical(str(info.site_out)) for info in assets.infos.values()})

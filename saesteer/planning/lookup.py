@@ -31,7 +31,7 @@ def dictionary_of(catalog: Catalog, name: str, layer: int | None, at: str) -> tu
     if layers is not None and layer not in layers:
         fail(f"{at}.layer", "out_of_range", f"got {layer}, expected a layer of {name!r}: {listing(layers)}")
     if info is None or (layers is None and catalog.named(name) != (name, None)):
-        known = {catalog.named(one)[0] for one in catalog.dictionaries}
+        known = {catalog.named(one)[0] for one in catalog.dictionaries} | catalog.sets.keys()
         found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
         fail(f"{at}.dictionary", "unknown_name", found)
     if layers is None and layer not in (None, layer_of(info)):
@@ -74,7 +74,7 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     """
     named = info.site_in or info.site_out
     site = None if named is None else sites.reading_site(canonical(named))
-    return _with_op(catalog, f"{name!r} reads", site, site, at)
+    return _with_op(catalog, name, "reads", site, site, at)
 
 
 def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tuple[str, ...]:
@@ -84,14 +84,13 @@ def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tup
         SpecError: it has no such site, or no op that writes there.
     """
     places = (None,) if info.site_out is None else sites.onward(canonical(info.site_out), info.targets)
-    ops = [None if site is None else catalog.op_site(site) for site in places]
-    return tuple(_with_op(catalog, f"{name!r} writes", *one, at) for one in zip(places, ops, strict=True))
+    return (*[_with_op(catalog, name, "writes", site, site and catalog.op_site(site), at) for site in places],)
 
 
-def _with_op(catalog: Catalog, what: str, site: str | None, op: str | None, at: str) -> str:
+def _with_op(catalog: Catalog, name: str, does: str, site: str | None, op: str | None, at: str) -> str:
     """The site, after a check that the server has the op that reads or writes there."""
     if site is None or op is None or not _instrumented(catalog, op):
-        place = f"dictionary {what} {site}, where this server has no op"
+        place = f"dictionary {name!r} {does} {site}, where this server has no op"
         hint = "" if op is None else f"; start it with --sites {op} to have one there"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}{hint}")
     return site

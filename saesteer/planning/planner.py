@@ -5,12 +5,13 @@ Knows no weights, no tensors and no engine. Anything that is not served is refus
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.spec import Return, Spec
 from saesteer.planning.expand import Step, steps
-from saesteer.planning.lookup import dictionary_of, feature_of, places_of, reading_site, writing_sites
+from saesteer.planning.lookup import check_feature, dictionary_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
     END,
     Catalog,
@@ -33,14 +34,23 @@ from saesteer.planning.windows import is_relative, windows
 __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(NamedTuple):
     """A change before it is known where what it reads is kept."""
 
     change: Change
     keys: tuple[Key, ...]  # of its conditions
     held: Key | None = None
     strength: Key | None = None
+
+
+class _Clamped(NamedTuple):
+    """A dictionary that is clamped, looked up once for all of its features."""
+
+    key: str
+    info: Dictionary
+    reads: str
+    sites: tuple[str, ...]  # that it writes
+    of: str  # whose clamps form a group with these
 
 
 @dataclass(slots=True)
@@ -86,18 +96,23 @@ class _Planner:
         self.entries = 0  # changes times windows, without conditions
         self.relative = False
         self._known: dict[tuple[int, int], tuple[Window, ...]] = {}  # windows by the scope's id and skip_first
+        self._clamped: dict[tuple[str, int | None], _Clamped] = {}  # by name and layer
 
     def clamp(self, step: Step) -> None:
         edit, at = step.edit, step.at
         assert isinstance(edit, Clamp)
-        target, info = feature_of(self.catalog, edit.dictionary, edit.layer, edit.feature, at)
-        name = target.dictionary
+        known = self._clamped.get((edit.dictionary, edit.layer))
+        name, info = known[:2] if known else dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
+        check_feature(name, info, edit.feature, at)
+        target = Feature(name, edit.feature)
         if edit.unit == "max_act" and not info.has_max_act:
             hint = "" if info.targets else ", `saesteer calibrate` finds them"
             expected = f"raw: the max activations of {name!r} are not known{hint}"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
-        reads = reading_site(self.catalog, name, info, at)
-        sites = writing_sites(self.catalog, name, info, at)
+        if known is None:
+            reads, sites = reading_site(self.catalog, name, info, at), writing_sites(self.catalog, name, info, at)
+            of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
+            known = self._clamped[edit.dictionary, edit.layer] = _Clamped(name, info, reads, sites, of)
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
             target,
@@ -112,11 +127,10 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
-        of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
-        for number, site in enumerate(sites):
-            held = None if reads == site else self.reads.feature(target, reads, site, at)
+        for number, site in enumerate(known.sites):
+            held = None if known.reads == site else self.reads.feature(target, known.reads, site, at)
             there = replace(change, target=replace(target, target=number)) if number else change
-            self._join(site, of, step, there, held, stands=sites[0])
+            self._join(site, known.of, step, there, held, stands=known.sites[0])
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -291,7 +305,7 @@ def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key |
         group.halves.setdefault((*alike, edit.mode), len(group.members))
         return False
     half = group.members[place]
-    group.members[place] = replace(half, change=_band(half.change, change))
+    group.members[place] = half._replace(change=_band(half.change, change))
     return True
 
 

@@ -31,9 +31,6 @@ class _Shared:
         self.fields: dict[Key, str] = {}  # path of the first mention of each
         self._last: dict[Key, tuple[int, int]] = {}  # order of the last site where an edit needs it
 
-    def __len__(self) -> int:
-        return len(self.fields)
-
     def note(self, key: Key, site: str, at: str) -> Key:
         """An edit at a site needs it."""
         self.fields.setdefault(key, at)
@@ -73,7 +70,7 @@ class Reads:
         self._wholes = _Shared(1, making)
 
     def __len__(self) -> int:
-        return len(self._conditions) + len(self._reads) + len(self._wholes)
+        return len(self._conditions.fields) + len(self._reads.fields) + len(self._wholes.fields)
 
     def gates(self, gates: Sequence[Gate], site: str, at: str, until: str) -> tuple[Key, ...]:
         """The conditions that an edit waits for; it stands at a site, and ``until`` is that site or a later one it has.

@@ -25,14 +25,23 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     """
     for group in found.groups:
         _refuse_twice(group.changes)
-    _refuse_by_rows(found, catalog)
+    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
+    targets = [change.target for group in found.groups for change in group.changes] + [one.target for one in reads]
+    named = {one.dictionary for one in targets if not isinstance(one, Direction)}
+    by_rows = any(is_by_rows(catalog, name) for name in named)
+    if by_rows:
+        _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
-    _refuse_dense(found, catalog)
-    _refuse_brought(found, catalog)
+    if any(_is_ranked(name, catalog) for name in named) or any(isinstance(one, Whole) for one in targets):
+        _refuse_dense(found, catalog)
+    if by_rows or any(isinstance(one, Direction) for one in targets):
+        _refuse_brought(found, catalog)
 
 
 def _refuse_twice(changes: Sequence[Change]) -> None:
     """Refuse to clamp a feature twice at a position."""
+    if len({change.target for change in changes}) == len(changes):
+        return
     spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
     for place, change in enumerate(changes):
         if isinstance(change.target, Feature):
@@ -93,7 +102,7 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
         fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
 
     def whole(target: object) -> str | None:
-        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target, catalog)):
+        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target.dictionary, catalog)):
             return target.dictionary
         return None
 
@@ -117,8 +126,8 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
         begun.add(site)
 
 
-def _is_ranked(target: Feature, catalog: Catalog) -> bool:
-    return catalog.dictionaries[target.dictionary].k is not None
+def _is_ranked(name: str, catalog: Catalog) -> bool:
+    return catalog.dictionaries[name].k is not None
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:

@@ -1,6 +1,8 @@
 """`saesteer inspect --measure`: L0 and FVU of a dictionary on a tiny model, against numbers computed here."""
 
+import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, load
 from saesteer.loaders.formats import own
 from tests.cli.test_reading import Tokenizer, saesteer
-from tests.loaders import writers
+from tests.loaders import across, writers
 
 WIDTH, LAYERS, FEATURES = 24, 3, 40
 
@@ -158,6 +160,46 @@ def test_calibrate_and_features_take_every_dictionary_of_a_set(
     features.run(Console(width=200), "any", config, "a text")
     said = capsys.readouterr().out
     assert "gs, at resid_post.0" in said and "gs, at resid_post.2" in said
+
+
+def test_a_dictionary_by_rows_is_read_whole(
+    model: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"{written(tmp_path, 'one', 5)}@resid_post.1"
+    [[alone], [by_rows]] = (
+        measure.run(Console(quiet=True), "any", one, text, max_tokens=300).values() for one in (place, f"rows:{place}")
+    )
+    assert (alone.tokens, alone.l0, alone.fvu) == (by_rows.tokens, by_rows.l0, by_rows.fvu)
+    config = read_settings([f"d=rows:{place}"])
+    oracle = hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries))
+    for command in (calibrate, features):
+        monkeypatch.setattr(command, "open_model", lambda *_: (oracle, ["d"]))
+    found = calibrate.run(Console(quiet=True), "any", config, text, max_tokens=300)["d"].max_act
+    rows = Assets.open(config).rows
+    assert [rows.row("d", feature, torch.float32).max_act for feature in range(FEATURES)] == found.tolist()
+    monkeypatch.setattr(oracle, "encode", lambda text: [3, 1, 4, 1, 5])
+    monkeypatch.setattr(oracle.tokenizer, "decode", lambda ids: str(ids[0]), raising=False)
+    said = StringIO()
+    features.run(Console(width=200, file=said), "any", config, "a text")
+    assert "d, at resid_post.1" in said.getvalue()
+
+
+def test_a_cross_layer_transcoder_is_refused_before_a_model_is_loaded(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(across.circuit_tracer(tmp_path / "clt", across.layers()))
+    config = read_settings([f"clt={place}"])
+    sizes = {"model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    for command in (features, measure):
+        monkeypatch.setattr(command, "load_model", None)
+    refused = r"is a cross-layer transcoder, of which only rows are read; expected .* clamped in unit raw"
+    with pytest.raises(ConfigError, match=f"'clt@0' {refused}"):
+        features.run(Console(), str(tmp_path), config, "a text")
+    with pytest.raises(ConfigError, match=f"'clt@0' {refused}"):
+        calibrate.run(Console(), str(tmp_path), config, text)
+    with pytest.raises(ConfigError, match=f"'PLACE@0' {refused}"):
+        measure.run(Console(), str(tmp_path), place, text, max_tokens=9)
 
 
 def test_what_the_files_publish_stands_next_to_it(text: Path, tmp_path: Path, capsys: Any) -> None:

@@ -176,6 +176,20 @@ def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert sum(hub.sent.values()) < LARGE * 48 * 4 / 5
 
 
+def test_a_list_of_other_repositories_names_a_place_that_is_served(hub: Hub, tmp_path: Path) -> None:
+    place = "google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz"
+    writers.gemma_scope((hub.root / place).parent, writers.raw())
+    listing = hub.root / "org" / "listing" / "config.yaml"
+    listing.parent.mkdir(parents=True)
+    listing.write_text(f"model_kind: transcoder_set\ntranscoders: ['hf://{place}']")
+    refused = inspect(hub, "org/listing", tmp_path)
+    assert refused.returncode == 2
+    assert f"expected the place of one of them, such as {place}" in refused.stderr
+    done = inspect(hub, place, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mlp_in_pregain.0 -> mlp_out.0" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("place", "good"),
     [

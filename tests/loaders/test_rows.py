@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.coder import RANKED, SparseCoder
+from saesteer.dictionaries.rows import FeatureRow, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
-from saesteer.loaders.rows import open_rows
+from saesteer.loaders.rows import RowFile, open_rows
+from saesteer.loaders.write import write_arrays
 from tests.loaders import writers
 from tests.loaders.case import Case
 from tests.loaders.every import every_case
@@ -30,6 +33,17 @@ def same_row(one: SparseCoder, whole: SparseCoder, row: int) -> None:
         assert ours is None or torch.equal(ours, theirs[row : row + 1]), name
 
 
+def same_feature(found: RowFile, row: int, dtype: torch.dtype) -> None:
+    """What a request takes of a row, read as fast as its file allows, is what the row says; of a square SAE."""
+    one, layered = found.row(row, torch.float32 if found.info.in_norm == "layer_norm" else dtype), found.info.targets
+    expected = feature_rows(one, one.w_dec[:0] if layered is None else found.later(row, dtype))
+    ours = found.feature(row, dtype)
+    assert [one.digest for one in ours] == [one.digest for one in expected]
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert np.array_equal(mine.rows, theirs.rows)
+        assert (mine.bias, mine.threshold, mine.max_act) == (theirs.bias, theirs.threshold, theirs.max_act)
+
+
 @every_case
 def test_every_row_is_the_row_of_the_whole(case: Case, tmp_path: Path) -> None:
     place = str(case.write(tmp_path))
@@ -42,6 +56,9 @@ def test_every_row_is_the_row_of_the_whole(case: Case, tmp_path: Path) -> None:
     assert found.info == describe(place, hashed=False)
     for row in {*range(0, whole.info.features, 7), whole.info.features - 1}:
         same_row(found.row(row, None), whole, row)
+        if found.info.d_in == found.info.d_out:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                same_feature(found, row, dtype)
     narrow = load(place, dtype=torch.bfloat16)
     same_row(found.row(1, torch.bfloat16), narrow, 1)
 
@@ -66,6 +83,62 @@ def test_a_row_of_random_files_is_the_row_of_the_whole(
     dtype = data.draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
     whole, row = load(place, dtype=dtype), data.draw(st.integers(0, features - 1))
     same_row(open_rows(place).row(row, dtype), whole, row)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_row_that_takes_no_arithmetic_is_the_row_of_the_whole(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Our own format in any dtype, with and without thresholds and maximum activations."""
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    features, width = data.draw(st.integers(1, 70)), data.draw(st.integers(2, 300))
+    features += features == width
+    kinds = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
+    shapes: dict[str, tuple[int, ...]] = {"W_enc": (features, width), "W_dec": (features, width)}
+    shapes |= {"b_dec": (width,), "b_enc": (features,)}
+    shapes |= dict.fromkeys(data.draw(st.sets(st.sampled_from(["threshold", "max_act"]))), (features,))
+    weights, arrays = data.draw(kinds), {}
+    for key, shape in shapes.items():
+        dtype = weights if len(shape) == 2 else data.draw(kinds)
+        numbers = torch.from_numpy(draw.normal(size=shape).astype(np.float32))
+        arrays[key] = (numbers if key.startswith(("W", "b")) else numbers.abs()).to(dtype)
+    for key in data.draw(st.sets(st.sampled_from(sorted(arrays)))):
+        arrays[key].view(-1)[::2] = -0.0
+    file = tmp_path_factory.mktemp("plain") / "saesteer.safetensors"
+    activation = "jumprelu" if "threshold" in arrays else "relu"
+    write_arrays(file, arrays, {"format": "saesteer", "activation": activation})
+    found, row = open_rows(file), data.draw(st.integers(0, features - 1))
+    wanted = data.draw(kinds)
+    [ours] = found.feature(row, wanted)
+    whole = load(file, dtype=wanted)
+    matrices = torch.stack([whole.w_enc[row], whole.w_dec[row]]).float().numpy()
+    threshold, largest = (None if one is None else one[row].item() for one in (whole.threshold, whole.max_act))
+    expected = FeatureRow(matrices, whole.b_enc[row].item(), 0.0 if threshold is None else threshold, largest)
+    assert ours.digest == expected.digest
+    same_row(found.row(row, wanted), whole, row)
+
+
+@pytest.mark.parametrize("key", ["W_enc", "W_dec", "b_enc", "threshold", "max_act"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_a_wrong_number_is_refused_in_the_same_words(key: str, number: float, file: Path) -> None:
+    arrays = safetensors.torch.load_file(file) | {"max_act": torch.ones(writers.F)}
+    arrays[key].view(-1)[-1] = number
+    write_arrays(file, arrays, {"format": "saesteer", "activation": "jumprelu"})
+    found = open_rows(file)
+    found.feature(0, torch.bfloat16)
+    if number == -1.0 and key != "max_act":  # a threshold below 0 is what our own format says
+        found.feature(writers.F - 1, torch.bfloat16)
+        return
+    for read in (found.row, found.feature):
+        with pytest.raises(LoadError, match=rf"{key}: (holds|a value outside)"):
+            read(writers.F - 1, torch.bfloat16)
+
+
+def test_a_converted_file_needs_no_arithmetic(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = open_rows(file)
+    monkeypatch.setattr(RowFile, "row", None)
+    found.feature(0, torch.bfloat16)
 
 
 @every_case
@@ -97,6 +170,7 @@ def test_maximum_activations_next_to_a_dictionary_belong_to_its_rows(tmp_path: P
     max_act.write(
         place, load(writers.gemma_scope(tmp_path / "layer_4", writers.raw(seed=2))), coder.b_enc.abs(), tokens=9
     )
+    same_feature(found, 7, torch.bfloat16)
     with pytest.raises(LoadError, match="measured on other weights"):
         open_rows(place).row(7, None)
 
@@ -132,6 +206,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "edited": (edited, "has changed since"),
     "spoiled": (spoiled, "has changed since"),  # which is more than that it holds NaN
     "cut": (lambda file: os.truncate(file, file.stat().st_size - 1), "has changed since"),
+    "emptied": (lambda file: os.truncate(file, 0), "has changed since"),
     "removed": (Path.unlink, r"cannot be read any more \(No such file"),
 }
 
@@ -151,11 +226,16 @@ def test_a_file_that_is_no_longer_the_same_gives_no_row(name: str, file: Path) -
     with pytest.raises(LoadError, match=words):
         found.row(0, None)
     with pytest.raises(LoadError, match=words):
+        found.feature(0, torch.bfloat16)
+    with pytest.raises(LoadError, match=words):
         found.check()
 
 
-@pytest.mark.parametrize("name", ["edited", "cut"])
-def test_a_file_that_changes_during_a_read_gives_no_row(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("name", ["edited", "cut", "emptied"])
+def test_a_file_that_changes_during_a_read_gives_no_row(
+    name: str, plain: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, real = open_rows(file), os.pread
 
     def late(descriptor: int, size: int, at: int) -> bytes:
@@ -164,5 +244,5 @@ def test_a_file_that_changes_during_a_read_gives_no_row(name: str, file: Path, m
         return real(descriptor, size, at)
 
     monkeypatch.setattr(os, "pread", late)
-    with pytest.raises(LoadError, match="has changed since"):
-        found.row(0, None)
+    with pytest.raises(LoadError, match="cut short" if name == "emptied" else "has changed since"):
+        (found.feature if plain else found.row)(0, torch.bfloat16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saesteer.commands.inspect import report
-from saesteer.config.assets import Assets
+from saesteer.config.assets import Assets, in_words
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
@@ -192,6 +192,16 @@ def test_inspect_lists_the_dictionaries_of_a_set(tmp_path: Path) -> None:
     assert lines["layer 11"].startswith("40 features, mlp_in.11 -> mlp_out.11, ")
     assert lines["max_act"] == "unknown at layer 9, 11"
     assert lines["in memory"].startswith("8.0 KB in float16")  # (38 + 40) * (48 * 2 + 4) + 2 * 24 * 4 bytes
+
+
+def test_a_file_that_holds_a_set_is_counted_once(tmp_path: Path) -> None:
+    place = apollo.write(tmp_path, apollo.TWO)
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in report(place).splitlines())
+    assert lines["set"] == "2 dictionaries, of layer 5, 6"
+    assert lines["on disk"] == in_words(place.stat().st_size)
+    [taken] = opened(place).memory(2)
+    assert lines["in memory"].split(" in ")[0] in taken
+    assert lines["on disk"] in taken
 
 
 def test_a_settings_file_may_hold_a_pattern_next_to_it(tmp_path: Path) -> None:

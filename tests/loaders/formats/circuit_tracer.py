@@ -86,6 +86,12 @@ def cases() -> list[Case]:
     ]
 
 
+LISTED = (
+    "a list of files of other repositories, which is not served; expected the place of one of them, such as "
+    "google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz, with the site that it reads"
+)
+
+
 def wrong() -> list[Row]:
     def row(name: str, words: str, arrays: dict[str, Any] = ARRAYS, **config: Any) -> Row:
         return f"circuit_tracer-{name}", lambda folder: write(folder, arrays, **config), words
@@ -102,7 +108,8 @@ def wrong() -> list[Row]:
         row("logs", "log_thresholds: an unknown key", ARRAYS | {"log_thresholds": R["threshold"]}),
         row("clt", "W_enc_*.safetensors: 0 files and none chosen", model_kind="cross_layer_transcoder"),
         row("kind", "config.yaml: model_kind: 'lorsa'; expected transcoder_set or cross_layer_tr", model_kind="lorsa"),
-        row("list", "config.yaml: transcoders: a list: ['hf://google/gemma-scope-2b-pt", transcoders=listed),
+        row("list", f"config.yaml: transcoders: {LISTED}", transcoders=listed),
+        row("list-of-one", f"config.yaml: transcoders: {LISTED}", transcoders=listed[0] + "?revision=main"),
         row("none-chosen", ": 2 dictionaries and none chosen; expected one of", layers=(0, 1)),
         row("topk", "config.yaml: k: None; expected a whole number", activation="topk"),
         row("unsaid-topk", "layer_3.safetensors: k: an unknown key", ARRAYS | {"k": np.array(5)}),

@@ -1,0 +1,211 @@
+"""Dictionaries below --dictionary-folder: their names, sets among them, what is refused; opened when asked for."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from saesteer.config import row_store
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.engine.engine import Engine
+from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.language.spec import from_json
+from saesteer.loaders.folder import listed, sets_in
+from saesteer.loaders.formats import own
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.door.rows import Fetching
+from tests.loaders import writers
+from tests.small_world import CODERS, HEADS, SITES, TOKENS, WIDTH
+from tests.test_by_rows import CLAMP, making
+from tests.test_formulas import forward
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder of dictionaries of several formats; one is of another width, and one file is broken."""
+    (tmp_path / "a").mkdir()
+    own.write(tmp_path / "a" / "first.safetensors", CODERS["jump"])
+    wide = writers.raw(d_in=WIDTH, d_out=WIDTH)
+    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7", wide)
+    writers.gemma_scope(tmp_path / "gemma-scope-2b-pt-res" / "layer_3" / "width_16k" / "average_l0_7", wide)
+    narrow = writers.raw(d_in=12, d_out=12)
+    writers.gemma_scope(tmp_path / "narrow" / "gemma-scope-2b-pt-res" / "layer_1" / "w" / "l", narrow)
+    own.write(tmp_path / "top.safetensors", CODERS["top"])
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "params.npz").write_bytes(b"no")
+    return tmp_path
+
+
+NAMES = [
+    "broken.safetensors",
+    "top.safetensors",
+    "a/first.safetensors",
+    "gemma-scope-2b-pt-res/layer_1/width_16k/average_l0_7",
+    "gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_7",
+    "narrow/gemma-scope-2b-pt-res/layer_1/w/l",
+]
+
+
+def test_a_folder_is_listed_by_paths(tree: Path) -> None:
+    assert list(listed(tree)) == NAMES
+    assert list(listed(tree / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7")) == ["params.npz"]
+    with pytest.raises(LoadError, match="no such folder; expected a folder with dictionaries"):
+        listed(tree / "nothing")
+
+
+FROM_FOLDER: dict[str, tuple[str, str, str, str]] = {
+    "no op there": (NAMES[4], "dictionary", "not_served", "start it with --sites resid_post.3 to have one there"),
+    "no site": (NAMES[2], "dictionary", "not_served", "do not say where they belong"),
+    "broken": (NAMES[0], "dictionary", "not_served", "cannot be opened: "),
+    "ranked": (f"{NAMES[1]}@resid_post.1", "dictionary", "not_served", "uses topk, which ranks all features"),
+    "another width": (NAMES[5], "dictionary", "conflict", "is 12 wide, expected 24, the width of this model"),
+    "unknown": ("a/firts.safetensors", "dictionary", "unknown_name", "did you mean 'a/first.safetensors'?"),
+    "outside": ("../top.safetensors", "dictionary", "unknown_name", "expected one of"),
+}
+
+
+@pytest.mark.parametrize("name", FROM_FOLDER)
+def test_what_a_folder_cannot_serve_is_refused(name: str, tree: Path) -> None:
+    called, part, code, words = FROM_FOLDER[name]
+    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tree), "sites": ["resid_post.1"]}))
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    with pytest.raises(SpecError) as refused:
+        door.meaning(from_json({"edits": [{**CLAMP, "dictionary": called}]}), assets.catalog(width=WIDTH, layers=4), 4)
+    assert (refused.value.field, refused.value.code) == (f"saesteer.edits[0].{part}", code)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("called", [NAMES[3], f"{NAMES[2]}@resid_post.1"])
+def test_a_dictionary_of_a_folder_does_the_same_as_in_memory(called: str, tree: Path) -> None:
+    place, _, _ = called.partition("@")
+    size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    alone = {"sites": SITES, "dictionaries": {"it": f"{tree}/{place}@resid_post.1"}}
+    below = Assets.open(SaesteerConfig.from_json({"sites": SITES, "dictionary_folder": str(tree)}))
+    engines = [
+        Engine(one, dtype=torch.float32, device=torch.device("cpu"), **size)
+        for one in (Assets.open(SaesteerConfig.from_json(alone)), below)
+    ]
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(4))
+    specs = [{"edits": [{**CLAMP, "dictionary": name, "value": 4.0}]} for name in ("it", called)]
+    theirs = forward(engines[0], [specs[0]], 4, x)
+    assert not torch.equal(theirs, forward(engines[0], [None], 4, x))
+    torch.testing.assert_close(forward(engines[1], [specs[1]], 4, x, making(below)), theirs, rtol=1e-6, atol=1e-6)
+
+
+SET = "gemma-scope-2b-pt-res"
+
+
+def test_folders_with_a_dictionary_for_each_layer_are_sets() -> None:
+    assert sets_in(NAMES) == {SET: {1: NAMES[3], 3: NAMES[4]}}
+    nested = ["all/mlp/layer_0/p", "all/mlp/layer_10/p", "all/res/layer_0/p", "all/res/layer_2/p", "all/res/notes.pt"]
+    found = {"all/mlp": {0: nested[0], 10: nested[1]}, "all/res": {0: nested[2], 2: nested[3]}}
+    assert sets_in(nested) == found
+    across = [
+        "clt/W_dec_0.safetensors",
+        "clt/W_dec_1.safetensors",
+        "clt/W_enc_0.safetensors",
+        "clt/W_enc_1.safetensors",
+    ]
+    assert sets_in(across) == {"clt": {0: across[2], 1: across[3]}}
+    two_of_a_layer = ["s/layer_1/w_16k", "s/layer_1/w_64k", "s/layer_2/w_16k"]
+    assert not sets_in([*two_of_a_layer, "alone/layer_1/x", "layer_7/x.pt", "layer_8/x.pt", "k/a.pt", "k/b.pt"])
+    assert not sets_in(["s", "s/layer_1", "s/layer_2"]), "the folder is a dictionary itself"
+
+
+def test_a_set_below_a_folder_is_one_name(tree: Path) -> None:
+    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1", "resid_post.3"], "inline_rows": 4}
+    assets = Assets.open(SaesteerConfig.from_json(told))
+    catalog = assets.catalog(width=WIDTH, layers=4)
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    both = [{**CLAMP, "dictionary": SET, "layer": layer} for layer in (1, 3)]
+    meaning = door.meaning(from_json({"edits": both}), catalog, 4)
+    assert [(one["site"], one["dictionary"], one["layer"]) for one in meaning.applied] == [
+        ("resid_post.1", SET, 1),
+        ("resid_post.3", SET, 3),
+    ]
+    alone = [{**CLAMP, "dictionary": name} for name in NAMES[3:5]]
+    same = door.meaning(from_json({"edits": alone}), catalog, 4)
+    assert [one["version"] for one in same.applied] == [one["version"] for one in meaning.applied]
+    assert [one[2] for one in same.runs] == [one[2] for one in meaning.runs]
+    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": {"edits": both}}})).catalog(width=WIDTH, layers=4)
+
+
+OF_A_SET: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "no layer": ({}, "layer", "missing_field", "expected one of 1, 3"),
+    "another layer": (
+        {"layer": 2},
+        "layer",
+        "out_of_range",
+        "got 2, expected a layer of 'gemma-scope-2b-pt-res': 1, 3",
+    ),
+    "its key": ({"dictionary": f"{SET}@1"}, "dictionary", "unknown_name", f"did you mean '{SET}'?"),
+    "nearly": ({"dictionary": f"{SET[:-1]}"}, "dictionary", "unknown_name", f"did you mean '{SET}'?"),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_SET)
+def test_what_a_set_below_a_folder_does_not_have_is_refused(name: str, tree: Path) -> None:
+    given, part, code, words = OF_A_SET[name]
+    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tree), "sites": ["resid_post.1"]}))
+    spec = from_json({"edits": [{**CLAMP, "dictionary": SET, **given}]})
+    with pytest.raises(SpecError) as refused:
+        Door("server", assets.config).meaning(spec, assets.catalog(width=WIDTH, layers=4), 4)
+    assert (refused.value.field, refused.value.code) == (f"saesteer.edits[0].{part}", code)
+    assert words in str(refused.value)
+
+
+def test_layers_of_a_set_below_a_folder_are_alike(tmp_path: Path) -> None:
+    for layer, width in ((0, WIDTH), (1, 12)):
+        arrays = writers.raw(d_in=width, d_out=width)
+        writers.gemma_scope(tmp_path / SET / f"layer_{layer}" / "width_16k" / "average_l0_7", arrays)
+        writers.gemma_scope(tmp_path / "unsaid" / f"layer_{layer}", arrays)
+    for layer in (3, 5):
+        weights = writers.raw(d_in=WIDTH, d_out=WIDTH)
+        cfg = writers.saelens_cfg("jumprelu", d_in=WIDTH, d_sae=len(weights["W_dec"]))
+        writers.saelens(tmp_path / "elsewhere" / f"layer_{layer}", cfg, weights)
+    store = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)})).rows
+    assert store.sets == {SET: (0, 1), "unsaid": (0, 1), "elsewhere": (3, 5)}
+    assert store[f"{SET}@0"].d_in == WIDTH
+    with pytest.raises(LoadError, match=rf"layer_1.*width of the input: 12; expected {WIDTH}, as at layer 0"):
+        store[f"{SET}@1"]
+    with pytest.raises(ConfigError, match=r"dictionary 'unsaid/layer_1': the files in .* do not say where they belong"):
+        store["unsaid@1"]
+    assert store["elsewhere@3"].site_in == "resid_post.3"
+    with pytest.raises(LoadError, match=r"layer_5: site: resid_post\.3; expected layer 5, as its path says, or to be"):
+        store["elsewhere@5"]
+
+
+def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "OPENED", 2)
+    own_one = {"it": f"rows:{tree}/{NAMES[2]}@resid_post.1"}
+    told = {"dictionary_folder": str(tree), "dictionaries": own_one}
+    store = Assets.open(SaesteerConfig.from_json(told)).rows
+    first = store["it"]
+    for layer in range(9):
+        assert store[f"{NAMES[2]}@resid_post.{layer}"].site_in == f"resid_post.{layer}"
+    assert list(store._opened) == ["it", f"{NAMES[2]}@resid_post.7", f"{NAMES[2]}@resid_post.8"]
+    assert store["it"] is first
+
+
+def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
+    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1"]}
+    module = {"edits": [{**CLAMP, "dictionary": NAMES[3]}]}
+    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": module}})).catalog(width=WIDTH, layers=4)
+    wrong = {"edits": [{**CLAMP, "dictionary": NAMES[4]}]}
+    with pytest.raises(ConfigError, match=r"module 'm': .*--sites resid_post\.3"):
+        Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": wrong}})).catalog(width=WIDTH, layers=4)
+
+
+def test_a_thousand_dictionaries_are_listed_at_once(tmp_path: Path) -> None:
+    for number in range(1000):
+        folder = tmp_path / f"layer_{number % 26}" / f"width_{number}" / "average_l0_7"
+        folder.mkdir(parents=True)
+        (folder / "params.npz").write_bytes(b"opened by nobody")
+    begun = time.monotonic()
+    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)}))
+    assert time.monotonic() - begun < 5
+    assert len(assets.rows) == 1000
