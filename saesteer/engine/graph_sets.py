@@ -1,4 +1,4 @@
-"""At which sites the graphs of each captured set have ops, and which set is enough. Knows neither graphs nor requests."""
+"""At which sites each captured set of graphs has ops, and which set is enough. Knows neither graphs nor requests."""
 
 from collections.abc import Collection, Iterable, Sequence
 

@@ -33,7 +33,8 @@ class Choice:
     """The set of graphs for a batch, by what its requests have asked for.
 
     It goes by what the scheduler has sent, not by rows: all ranks of tensor parallelism must replay the same set, since
-    captured all-reduces know where the others' parts lie. So a request counts even where a rank could not give it a row.
+    captured all-reduces know where the others' parts lie. So a request counts even on a rank that could not give it a
+    row.
 
     Args:
         sets: those of the engine.
@@ -120,7 +121,7 @@ def attach(worker: Any, engine: Engine, choice: Choice) -> None:
 
 
 def chosen(choice: Choice, captured: Mapping[int, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """What replaces vLLM's graphs by shape; `captured` has the graphs of some sets by index, the last one's for sure."""
+    """What replaces vLLM's graphs by shape; `captured` has those of some sets by index, among them the last one's."""
     every = range(len(choice.sets))
     serving = [next(captured[larger] for larger in every[at:] if larger in captured) for at in every]
     return {shape: Chosen(choice, [graphs[shape] for graphs in serving]) for shape in serving[-1]}
