@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,14 +77,14 @@ class Meter:
 
     Args:
         model: one of ``bench.dummy.MODELS``.
-        requests: that decode.
+        requests: that decode at once, at most.
         folder: for the model's files.
     """
 
     def __init__(self, model: str, requests: int, folder: Path) -> None:
         from saesteer import LLM
 
-        self.shape, self.requests = Shape.of(model), requests
+        self.shape = Shape.of(model)
         given = engines.options(model, folder, at_once=requests, length=PROMPT + TOKENS)
         self.llm: Any = LLM(**given, **engines.settings(model, folder))
         [(self.manager, self.steering)] = self.llm.collective_rpc(_parts)
@@ -99,12 +99,22 @@ class Meter:
 
         self.manager.run_fullgraph = run_fullgraph
 
-    def rows(self, name: str, seed: int, **how: int) -> list[Row]:
-        """What the ops of each set take in a step in which all requests of a mode decode; none are in the first set."""
-        load = Load(name, seed, 0, self.requests, PROMPT, TOKENS)
-        for number, (ids, spec) in enumerate(zip(prompts(load, self.shape), specs(load, self.shape), strict=True)):
-            self._admit(f"{name} {number}", ids, spec)
-        self._step(until=self._all_decode)
+    def rows(self, name: str, requests: int, seed: int, **how: int) -> list[Row]:
+        """What the ops of each set take in a step in which all requests of a mode decode; none are in the first set.
+
+        Args:
+            name: of the mode.
+            requests: that decode.
+            seed: of their prompts, which the prefix cache must not have.
+            **how: for ``measure``.
+        """
+        load = Load(name, seed, 0, requests, PROMPT, TOKENS)
+        asked = zip(prompts(load, self.shape), specs(load, self.shape), strict=True)
+        names = [self._admit(f"{seed} {number}", ids, spec) for number, (ids, spec) in enumerate(asked)]
+        made: Counter[str] = Counter()
+        while min(made[one] for one in names) < SETTLE:
+            for output in self.llm.llm_engine.step():
+                made[output.request_id] = len(output.outputs[0].token_ids)
         found: list[Row] = []
 
         def replay(shape: Any) -> None:
@@ -112,34 +122,27 @@ class Meter:
             for number, sites in enumerate(self.steering.choice.sets):
                 if number >= at or not number:  # a smaller one would not do
                     row = measure(graphs[0], graphs[number], **how)
-                    found.append({"mode": name, "sites": len(sites), "served": number == at, **row})
+                    about = {"mode": name, "requests": requests, "sites": len(sites), "served": number == at}
+                    found.append(about | row)
 
         self._between(replay)
-        self.llm.llm_engine.abort_request([f"{name} {number}" for number in range(self.requests)])
+        self.llm.llm_engine.abort_request(names)
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
         return found
 
-    def kernels(self) -> list[Counter[str]]:
+    def kernels(self, requests: int) -> list[Counter[str]]:
         """The kernels of each set's graphs for so many requests."""
-        shape = next(shape for shape in self.manager.graphs if shape.num_tokens == self.requests)
+        shape = next(shape for shape in self.manager.graphs if shape.num_tokens == requests)
         return [kernels(graph) for graph in self.manager.graphs[shape].graphs]
 
-    def _admit(self, name: str, ids: list[int], spec: Any) -> None:
+    def _admit(self, name: str, ids: list[int], spec: Any) -> str:
         from vllm import SamplingParams
 
         extra = None if spec is None else {"saesteer": spec}
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, extra_args=extra)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
-
-    def _all_decode(self, made: Counter[str]) -> bool:
-        return len(made) == self.requests and min(made.values()) >= SETTLE
-
-    def _step(self, until: Callable[[Counter[str]], bool]) -> None:
-        made: Counter[str] = Counter()
-        while not until(made):
-            for output in self.llm.llm_engine.step():
-                made[output.request_id] = len(output.outputs[0].token_ids)
+        return name
 
     def _between(self, then: Callable[[Any], None]) -> None:
         """Do it within the next step that replays a full graph, and leave no trace of it but in the KV cache."""
@@ -188,10 +191,10 @@ def differences(ours: Counter[str], theirs: Counter[str]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """For people."""
-    lines = [f"{'mode':10}{'ops':>5}{'step us':>10}{'added us':>10}{'%':>8}{'from':>8}{'to':>8}"]
+    lines = [f"{'mode':10}{'requests':>9}{'ops':>5}{'step us':>10}{'added us':>10}{'%':>8}{'from':>8}{'to':>8}"]
     for r in rows:
         figures = f"{r['base_us']:10.1f}{r['us']:10.2f}{r['percent']:8.2f}{r['low']:8.2f}{r['high']:8.2f}"
-        lines.append(f"{r['mode']:10}{r['sites']:5}{figures}{'  served' if r['served'] else ''}")
+        lines.append(f"{r['mode']:10}{r['requests']:9}{r['sites']:5}{figures}{'  served' if r['served'] else ''}")
     return "\n".join(lines)
 
 
@@ -201,7 +204,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     ours = [name for name, mode in MODES.items() if mode.engine == "saesteer"]
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
     parser.add_argument("--modes", nargs="+", choices=ours, default=list(USUAL), metavar="MODE", help=", ".join(ours))
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, nargs="+", default=[16], help="that decode; each needs its own graph")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pairs", type=int, default=60, help="replays of each graph in a round")
     parser.add_argument("--stock", action="store_true", help="compare the kernels with stock vLLM's")
@@ -217,27 +220,27 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     keep_graphs()
     if given.stock_kernels is not None:
-        given.stock_kernels.write_text(json.dumps(stock(given.model, given.requests)))
+        given.stock_kernels.write_text(json.dumps(stock(given.model, given.requests[0])))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "stock.json")
         other = _beside(given, said) if given.stock else None
-        meter = Meter(given.model, given.requests, Path(folder))
+        meter = Meter(given.model, max(given.requests), Path(folder))
         if other is not None and other.wait():
             raise SystemExit("stock vLLM failed, see above")
         theirs = None if other is None else Counter[str](json.loads(said.read_text()))
     rows: list[Row] = []
-    for seed, name in enumerate(given.modes, 1):
-        rows += meter.rows(name, seed, rounds=given.rounds, pairs=given.pairs)
-    print(f"\n{given.model}, {given.requests} requests: a step without ops, and what the ops at so many sites add")
+    for seed, (requests, name) in enumerate(product(given.requests, given.modes), 1):
+        rows += meter.rows(name, requests, seed, rounds=given.rounds, pairs=given.pairs)
+    print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
     print(table(rows))
-    held = meter.kernels()
+    held = meter.kernels(given.requests[0])
     counted = {len(sites): found.total() for sites, found in zip(meter.steering.choice.sets, held, strict=True)}
     print("kernels of a step:", ", ".join(f"{count} with ops at {sites} sites" for sites, count in counted.items()))
     unlike = None if theirs is None else differences(held[0], theirs)
     if theirs is not None and unlike is not None:
         print(f"stock vLLM has {theirs.total()} kernels; those without ops differ in {len(unlike)}", *unlike, sep="\n")
-    about = machine(given.commit) | {"vllm": vllm_version(), "model": given.model, "requests": given.requests}
+    about = machine(given.commit) | {"vllm": vllm_version(), "model": given.model}
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         with (given.out / "steps.jsonl").open("a") as file:
@@ -249,7 +252,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _beside(given: argparse.Namespace, said: Path) -> subprocess.Popen[bytes]:
     """Stock vLLM in another process; it starts beside ours, and has ended before anything is measured."""
-    command = [sys.executable, "-m", "bench.steps", "--model", given.model, "--requests", str(given.requests)]
+    command = [sys.executable, "-m", "bench.steps", "--model", given.model, "--requests", str(given.requests[0])]
     environment = {**os.environ, "VLLM_PLUGINS": ""}
     return subprocess.Popen([*command, "--stock-kernels", str(said)], cwd=engines.ROOT, env=environment)
 

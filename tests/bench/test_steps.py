@@ -82,8 +82,8 @@ def test_the_table_and_the_usual_modes(clock: Clock) -> None:
     assert set(steps.USUAL) <= {name for name, mode in MODES.items() if mode.engine == "saesteer"}
     given = steps.arguments(["--modes", "clamp", "--pairs", "3"])
     row = steps.measure(clock.graph(4.0), clock.graph(4.1), rounds=5, pairs=given.pairs)
-    said = steps.table([{"mode": "clamp", "sites": 34, "served": True, **row}])
-    assert said.splitlines()[1].split()[:2] == ["clamp", "34"] and said.endswith("served")
+    said = steps.table([{"mode": "clamp", "requests": 16, "sites": 34, "served": True, **row}])
+    assert said.splitlines()[1].split()[:3] == ["clamp", "16", "34"] and said.endswith("served")
 
 
 @pytest.mark.gpu
