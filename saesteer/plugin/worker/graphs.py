@@ -111,9 +111,10 @@ def attach(worker: Any, engine: Engine, choice: Choice) -> None:
                 if not _everywhere(before - (free - before) > spare):
                     logger.warning("saesteer captures no graphs for %s: too little GPU memory", _named(sites))
                     break
-                manager.graphs = captured[at] = {}
+                manager.graphs = {}
                 with only(engine, sites):
                     original(*args, **kwargs)
+                captured[at] = manager.graphs
                 free, gib, took = before, (before - _free()) / 2**30, monotonic() - begin
                 logger.info("saesteer captured graphs for %s, in %.1f s and %.2f GiB", _named(sites), took, gib)
         finally:
