@@ -70,7 +70,8 @@ bench-layers:
 	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
 
 bench-steps:
-	for model in gemma-3-4b gemma-3-27b; do $(PYTHON) -m bench.steps --model $$model --stock --out $(RESULTS) $(GIVEN) || exit; done
+	for model in gemma-3-4b gemma-3-27b; do $(PYTHON) -m bench.steps --model $$model --stock --requests 16 1 4 64 256 --out $(RESULTS) $(GIVEN) || exit; done
+	$(PYTHON) -m bench.plot --results $(RESULTS)/steps.jsonl --out $(RESULTS)/steps.png
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)
