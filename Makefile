@@ -70,7 +70,8 @@ bench-layers:
 	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
 
 bench-steps:
-	for model in gemma-3-4b gemma-3-27b; do $(PYTHON) -m bench.steps --model $$model --stock --requests 16 1 4 64 256 --out $(RESULTS) $(GIVEN) || exit; done
+	$(PYTHON) -m bench.steps --model gemma-3-4b --stock --requests 16 1 4 64 256 --out $(RESULTS) $(GIVEN)
+	$(PYTHON) -m bench.steps --model gemma-3-27b --stock --requests 16 1 4 --out $(RESULTS) $(GIVEN)
 	$(PYTHON) -m bench.plot --results $(RESULTS)/steps.jsonl --out $(RESULTS)/steps.png
 
 bench-host:
