@@ -183,7 +183,7 @@ def stock(model: str, requests: int) -> Counter[str]:
 
 
 def differences(ours: Counter[str], theirs: Counter[str]) -> list[str]:
-    """The kernels of which one side has more; the numbers that a compiler puts behind names do not count."""
+    """The kernels of which one side has more; names are ``plain``."""
     ours, theirs = plain(ours), plain(theirs)
     names = sorted({*(ours - theirs), *(theirs - ours)})
     return [f"{ours[name]:5} instead of {theirs[name]:5}  {name}" for name in names]

@@ -72,6 +72,11 @@ def test_kernels_differ_by_name_and_number() -> None:
     ours = Counter({"triton_red_fused_add_3": 2, "triton_red_fused_add_4": 1, "gemm": 5, "extra": 1})
     theirs = Counter({"triton_red_fused_add_1": 3, "gemm": 6})
     assert plain(ours)["triton_red_fused_add"] == 3
+    assert plain(Counter({"triton_red_fused_add_edit__norm_7": 1, "edit_kernel": 1, "sm90_2": 1})) == {
+        "triton_red_fused_add_norm": 1,
+        "edit_kernel": 1,
+        "sm90_2": 1,
+    }
     assert [" ".join(line.split()) for line in steps.differences(ours, theirs)] == [
         "1 instead of 0 extra",
         "5 instead of 6 gemm",
