@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-host bench-front bench-rows \
+.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-steps bench-host bench-front bench-rows \
 	bench-modes clean
 
 help:
@@ -16,7 +16,7 @@ help:
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make tables    write the tables of the pages that come from the code"
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
-	@echo "make bench-kernels, bench-layers, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make bench-kernels, bench-layers, bench-steps, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
 	@echo "make bench-rows     what features of dictionaries in files cost at admission, on a CPU"
 
@@ -68,6 +68,11 @@ bench-kernels:
 
 bench-layers:
 	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
+
+bench-steps:
+	$(PYTHON) -m bench.steps --model gemma-3-4b --stock --requests 16 1 4 64 256 --out $(RESULTS) $(GIVEN)
+	$(PYTHON) -m bench.steps --model gemma-3-27b --stock --requests 16 1 4 --out $(RESULTS) $(GIVEN)
+	$(PYTHON) -m bench.plot --results $(RESULTS)/steps.jsonl --out $(RESULTS)/steps.png
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)

@@ -2,6 +2,7 @@
 
     python -m bench.kernels --out DIR                   every case; a kernel that is wrong is not timed
     python -m bench.kernels --out DIR --sweep lone      other launches of one kernel, see bench/sweep.py
+    python -m bench.kernels --base main                 what is slower than in a commit or a checkout, see bench/base.py
 
 A warm case edits with the same features again; a cold one takes others at each launch of the graph, so that the weights
 come from memory as they would in a model; a dictionary that is needed whole is always cold. The floor is the larger of
@@ -197,7 +198,13 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="check the cases of the first width and form, no more")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     parser.add_argument("--seconds", type=float, default=480, help="most time of the sweep")
+    parser.add_argument("--base", metavar="COMMIT", help="run it and this tree in turn, and print what got slower")
     options = parser.parse_args()
+    if options.base is not None:
+        from bench.base import compare
+
+        chosen = ["--widths", *map(str, options.widths)]
+        return compare(options.base, [*chosen, "--cases", *options.cases] if options.cases else chosen)
     begin = time.monotonic()
     cases = [case for case in CASES if options.cases is None or case.name in options.cases]
     if options.compile:

@@ -1,6 +1,9 @@
-"""Draws the kernels' times against edits and tokens from the JSON lines of a run; measures nothing.
+"""Draws times from the JSON lines of a run: the kernels' against edits and tokens, steps' against requests.
 
-python -m bench.plot --results bench/results/kernels.jsonl --out bench/results/kernels.png
+    python -m bench.plot --results bench/results/kernels.jsonl --out bench/results/kernels.png
+    python -m bench.plot --results bench/results/steps.jsonl --out bench/results/steps.png
+
+It measures nothing.
 """
 
 from __future__ import annotations
@@ -84,13 +87,60 @@ def draw(rows: Sequence[Row], out: Path) -> None:
         plt.close(figure)
 
 
+def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of steps.jsonl, which grows, by model: those of the commit that each was last measured at."""
+    commits = {row["model"]: row["commit"] for row in rows}
+    return {
+        model: [row for row in rows if (row["model"], row["commit"]) == (model, commits[model])] for model in commits
+    }
+
+
+def draw_steps(rows: Sequence[Row], out: Path) -> None:
+    """One panel for each model; solid lines are what is served, with the smallest and largest round, dashed ones what
+    the same step would take with all ops."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = latest(rows)
+    style = {"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK}
+    with mpl.rc_context(style):
+        figure, axes = plt.subplots(1, len(found), figsize=(5.5 * len(found), 3.9), squeeze=False, layout="constrained")
+        for axis, (model, own) in zip(axes[0], found.items(), strict=True):
+            every = max(row["sites"] for row in own)
+            for mode, colour in zip(dict.fromkeys(row["mode"] for row in own), COLOURS, strict=False):
+                line = sorted((row for row in own if row["mode"] == mode), key=lambda row: row["requests"])
+                served, whole = [r for r in line if r["served"]], [r for r in line if r["sites"] == every]
+                xs = [row["requests"] for row in served]
+                low, high = ([row[end] for row in served] for end in ("low", "high"))
+                axis.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
+                axis.plot(xs, [row["percent"] for row in served], color=colour, marker="o", ms=4, label=mode)
+                axis.plot(xs, [row["percent"] for row in whole], color=colour, ls=(0, (4, 3)), lw=1.2)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{model}, ops at {every} sites", loc="left", fontsize=10, fontweight="bold")
+            axis.set_xlabel("requests that decode")
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            axis.grid(color=FAINT, lw=0.6)
+            axis.set_axisbelow(True)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0][0].set_ylabel("% over a step without ops")
+        axes[0][0].legend(frameon=False, fontsize=9)
+        title = f"GPU time that ops add to a step on one {rows[-1]['gpu']}; dashed: with all ops in the graph"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+        plt.close(figure)
+
+
 def main() -> None:
     """Parse and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("bench/results/kernels.jsonl"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/kernels.png"))
     options = parser.parse_args()
-    draw(read(options.results), options.out)
+    rows = read(options.results)
+    (draw_steps if "base_us" in rows[0] else draw)(rows, options.out)
     print(f"wrote {options.out}")
 
 

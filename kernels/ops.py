@@ -7,6 +7,9 @@ model and into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,23 @@ from saesteer.kernels.step.updates import News
 # How often the real ops ran, by the address of edit_'s `site` and of publish_'s `published`. An address that is missing
 # belongs to a call that a compiled graph has lost.
 hits: dict[int, int] = {}
+# Addresses of the same kind: there the ops do nothing for now.
+_silent: frozenset[int] = frozenset()
+
+
+@contextmanager
+def silenced(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Until this ends, edit_ and publish_ launch nothing there, so CUDA graphs that are captured meanwhile lack them.
+
+    Args:
+        tensors: the `site` of each edit_ that is meant, and the `published` of each publish_.
+    """
+    global _silent
+    before, _silent = _silent, _silent | {tensor.data_ptr() for tensor in tensors}
+    try:
+        yield
+    finally:
+        _silent = before
 
 
 def edit_(
@@ -71,6 +91,8 @@ def edit_(
     Raises:
         ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
+    if site.data_ptr() in _silent:
+        return
     bound = bound_at(site)
     check_edit(stream, second, norm_weight, counts, bound, form)
     _hit(site)
@@ -142,6 +164,8 @@ def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> 
     Raises:
         ValueError: nothing is bound to the site, or a tensor has the wrong shape, dtype or layout.
     """
+    if published.data_ptr() in _silent:
+        return
     bound = bound_at(site)
     check_publish(bound.table, counts, steps, published)
     _hit(published)

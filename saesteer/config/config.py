@@ -29,6 +29,7 @@ LIMITS = {
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
     "registers": (1, 64, 4096),
+    "graph_sets": (1, 3, 3),
 }
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
@@ -183,6 +184,12 @@ OPTIONS: dict[str, Option] = {
         "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
     ),
     "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
+    "graph_sets": _limit(
+        "graph_sets",
+        "--graph-sets",
+        "Times that full CUDA graphs are captured: with all ops, without, and with those of dictionaries",
+        ("LLM",),
+    ),
     "dictionary_folder": Option(
         "--dictionary-folder",
         "FOLDER",
@@ -226,6 +233,7 @@ class SaesteerConfig:
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
     registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
+    graph_sets: int = LIMITS["graph_sets"][1]  # times that full CUDA graphs are captured, each with fewer ops
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     default_module: str | None = None  # the module that every request uses first, unless it opts out
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit

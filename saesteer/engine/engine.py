@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
+from saesteer.engine.graph_sets import nested
 from saesteer.engine.pool import Pool
 from saesteer.engine.readouts import Captures, Reading, Source, source_of
 from saesteer.engine.registry import Held, Registry
@@ -21,6 +22,7 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.step.updates import News, pack
+from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
 
 __all__ = ["Engine", "Row", "Site"]
@@ -123,6 +125,9 @@ class Engine:
         }
         slots = {name: max(config.pool_rows, pinned[name]) for name in names}
         ends = {key: assets.ends(key, names) for key in infos}
+        used = {site for pair in ends.values() for site in pair}
+        used |= {self.catalog.op_site(canonical(site)) for info in infos.values() for site in info.writes}
+        self.graph_sets = nested(names, used, config.graph_sets)
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
         whole = {key: decodes(info, ends[key]) for key, info in infos.items() if not info.by_rows}
         crossed = {site for key in whole if whole[key] and ends[key][0] != ends[key][1] for site in ends[key]}

@@ -103,7 +103,7 @@ class _Planner:
         assert isinstance(edit, Clamp)
         known = self._clamped.get((edit.dictionary, edit.layer))
         name, info = known[:2] if known else dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
-        check_feature(name, info, edit.feature, at)
+        check_feature(name, info, edit.feature, f"{at}.feature")
         target = Feature(name, edit.feature)
         if edit.unit == "max_act" and not info.has_max_act:
             hint = "" if info.targets else ", `saesteer calibrate` finds them"

@@ -89,6 +89,7 @@ worker vllm.distributed.communication_op
   tensor_model_parallel_all_gather(input_, dim)  used worker.layers:attach  z, tensor parallelism
 worker vllm.distributed.parallel_state
   get_tensor_model_parallel_rank()  used worker.layers:attach  z, tensor parallelism
+  get_world_group()  used worker.graphs:attach  all ranks capture the same graphs
 worker vllm.v1.worker.gpu_model_runner
   AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
   ExecuteModelState(scheduler_output, logits)  used worker.worker:_wrap_v1  reads, V1
@@ -98,6 +99,9 @@ worker vllm.v1.worker.gpu_model_runner:GPUModelRunner
   _dummy_run(num_tokens)  instance worker.worker:_wrap_v1  V1
 worker vllm.v1.worker.gpu.model_runner
   ExecuteModelState(input_batch)  used worker.worker:_wrap_v2  reads, V2
+worker vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager
+  capture(model, model_state)  instance worker.graphs:attach  graphs for each set of sites, V2
+  run_fullgraph(desc)  used worker.graphs:attach  replays what stands under the shape, V2
 worker vllm.v1.worker.gpu.async_utils
   AsyncOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V2
 worker vllm.v1.worker.gpu.model_states.interface:ModelState

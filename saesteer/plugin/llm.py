@@ -31,6 +31,7 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
+        graph_sets: how often full CUDA graphs are captured: with all ops, without, and with those of dictionaries.
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
@@ -56,6 +57,7 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
+        graph_sets: int = 3,
         dictionary_folder: str | None = None,
         default_module: str | None = None,
         max_dose: float | None = None,
@@ -72,6 +74,7 @@ class LLM(vllm.LLM):
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
+            "graph_sets": graph_sets,
             "dictionary_folder": dictionary_folder,
             "default_module": default_module,
             "max_dose": max_dose,

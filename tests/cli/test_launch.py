@@ -65,6 +65,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "pool_rows": 64,
             "inline_rows": 1,
             "registers": 64,
+            "graph_sets": 3,
             "dictionary_folder": None,
             "default_module": None,
             "max_dose": None,
@@ -83,7 +84,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words = ["--port", "1", "--vector", f"happy={tmp_path}/happy.npy", "--module", f"calm={tmp_path}/calm.json"]
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
-    words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8"]
+    words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8", "--graph-sets", "2"]
     words += ["--default-module", "calm", "--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
     words += ["--dictionary-folder", str(DEMO_SAE.parent)]
     with pytest.raises(Became):
@@ -104,6 +105,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "pool_rows": 9,
         "inline_rows": 2,
         "registers": 8,
+        "graph_sets": 2,
         "dictionary_folder": str(DEMO_SAE.parent),
         "default_module": "calm",
         "max_dose": 0.5,

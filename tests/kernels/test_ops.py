@@ -70,6 +70,30 @@ def test_hits_count_calls_by_site(device: torch.device) -> None:
         assert ops.hits[bound.index.data_ptr()] == calls
 
 
+def test_where_it_is_silenced_nothing_happens(device: torch.device) -> None:
+    args, bound = edit_args(device)
+    other = copied(bound)
+    bind(other)
+    elsewhere = replaced(clone(args), SITE, other.index)
+    published = torch.zeros(layout.PUBLISHED, 1 + args[COUNTS].numel(), dtype=torch.int32, pin_memory=args[0].is_cuda)
+    steps = torch.zeros(1, dtype=torch.int32, device=device)
+    before = dict(ops.hits)
+    mine = replaced(clone(args), SITE, args[SITE])
+    with ops.silenced([other.index]):
+        with ops.silenced([bound.index, published]):
+            EDIT(*mine)
+            EDIT(*elsewhere)
+            torch.ops.saesteer.publish_(mine[COUNTS], bound.index, steps, published)
+        assert ops.hits == before and not steps.any()
+        assert all(torch.equal(mine[at], args[at]) for at in MUTATED if args[at] is not None)
+        EDIT(*elsewhere)
+        assert ops.hits == before, "the outer one still holds"
+        EDIT(*mine)
+        assert not torch.equal(mine[STREAM], args[STREAM])
+    EDIT(*elsewhere)
+    assert torch.equal(elsewhere[STREAM], mine[STREAM])
+
+
 def test_no_tokens(device: torch.device) -> None:
     args, _bound = edit_args(device, tokens=0)
     EDIT(*args)

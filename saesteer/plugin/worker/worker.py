@@ -2,7 +2,8 @@
 
 Wraps, on instances after the worker has built its runner:
     runner.load_model                dictionaries and ops, inside vLLM's own accounting of weights
-    worker.compile_or_warm_up_model  every op must have been hit: a stale compiled graph is a failed start
+    worker.compile_or_warm_up_model  graphs for each set of sites (graphs.py), and every op must have been hit: a stale
+                                     compiled graph is a failed start
     worker.sample_tokens             its output carries where the step's counts will be (counts.py)
     V2 runner: model_state.add_request, remove_request, prepare_inputs
     V1 runner: _update_states, _prepare_inputs, _dummy_run
@@ -32,7 +33,7 @@ from saesteer.plugin import contract
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import rpc
 from saesteer.plugin.results import counts, failures
-from saesteer.plugin.worker import layers
+from saesteer.plugin.worker import graphs, layers
 from saesteer.plugin.worker.slots import Rows
 from saesteer.plugin.wrap import Original, around, around_method_of
 
@@ -76,6 +77,7 @@ def attach(worker: Any, assets: Assets) -> None:
 
     @around_method_of(worker)
     def compile_or_warm_up_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+        graphs.attach(worker, worker.saesteer.engine, worker.saesteer.choice)
         times = original(*args, **kwargs)
         _check_hits(runner, worker.saesteer.engine)
         return times
@@ -127,6 +129,7 @@ class Steering:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.choice = graphs.Choice(engine.graph_sets)
         self.rows: dict[str, Row] = {}  # of steered requests only
         self._recent: dict[bytes, Row] = {}  # by plan
         self._places: dict[str, int] = {}  # table rows, by request
@@ -289,12 +292,14 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
     @around_method_of(state)
     def add_request(original: Original, req_index: int, new_req_data: Any) -> None:
         original(req_index, new_req_data)
+        steering.choice.add(new_req_data)
         steering.add(new_req_data)
         steering.fill(new_req_data.req_id, req_index + 1)
 
     @around_method_of(state)
     def remove_request(original: Original, req_id: str) -> None:
         original(req_id)
+        steering.choice.forget(req_id)
         steering.forget(req_id)
 
     @around_method_of(state)
@@ -306,6 +311,8 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
             engine.warm_map(slots, starts)
             warm.append(True)
         changed = steering.look(batch.req_ids, tokens)
+        if changed:
+            steering.choice.look(batch.req_ids)
         if steering.kinds is None:
             engine.rest()
         else:

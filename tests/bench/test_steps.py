@@ -1,0 +1,127 @@
+"""The meter's arithmetic and table without a GPU: graphs and events share a clock of their own. It times no kernel."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import plot, steps
+from bench.asks import MODES
+from bench.nodes import keep_graphs, kernels, plain
+
+
+class Clock:
+    """A GPU that runs one thing after the other, and gets slower all the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # ms
+
+    def graph(self, ms: float) -> Any:
+        clock = self
+
+        class Graph:
+            def replay(self) -> None:
+                clock.now += ms * (1 + clock.now / 1e5)
+
+        return Graph()
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        clock = self
+
+        class Event:
+            at = 0.0
+
+            def record(self) -> None:
+                self.at = clock.now
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.at - self.at)
+
+        return Event()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return clock
+
+
+def test_a_tenth_of_a_percent_shows_on_a_clock_that_drifts(clock: Clock) -> None:
+    found = steps.measure(clock.graph(4.0), clock.graph(4.004), rounds=5, pairs=50)
+    assert found["percent"] == pytest.approx(0.1, abs=0.005)
+    assert found["low"] <= found["percent"] <= found["high"]
+    assert found["us"] == pytest.approx(4.0, rel=0.15)
+    drifted = clock.now
+    assert drifted > 2000
+    same = clock.graph(4.0)
+    assert steps.measure(same, same, rounds=5, pairs=50)["percent"] == pytest.approx(0, abs=0.002)
+
+
+def test_each_replay_of_the_second_has_neighbours(clock: Clock) -> None:
+    times, longer = steps.turns(clock.graph(1.0), clock.graph(3.0), 4)
+    assert (len(times), len(longer)) == (5, 4)
+    assert times == pytest.approx([1000.0] * 5, rel=0.01) and longer == pytest.approx([2000.0] * 4, rel=0.01)
+
+
+def test_kernels_differ_by_name_and_number() -> None:
+    ours = Counter({"triton_red_fused_add_3": 2, "triton_red_fused_add_4": 1, "gemm": 5, "extra": 1})
+    theirs = Counter({"triton_red_fused_add_1": 3, "gemm": 6})
+    assert plain(ours)["triton_red_fused_add"] == 3
+    assert plain(Counter({"triton_red_fused_add_edit__norm_7": 1, "edit_kernel": 1, "sm90_2": 1})) == {
+        "triton_red_fused_add_norm": 1,
+        "edit_kernel": 1,
+        "sm90_2": 1,
+    }
+    assert [" ".join(line.split()) for line in steps.differences(ours, theirs)] == [
+        "1 instead of 0 extra",
+        "5 instead of 6 gemm",
+    ]
+    assert steps.differences(ours, ours) == []
+
+
+def test_the_table_and_the_usual_modes(clock: Clock) -> None:
+    assert set(steps.USUAL) <= {name for name, mode in MODES.items() if mode.engine == "saesteer"}
+    given = steps.arguments(["--modes", "clamp", "--pairs", "3"])
+    row = steps.measure(clock.graph(4.0), clock.graph(4.1), rounds=5, pairs=given.pairs)
+    said = steps.table([{"mode": "clamp", "requests": 16, "sites": 34, "served": True, **row}])
+    assert said.splitlines()[1].split()[:3] == ["clamp", "16", "34"] and said.endswith("served")
+
+
+def test_the_last_commit_of_each_model_is_drawn(clock: Clock, tmp_path: Path) -> None:
+    made = steps.measure(clock.graph(4.0), clock.graph(4.1), rounds=5, pairs=3)
+    rows = [
+        {"gpu": "none", "model": model, "commit": commit, "mode": mode, "requests": requests, "sites": sites}
+        | {"served": sites == served, **made}
+        for model, commit in (("4b", "old"), ("27b", "old"), ("4b", "new"))
+        for mode, served in (("idle", 0), ("clamp", 1), ("named", 34))
+        for requests in (1, 16)
+        for sites in (0, 1, 34)
+        if sites >= served
+    ]
+    latest = plot.latest(rows)
+    assert {model: {row["commit"] for row in own} for model, own in latest.items()} == {"4b": {"new"}, "27b": {"old"}}
+    plot.draw_steps(rows, tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 10_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_tells_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", torch.cuda.CUDAGraph)  # so that it is put back
+    keep_graphs()
+    x = torch.zeros(1000, device="cuda")
+    x.mul_(2).add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        x.mul_(2).add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [5.0] * 1000
+    assert kernels(graph).total() == 3 and len(kernels(graph)) == 2

@@ -1,0 +1,109 @@
+"""Bits of answers do not depend on which set of graphs a step replays, and graphs without ops are stock vLLM's.
+
+Each engine runs in a process of its own, with its worker inside: this file is both the test and that process.
+"""
+
+import json
+import os
+import sys
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.apart import hear, tell
+from tests.plugin.conftest import BRIDGE, PROMPTS, WIDTH, Dictionaries, engine_options
+
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
+
+CLAMP = {"edits": [BRIDGE]}
+ADD = {"edits": [{"op": "add", "vector": [((7 * n) % 11 - 5) / 5 for n in range(WIDTH)], "site": "resid_post.7"}]}
+MIXED = [None, CLAMP, None, ADD]
+# Tokens of each answer: who steers ends before the others, in either order.
+TOKENS = {"clamp first": [48, 12, 40, 24], "vector first": [48, 24, 40, 12]}
+REPLAYED = {"clamp first": [2, 0], "vector first": [2, 1, 0]}  # sets, one after the other
+
+
+def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
+    """What an engine of a kind has answered and captured."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if kind == "stock":
+        environment["VLLM_PLUGINS"] = ""
+    job = {"kind": kind, "model": model, "dictionaries": {"demo": dictionaries["demo"]}}
+    return hear("-m", "tests.plugin.test_graph_bits", json.dumps(job), environment=environment)
+
+
+def test_a_request_keeps_its_bits_whichever_graphs_are_replayed(model_dir: str, dictionaries: Dictionaries) -> None:
+    stock, one, three = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "3"))
+    for name, sets in REPLAYED.items():
+        plain, mixed, again = (three["answers"][f"{name}, {what}"] for what in ("plain", "mixed", "again"))
+        expected = stock["answers"][name]
+        assert plain == expected and again == expected
+        assert mixed[0] == expected[0] and mixed[2] == expected[2], "beside others, and when they have ended"
+        assert mixed[1] != expected[1] and mixed[3] != expected[3]
+        assert mixed == one["answers"][f"{name}, mixed"], "with all ops in every step"
+        assert [three["replayed"][f"{name}, {what}"] for what in ("plain", "mixed", "again")] == [[0], sets, [0]]
+    assert stock["kernels"] == three["kernels"][:1], "nothing is launched for nobody"
+    none, dictionary, every = three["kernels"]
+    assert one["kernels"] == [every]
+    added = [{name: two.get(name, 0) - times for name, times in none.items()} for two in (dictionary, every)]
+    assert not any(times for extra in added for times in extra.values()), "the same kernels beside ours"
+    assert sum(dictionary.values()) == sum(none.values()) + 3, "encoder, op and counts"
+    assert sum(every.values()) == sum(none.values()) + 30 + 2
+
+
+def main() -> None:
+    """Generate, and tell what came out."""
+    from vllm import LLM as Stock
+    from vllm import SamplingParams
+
+    from bench.nodes import keep_graphs, kernels, plain
+    from saesteer import LLM
+    from saesteer.plugin.worker import graphs
+
+    job = json.loads(sys.argv[1])
+    replayed: list[int] = []
+    replay = graphs.Chosen.replay
+
+    def remembering(self: Any) -> None:
+        replayed.append(self._choice.at)
+        replay(self)
+
+    graphs.Chosen.replay = remembering  # type: ignore[method-assign]
+    keep_graphs()
+    options = engine_options(max_num_seqs=4, cudagraph_capture_sizes=[1, 2, 4], enable_prefix_caching=False)
+    if job["kind"] == "stock":
+        llm: Any = Stock(job["model"], **options)
+    else:
+        ours: dict[str, Any] = {"sites": ["resid_post.all"], "graph_sets": int(job["kind"])}
+        llm = LLM(job["model"], dictionaries=job["dictionaries"], **ours, **options)
+    found: dict[str, Any] = {"answers": {}, "replayed": {}}
+
+    def generate(name: str, tokens: list[int], **steer: Any) -> None:
+        replayed.clear()
+        params = [SamplingParams(temperature=0, max_tokens=most, logprobs=0, ignore_eos=True) for most in tokens]
+        outputs = [one.outputs[0] for one in llm.generate(PROMPTS, params, use_tqdm=False, **steer)]
+        found["answers"][name] = [
+            [[token, step[token].logprob] for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in outputs
+        ]
+        found["replayed"][name] = [at for at, _ in groupby(replayed)]
+
+    for name, tokens in TOKENS.items():
+        if job["kind"] == "stock":
+            generate(name, tokens)
+        else:
+            for what, steer in (("plain", None), ("mixed", MIXED), ("again", None)):
+                generate(f"{name}, {what}", tokens, steer=steer)
+
+    def captured(worker: Any) -> list[Any]:
+        held = getattr(worker, "worker", worker).model_runner.cudagraph_manager.graphs
+        (graph,) = [graph for shape, graph in held.items() if shape.num_tokens == 4]
+        return [dict(plain(kernels(one))) for one in getattr(graph, "graphs", [graph])]
+
+    [found["kernels"]] = llm.collective_rpc(captured)
+    tell(found)
+
+
+if __name__ == "__main__":
+    main()
