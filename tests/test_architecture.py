@@ -25,13 +25,25 @@ ROOMS: dict[str, set[str]] = {
     "models": {"errors"},
     "dictionaries": {"errors", "language"},
     "loaders": {"errors", "dictionaries"},
+    "labels": {"errors", "models", "dictionaries", "loaders"},
     "planning": {"errors", "language", "dictionaries"},
     "config": {"errors", "language", "models", "planning", "dictionaries", "loaders"},
     "engine": {"errors", "language", "planning", "dictionaries", "loaders", "config", "kernels"},
     "hf": {"errors", "language", "planning", "dictionaries", "loaders", "config", "engine", "models"},
-    "plugin": {"errors", "language", "planning", "dictionaries", "config", "kernels", "engine", "models"},
+    "plugin": {"errors", "language", "labels", "planning", "dictionaries", "config", "kernels", "engine", "models"},
     "client": {"errors", "language"},
-    "commands": {"errors", "language", "dictionaries", "loaders", "config", "engine", "hf", "plugin", "models"},
+    "commands": {
+        "errors",
+        "language",
+        "dictionaries",
+        "loaders",
+        "labels",
+        "config",
+        "engine",
+        "hf",
+        "plugin",
+        "models",
+    },
 }
 # Public paths that stay though the code lives in a room: each only hands names on.
 PUBLIC_PATHS = {"__init__", "__main__", "demo", "model", "spec"}

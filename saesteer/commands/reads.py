@@ -1,0 +1,74 @@
+"""What dictionaries read of texts: their active features, token by token. Asks the Transformers backend.
+
+Whoever measures features over a text goes through ``reads``, so that another backend takes its place here alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saesteer.commands.calibrate import WINDOW, read_text
+from saesteer.dictionaries.coder import CoderInfo, inputs
+from saesteer.labels.gather import Active
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A part of a text file that the model reads as a text of its own."""
+
+    ids: list[int]
+    text: str
+    spans: list[tuple[int, int]]  # first character of each token in `text`, and the one after its last
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A dictionary in the model that was opened."""
+
+    name: str
+    layer: int | None  # of a set
+    info: CoderInfo
+    coder: Any  # the SparseCoder
+
+
+def asked_of(oracle: Any, names: Sequence[str]) -> dict[str, Asked]:
+    """The dictionaries of these names in a ``saesteer.hf.Model``, by their keys; a set has one for each layer."""
+    pairs = [(name, layer) for name in names for layer in oracle.layers_of(name)]
+    return {oracle.engine.catalog.key(*pair): Asked(*pair, oracle.info(*pair), oracle.coder(*pair)) for pair in pairs}
+
+
+def texts_of(oracle: Any, file: Path, max_tokens: int) -> list[Text]:
+    """A text file in parts of WINDOW tokens, each of which begins as the tokenizer begins a text.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty, or the number is out of range.
+    """
+    whole, tokenizer = read_text(file, max_tokens), oracle.tokenizer
+    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
+    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, spans = found.input_ids[:max_tokens], found.offset_mapping[:max_tokens]
+    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
+    made = []
+    for start in range(0, len(ids), size):
+        part = spans[start : start + size]
+        first, last = part[0][0], part[-1][1]
+        moved = [(0, 0)] * len(begin) + [(left - first, right - first) for left, right in part]
+        made.append(Text(begin + ids[start : start + size], whole[first:last], moved))
+    return made
+
+
+def reads(oracle: Any, dictionaries: Mapping[str, Asked], texts: Sequence[Text]) -> Iterator[Mapping[str, Active]]:
+    """The active features of each text, by the dictionary's key, without the first positions of the text.
+
+    Args:
+        oracle: a ``saesteer.hf.Model`` that holds the dictionaries.
+        dictionaries: by key; each text is read once for all of them.
+        texts: as ``texts_of`` makes them.
+    """
+    for text in texts:
+        streams = oracle.streams(text.ids)
+        yield {
+            key: Active.of(one.coder.encode(inputs(one.info, streams)), max(1, one.info.skip_first))
+            for key, one in dictionaries.items()
+        }
