@@ -49,12 +49,16 @@ def texts_of(oracle: Any, file: Path, max_tokens: int) -> list[Text]:
     found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = found.input_ids[:max_tokens], found.offset_mapping[:max_tokens]
     size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
-    made = []
-    for start in range(0, len(ids), size):
-        part = spans[start : start + size]
-        first, last = part[0][0], part[-1][1]
-        moved = [(0, 0)] * len(begin) + [(left - first, right - first) for left, right in part]
-        made.append(Text(begin + ids[start : start + size], whole[first:last], moved))
+    made, start = [], 0
+    while start < len(ids):
+        first, _ = spans[start]
+        # Blank lines at the beginning would all be outliers, as the first token of a text is, not one alone.
+        if not whole[slice(*spans[start])].strip():
+            start += 1
+            continue
+        part, start = slice(start, start + size), start + size
+        moved = [(0, 0)] * len(begin) + [(left - first, right - first) for left, right in spans[part]]
+        made.append(Text(begin + ids[part], whole[first : spans[part][-1][1]], moved))
     return made
 
 

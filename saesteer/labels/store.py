@@ -48,8 +48,8 @@ CREATE TABLE examples (feature INTEGER, rank INTEGER, value REAL, text INTEGER, 
   PRIMARY KEY (feature, rank)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(label, peaks, near, promotes, content='', tokenize='porter unicode61');
 """
-# A word in somebody's label says most, then one that the feature is strongest on, one near it, one that it promotes.
-_SEARCH = "SELECT rowid, bm25(words, 8, 6, 1, 2) FROM words WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"
+# A word in somebody's label says most, then one that the feature is strongest on.
+_SEARCH = "SELECT rowid, bm25(words, 8, 6, 1, 1) FROM words WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"
 
 
 @dataclass(frozen=True, slots=True)
