@@ -142,10 +142,12 @@ def test_wheel_holds_real_files(tmp_path: Path) -> None:
     [wheel] = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {info.filename: info.file_size for info in archive.infolist()}
+        labels = [info for info in archive.infolist() if info.filename.endswith(".labels")]
     for path in OUR_FILES:
         name = name_of(path)
         assert held[name if name.startswith("saesteer") else f"saesteer/{name}"] == path.stat().st_size
     assert held["saesteer/data/smollm2-135m-l15-9216.safetensors"] > 20_000_000
+    assert len(labels) == 2 and sum(info.compress_size for info in labels) < 5_000_000
 
 
 def test_nothing_speaks_of_one_machine() -> None:
