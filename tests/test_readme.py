@@ -145,7 +145,7 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         query = request.url.params
         with Labels.open(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels")) as labels:
             found = labels.find(query["q"], int(query["limit"])) if "q" in query else []
-            features = [one for _, one in found] or [labels.feature(int(query["feature"]))]
+            features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
         return httpx.Response(200, json={"features": [one.to_json() for one in features if one is not None]})
 
     options = client._options

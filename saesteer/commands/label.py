@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from saesteer.commands.features import open_model
 from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
@@ -24,7 +25,8 @@ from saesteer.labels.lens import lens
 from saesteer.labels.neuronpedia import Export
 from saesteer.labels.places import place_of
 from saesteer.labels.store import About, Entry
-from saesteer.loaders import load
+from saesteer.loaders import load, max_act
+from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
 # Kinds of sites whose dictionaries write numbers of another space than the stream, which the logit lens cannot read.
@@ -58,6 +60,7 @@ def run(
     for key, one in asked.items():
         place, whose = place_of(one.info)
         tokens = gathered[key].tokens
+        _keep_unit(one.coder, gathered[key].max_act, tokens)
         about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens)
         store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
@@ -115,6 +118,11 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
 
     limit = info.features if info.feature_ids is None else store.MOST_FEATURES
     entries = list(export.entries(limit, length))
+    largest = torch.zeros(info.features)
+    for one in entries:
+        largest[info.row_of(one.feature)] = one.max_act or 0.0
+    if bool(largest.any()):
+        _keep_unit(coder, largest, None)
     place, whose = place_of(info)
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     store.write(place, about, [], entries)
@@ -124,6 +132,12 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         note = "its maximum activations are left out: Neuronpedia read them from another tensor"
         console.print(f"{export.address}: {note}", soft_wrap=True, highlight=False, markup=False)
     return place
+
+
+def _keep_unit(coder: SparseCoder, largest: Tensor, tokens: int | None) -> None:
+    """Let requests use the unit max_act: save it where neither the dictionary's file nor ``calibrate`` has it."""
+    if coder.info.max_act_from in (None, max_act.LABELS):
+        max_act.write(fetch(coder.info.source), coder, largest, tokens=tokens, by=max_act.LABELS)
 
 
 def _lengths(coder: SparseCoder) -> list[float]:

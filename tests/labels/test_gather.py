@@ -58,9 +58,10 @@ def test_contrast_is_the_difference_of_means() -> None:
             mean.add(Active.of(one, 1))
         torch.testing.assert_close(mean.value, torch.cat([one[1:] for one in part]).double().mean(0))
         sides.append(mean)
-    found = strongest(*sides, most=FEATURES)
+    here, there = sides
+    found = strongest(here, there, most=FEATURES)
     gains = (sides[0].value - sides[1].value).tolist()
     assert [row for row, _, _ in found] == sorted((n for n in range(FEATURES) if gains[n] > 0), key=lambda n: -gains[n])
-    assert all(here - there > 0 for _, here, there in found)
-    assert strongest(*sides, most=1) == found[:1]
+    assert all(one - other > 0 for _, one, other in found)
+    assert strongest(here, there, most=1) == found[:1]
     assert strongest(Mean.of(2), Mean.of(2), most=2) == []
