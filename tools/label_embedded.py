@@ -10,6 +10,7 @@ On one thread of a Xeon the first takes 8 minutes, the second 6. Knows no label.
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,7 +23,7 @@ from saesteer.model import ensure_model
 EXAMPLES = 3  # of each feature: the two files may have 5 MB in a wheel
 
 
-def plain(texts: np.ndarray, tokenizer: object) -> str:
+def plain(texts: np.ndarray, tokenizer: Any) -> str:
     """Token ids [texts, length] as one text, without what each of them was filled up with."""
     end = tokenizer.eos_token_id
     rows = [row[: len(row) - int(np.argmax(row[::-1] != end))] for row in texts.astype(np.int64)]

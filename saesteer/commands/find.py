@@ -3,20 +3,21 @@
 A search imports no torch, so that its answer comes at once.
 """
 
+import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import DICTIONARIES
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
-from saesteer.labels.store import MOST, Feature, Labels, words_of
+from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
 
 _EXAMPLES = 2  # shown of each feature
 
@@ -81,14 +82,12 @@ def run_contrast(
                 means[key].add(active)
         sides.append(means)
     for key, one in asked.items():
-        labels, ids = opened(one.info), one.info.feature_ids
-        rows = []
-        for row, here, there in strongest(sides[0][key], sides[1][key], most):
-            number = row if ids is None else ids[row]
-            known = None if labels is None else labels.feature(number)
-            rows.append((f"{here:.3g} - {there:.3g}", known or _unknown(number)))
-        if labels is not None:
-            labels.close()
+        ids, rows = one.info.feature_ids, []
+        with opened(one.info) or nullcontext() as labels:
+            for row, here, there in strongest(sides[0][key], sides[1][key], most):
+                number = row if ids is None else ids[row]
+                known = None if labels is None else labels.feature(number)
+                rows.append((f"{here:.3g} - {there:.3g}", known or _unknown(number)))
         _print(console, key, "mean activations", rows, as_json=False, whole=False)
 
 
@@ -117,28 +116,32 @@ def _print(
     console: Console, name: str, head: str, rows: list[tuple[str, Feature]], *, as_json: bool, whole: bool
 ) -> None:
     if as_json:
-        import json
-
         for _, one in rows:
-            found: dict[str, Any] = {"dictionary": name} | one.to_json()
-            console.print(json.dumps(found, ensure_ascii=False), soft_wrap=True, highlight=False, markup=False)
+            console.out(json.dumps({"dictionary": name} | one.to_json()), highlight=False)
         return
-    table = Table("feature", head, "label", f"examples from {name}", box=box.ROUNDED, show_lines=True)
+    table = Table("feature", head, "label", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
     for score, one in rows:
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
         if whole:
-            lines += [Text(f"promotes   {_tokens(one.promotes)}"), Text(f"suppresses {_tokens(one.suppresses)}")]
+            lines += [_plain(f"promotes   {_tokens(one.promotes)}"), _plain(f"suppresses {_tokens(one.suppresses)}")]
             known = [("max_act", one.max_act), ("density", one.density)]
             lines += [Text(f"{what} {value:.4g}") for what, value in known if value is not None]
         by = f" ({one.label_by})" if one.label_by and whole else ""
-        table.add_row(str(one.feature), score, Text(f"{one.label or ''}{by}"), Text("\n").join(lines))
+        table.add_row(str(one.feature), score, _plain(f"{one.label or ''}{by}"), Text("\n").join(lines))
     console.print(table)
 
 
-def _context(example: Any) -> Text:
-    before, token, after = (part.replace("\n", "⏎") for part in (example.before, example.token, example.after))
-    return Text(before[-40:]).append(token, style="bold yellow").append(after[:24])
+def _context(example: Example) -> Text:
+    parts = example.before[-40:], example.token, example.after[:24]
+    before, token, after = (_plain(part.replace("\n", "⏎")) for part in parts)
+    token.stylize("bold yellow")
+    return before + token + after
+
+
+def _plain(text: str) -> Text:
+    """Text from a file, in which nothing speaks to the terminal."""
+    return Text("".join(letter if letter.isprintable() else "·" for letter in text))
 
 
 def _tokens(tokens: tuple[str, ...]) -> str:

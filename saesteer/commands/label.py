@@ -22,7 +22,7 @@ from saesteer.errors import ConfigError
 from saesteer.labels import store
 from saesteer.labels.gather import Gathered
 from saesteer.labels.lens import lens
-from saesteer.labels.neuronpedia import Export
+from saesteer.labels.neuronpedia import MOST_FEATURES, Export
 from saesteer.labels.places import place_of
 from saesteer.labels.store import About, Entry
 from saesteer.loaders import load, max_act
@@ -116,7 +116,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         row = info.row_of(feature)
         return None if row is None else lengths[row]
 
-    limit = info.features if info.feature_ids is None else store.MOST_FEATURES
+    limit = info.features if info.feature_ids is None else MOST_FEATURES
     entries = list(export.entries(limit, length))
     largest = torch.zeros(info.features)
     for one in entries:

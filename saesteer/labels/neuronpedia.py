@@ -23,6 +23,7 @@ from saesteer.labels.store import MAX_LABEL, MAX_TOKEN, MAX_TOKENS, Entry
 MAX_LINE = 1 << 20  # bytes, decompressed
 MAX_FILE = 1 << 30  # bytes of one file, decompressed
 MOST_FILES = 4096
+MOST_FEATURES = 1 << 24  # of a dictionary whose number of features is unknown, since its file holds only some
 # Their dashboards read the wrong tensor: maxActApprox is a median of 12 times too high.
 _MISMEASURED = re.compile(r"-gemmascope-transcoder-")
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -31,7 +32,6 @@ MAX_LABEL, MAX_TOKEN, MAX_TOKENS = 4096, 256, 64  # characters of a label and of
 MAX_EXAMPLES = 32  # of one feature
 BEFORE, AFTER = 64, 32  # characters of the text that an example shows around its token
 NEAR = 24, 12  # characters around an example's token whose words are found
-MOST_FEATURES = 1 << 24
 
 _LARGEST = 1 << 20  # bytes of a value that SQLite may read
 _SECONDS = 5.0  # of one query
@@ -272,16 +272,6 @@ class Labels:
             texts = self._text(label, MAX_LABEL), self._text(by, MAX_LABEL)
             return Feature(feature, *texts, self._number(max_act), self._number(density), likely, unlikely, examples)
 
-    def max_act(self, feature: int) -> float | None:
-        """The largest known activation of a feature, in the dictionary's own unit.
-
-        Raises:
-            LoadError: the file is broken.
-        """
-        with _reading(self.path):
-            rows = self._ask("SELECT max_act FROM features WHERE id = ?", feature)
-            return self._number(rows[0][0]) if rows else None
-
     def _examples(self, feature: int) -> Iterator[Example]:
         sql = "SELECT value, text, start, stop FROM examples WHERE feature = ? ORDER BY rank LIMIT ?"
         for value, text, start, stop in self._ask(sql, feature, MAX_EXAMPLES):
@@ -373,7 +363,9 @@ def _objects(base: sqlite3.Connection) -> Mapping[str, str]:
     return {str(name): kind if str(name).startswith("words_") else f"{kind} {sql}" for name, kind, sql in rows}
 
 
+@cache
 def _known_objects() -> Mapping[str, str]:
+    """The same of a file that this version writes."""
     with closing(sqlite3.connect(":memory:")) as base:
         base.executescript(_SCHEMA)
         return _objects(base)

@@ -20,8 +20,8 @@ from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
-from saesteer.labels import places
-from saesteer.labels.store import Labels
+from saesteer.labels import places, store
+from saesteer.labels.store import About, Entry, Labels, Spot
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.planning.plan import Catalog
@@ -192,6 +192,20 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
         label.run_import(Console(), SaesteerConfig(), tmp_path)
 
 
+def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, whose = places.place_of(describe(place))
+    evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
+    entry = Entry(100, evil, evil, None, None, (evil,), (evil,), (Spot(1.0, 0, 0, len(evil)),))
+    store.write(file, About(whose, 40, evil), [evil], [entry])
+    config = read_settings([f"d={place}@resid_post.15"])
+    for as_json in (False, True):
+        find.run(Console(width=400), config, "", feature=100, most=1, as_json=as_json)
+        said = capsys.readouterr().out
+        assert not {"\x1b", "\x9b", "\u202e"} & set(said)
+        assert said.count("[bold]x[/bold] :gold: ") >= 4
+    assert json.loads(said)["label"] == evil
+
+
 def test_mistakes(place: str, tmp_path: Path) -> None:
     config = read_settings([f"d={place}@resid_post.15"])
     with pytest.raises(ConfigError, match="has no labels; `saesteer label` makes them"):
@@ -264,8 +278,8 @@ def test_label_and_contrast_with_the_real_model(tmp_path: Path) -> None:
     done = saesteer("label", "--dictionary", f"bare={bare}", "--text-file", str(bridges), "--max-tokens", "150")
     assert done.returncode == 0, done.stderr
     assert f"saved in {bare}.labels" in done.stdout
-    done = saesteer("find", "bridge", "--dictionary", f"bare={bare}", "--json", "--limit", "10")
-    assert BRIDGE in [json.loads(line)["feature"] for line in done.stdout.splitlines()]
+    done = saesteer("find", "--feature", str(BRIDGE), "--dictionary", f"bare={bare}", "--json")
+    assert json.loads(done.stdout)["label"] == "bridge"
     words = ["--positive", str(bridges), "--negative", str(others), "--dictionary", f"bare={bare}", "--limit", "30"]
     done = saesteer("find", *words)
     assert done.returncode == 0, done.stderr

@@ -41,8 +41,7 @@ def test_what_is_written_is_read(file: Path) -> None:
     with Labels.open(file, dictionary="digest") as labels:
         assert labels.about == ABOUT
         one, other, dead = (labels.feature(number) for number in (3, 5, 7))
-        assert labels.feature(4) is None and labels.max_act(4) is None
-        assert (labels.max_act(3), labels.max_act(7)) == (2.5, None)
+        assert labels.feature(4) is None
     assert one is not None and other is not None and dead is not None
     assert one.examples[0] == Example(2.5, "The old", " bridge", '\nover the bay, and Bridges of "g')
     assert [example.token for example in one.examples] == [" bridge", "Bridges"]
