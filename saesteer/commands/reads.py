@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from saesteer.commands.calibrate import WINDOW, read_text
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.labels.gather import Active
+
+_BLOCK_BYTES = 256 << 20  # size of the activations held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,11 @@ def reads(oracle: Any, dictionaries: Mapping[str, Asked], texts: Sequence[Text])
     """
     for text in texts:
         streams = oracle.streams(text.ids)
-        yield {
-            key: Active.of(one.coder.encode(inputs(one.info, streams)), max(1, one.info.skip_first))
-            for key, one in dictionaries.items()
-        }
+        yield {key: _active(one, inputs(one.info, streams)) for key, one in dictionaries.items()}
+
+
+def _active(one: Asked, stream: Tensor) -> Active:
+    """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
+    first, step = max(1, one.info.skip_first), max(1, _BLOCK_BYTES // (4 * one.info.features))
+    starts = range(first, len(stream), step) or (first,)
+    return Active.joined([Active.of(one.coder.encode(stream[start : start + step]), start) for start in starts])

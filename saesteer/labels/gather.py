@@ -19,11 +19,18 @@ class Active:
     tokens: int  # how many tokens counted, active or not
 
     @classmethod
-    def of(cls, dense: Tensor, first: int) -> "Active":
-        """Those of activations [tokens, F], where the first positions do not count."""
-        found = dense[first:].cpu()
-        at, rows = found.nonzero(as_tuple=True)
-        return cls(at + first, rows, found[at, rows], len(found))
+    def of(cls, dense: Tensor, start: int = 0) -> "Active":
+        """Those of activations [tokens, F], of which the first token stands at position ``start``."""
+        at, rows = (part.cpu() for part in dense.nonzero(as_tuple=True))
+        return cls(at + start, rows, dense.cpu()[at, rows], len(dense))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Active"]) -> "Active":
+        """Those of a text that was read in parts, at least one."""
+        positions, rows, values = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "rows", "values")
+        )
+        return cls(positions, rows, values, sum(part.tokens for part in parts))
 
 
 class Gathered:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saesteer.models.families import find_trunk
 
-BLOCK = 1024  # rows at a time: 200 MB of logits for 49,152 tokens
+_BLOCK_BYTES = 256 << 20  # size of the logits held at once
 
 
 @torch.no_grad()
@@ -27,9 +27,9 @@ def lens(rows: Tensor, model: Any, most: int) -> Iterator[tuple[list[int], list[
         most: how many tokens of each kind.
     """
     head = _head(model)
-    for block in torch.split(rows, BLOCK):
+    for block in torch.split(rows, max(1, _BLOCK_BYTES // (4 * len(head)))):
         logits = block.float().to(head.device) @ head.T
-        likely, unlikely = logits.topk(most, dim=-1).indices, (-logits).topk(most, dim=-1).indices
+        likely, unlikely = (logits.topk(most, dim=-1, largest=largest).indices for largest in (True, False))
         yield from zip(likely.tolist(), unlikely.tolist(), strict=True)
 
 

@@ -21,7 +21,7 @@ def texts() -> list[torch.Tensor]:
 def test_it_is_what_loops_find() -> None:
     dense, gathered = texts(), Gathered(FEATURES, MOST)
     for number, one in enumerate(dense):
-        gathered.add(number, Active.of(one, 2))
+        gathered.add(number, Active.of(one[2:], 2))
     counted = torch.cat([one[2:] for one in dense])
     assert gathered.tokens == len(counted) == 7 + 0 + 18 + 4
     torch.testing.assert_close(gathered.max_act, counted.amax(0))
@@ -40,7 +40,7 @@ def test_it_is_what_loops_find() -> None:
 
 def test_values_below_zero_are_active_but_never_the_largest() -> None:
     gathered = Gathered(2, 1)
-    gathered.add(0, Active.of(torch.tensor([[0.0, 0.0], [-3.0, 1.0]]), 1))
+    gathered.add(0, Active.of(torch.tensor([[-3.0, 1.0]]), 1))
     assert gathered.max_act.tolist() == [0.0, 1.0] and gathered.density(0) == 1.0
     assert gathered.spots(0, [[(0, 1), (1, 2)]]) == ()
 
@@ -55,7 +55,7 @@ def test_contrast_is_the_difference_of_means() -> None:
     for part in (dense[:1], dense[2:]):
         mean = Mean.of(FEATURES)
         for one in part:
-            mean.add(Active.of(one, 1))
+            mean.add(Active.joined([Active.of(one[1:4], 1), Active.of(one[4:], 4)]))
         torch.testing.assert_close(mean.value, torch.cat([one[1:] for one in part]).double().mean(0))
         sides.append(mean)
     here, there = sides

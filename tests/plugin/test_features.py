@@ -12,11 +12,14 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from saesteer.client import Client
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.language.fields import CODES
 from tests.plugin.test_guard import app_of_vllm
 
 ROUTE = "/v1/saesteer/features"
@@ -105,6 +108,20 @@ def test_refusals(client: Any, query: dict[str, Any], status: int, param: str, c
     assert found.status_code == status
     error = found.json()["error"]
     assert (error["param"], error["code"]) == (f"query.{param}", code) and told in error["message"]
+
+
+NAMES = st.sampled_from(["dictionary", "q", "feature", "layer", "limit", "other"])
+VALUES = st.one_of(st.text(max_size=250), st.integers().map(str), st.sampled_from(["own", "none", "mlp", "12", ""]))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(NAMES, VALUES), max_size=6), st.booleans())
+def test_no_query_is_an_error_of_the_server(client: Any, query: list[tuple[str, str]], right: bool) -> None:
+    found = client.get(ROUTE, params=[("dictionary", "own"), *query] if right else query)
+    assert found.status_code in (200, 400, 404)
+    if found.status_code != 200:
+        error = found.json()["error"]
+        assert error["code"] in CODES and error["param"].startswith("query.")
 
 
 def test_the_usual_key_guards_it(client: Any) -> None:
