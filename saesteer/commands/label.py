@@ -30,7 +30,7 @@ from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
 # Kinds of sites whose dictionaries write numbers of another space than the stream, which the logit lens cannot read.
-_INSIDE = ("z", "mlp_hidden", "embed")
+_INSIDE = ("z", "mlp_hidden")
 
 
 def run(

@@ -121,7 +121,7 @@ class Feature:
 
 
 def write(path: Path, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:
-    """Write a file completely or not at all, and replace an older one.
+    """Write a file completely or not at all, and replace an older one; equal content gives equal bytes.
 
     Raises:
         LoadError: the file cannot be written.
@@ -150,14 +150,9 @@ def _fill(base: sqlite3.Connection, about: About, texts: Sequence[str], entries:
         base.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", spots)
         # A word that is the strongest several times counts several times, one that is only near counts once.
         peaks = [word_at(texts[s.text], s.start, s.stop) for s in one.spots]
-        near = " ".join(texts[s.text][max(0, s.start - NEAR[0]) : s.stop + NEAR[1]] for s in one.spots)
-        words = (
-            one.feature,
-            one.label,
-            " ".join(peaks),
-            " ".join({*words_in(near)} - {*peaks}),
-            " ".join(one.promotes),
-        )
+        around = " ".join(texts[s.text][max(0, s.start - NEAR[0]) : s.stop + NEAR[1]] for s in one.spots)
+        near = [word for word in words_in(around) if word not in peaks]
+        words = one.feature, one.label, " ".join(peaks), " ".join(near), " ".join(one.promotes)
         base.execute("INSERT INTO words(rowid, label, peaks, near, promotes) VALUES (?, ?, ?, ?, ?)", words)
     base.execute("INSERT INTO words(words) VALUES ('optimize')")
     base.commit()

@@ -2,6 +2,8 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -90,6 +92,16 @@ def test_nothing_in_a_query_is_syntax(file: Path, words: str) -> None:
 def test_long_queries_are_cut(file: Path) -> None:
     assert len(store.words_of("a" * 1_000_000)[0]) == store.MAX_QUERY
     assert len(store.words_of(" ".join(map(str, range(100))))) == store.MAX_WORDS
+
+
+def test_equal_content_gives_equal_bytes(file: Path) -> None:
+    """Also in another process, where sets have another order."""
+    code = "from tests.labels.test_store import *; import sys; store.write(Path(sys.argv[1]), ABOUT, TEXTS, ENTRIES)"
+    for seed in ("1", "2"):
+        other = file.with_name(seed)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        subprocess.run([sys.executable, "-c", code, str(other)], check=True, env=environment)
+        assert other.read_bytes() == file.read_bytes()
 
 
 def test_an_older_file_is_replaced_and_a_failure_leaves_it(file: Path) -> None:
