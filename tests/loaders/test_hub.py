@@ -184,6 +184,16 @@ def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> 
         assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
 
 
+def test_inspect_of_a_source_of_neuronpedia(hub: Hub, tmp_path: Path) -> None:
+    inside = "layer_21/width_16k/average_l0_70"
+    writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw(features=LARGE))
+    done = inspect(hub, "np:gemma-2-2b/21-gemmascope-res-16k", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"source        google/gemma-scope-2b-pt-res/{inside}" in done.stdout and "resid_post.21" in done.stdout
+    done = inspect(hub, "np:gemma-2-2b/21-gemmascope", tmp_path)
+    assert done.returncode == 2 and "expected np:MODEL/SOURCE" in done.stderr
+
+
 def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     scope(hub.root / "google", 3, 7, features=LARGE)
     hub.sent.clear()
