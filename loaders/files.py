@@ -20,6 +20,7 @@ import yaml
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 from saesteer.loaders.hub import download, is_id
+from saesteer.loaders.neuronpedia import resolved
 
 LARGEST_YAML = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
@@ -51,11 +52,13 @@ def fetch(place: str | Path) -> Path:
     """The local file or folder that a place names; a hub id is downloaded into the hub's own cache.
 
     Args:
-        place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``.
+        place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``; or
+            ``np:MODEL/SOURCE`` for a place on the hub.
 
     Raises:
         LoadError: it is neither, or the hub does not deliver it.
     """
+    place = resolved(place)
     path = Path(place).expanduser()
     if path.exists():
         return path

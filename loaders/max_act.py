@@ -1,8 +1,9 @@
-"""The largest activation of each feature, which ``saesteer calibrate`` saves next to a dictionary. Knows no format.
+"""The largest activation of each feature, which ``saesteer calibrate`` or ``label`` saves next to a dictionary.
 
 They are in ``FILE.max_act`` next to a file, or ``saesteer.max_act`` in a folder: a safetensors file with max_act [F],
-whose metadata names the dictionary that was measured, so other weights under the same name do not get its values. No
-weight file has this suffix. If a dictionary's own file has max_act, that is used.
+whose metadata names the dictionary that was measured, so other weights under the same name do not get its values, and
+says what made them: ``calibrate`` replaces what ``label`` made, never the other way around. No weight file has this
+suffix. If a dictionary's own file has max_act, that is used. Knows no format.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from saesteer.loaders.files import fingerprint, wrong
 from saesteer.loaders.write import write_arrays
 
 _KEY = "max_act"
+CALIBRATION, LABELS = "calibration", "labels"  # what made the values
 _AGAIN = "one made for this dictionary: run `saesteer calibrate` again"
 
 
@@ -29,14 +31,15 @@ def beside(path: Path) -> Path:
     return path / "saesteer.max_act" if path.is_dir() else path.with_name(f"{path.name}.max_act")
 
 
-def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Path:
+def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int | None, by: str = CALIBRATION) -> Path:
     """Saves the values and replaces older ones.
 
     Args:
         path: the dictionary's path.
         coder: the dictionary.
         max_act: [F] float32, 0 or more, in the dictionary's unit.
-        tokens: how many tokens they were measured on.
+        tokens: how many tokens they were measured on; None: unknown.
+        by: what made them.
 
     Raises:
         LoadError: the file cannot be written.
@@ -45,7 +48,8 @@ def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int) -> Pa
     write_arrays(
         beside(path),
         {_KEY: max_act},
-        {"dictionary": _digest(coder.info, coder.b_dec, coder.threshold), "tokens": str(tokens)},
+        {"dictionary": _digest(coder.info, coder.b_dec, coder.threshold), "by": by}
+        | ({} if tokens is None else {"tokens": str(tokens)}),
     )
     return beside(path)
 
@@ -70,9 +74,11 @@ def known(path: Path, info: CoderInfo) -> CoderInfo:
     """The info, with the values next to the dictionary if there are any; raises LoadError."""
     if info.has_max_act or not beside(path).is_file():
         return info
-    _open(path, info)
+    by = _open(path, info).metadata.get("by", CALIBRATION)
+    if by not in (CALIBRATION, LABELS):
+        raise wrong(beside(path), "by", repr(by[:60]), f"{CALIBRATION} or {LABELS}")
     both = hashlib.sha256(f"{info.fingerprint} {fingerprint([beside(path)])}".encode()).hexdigest()
-    return replace(info, has_max_act=True, fingerprint=both)
+    return replace(info, has_max_act=True, max_act_by=by, fingerprint=both)
 
 
 def added(path: Path, coder: SparseCoder) -> SparseCoder:

@@ -17,6 +17,7 @@ from saesteer.loaders import hub
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import fetch, wrong
 from saesteer.loaders.hub import WEIGHT_SUFFIXES
+from saesteer.loaders.neuronpedia import resolved
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
@@ -58,7 +59,7 @@ def members(place: str | Path, layers: Collection[int] | None = None, get: Get =
     Raises:
         LoadError: there is none, or a file is wrong.
     """
-    root, paths = _paths(place, layers, get)
+    root, paths = _paths(resolved(place), layers, get)
     found = [_member(file, one, root) for path in paths for file, one in _inside(path, 0, [0])]
     if not found:
         from saesteer.loaders import describe  # which imports this file

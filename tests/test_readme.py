@@ -18,13 +18,14 @@ import typer
 import saesteer
 from saesteer.client import client
 from saesteer.commands.cli import app
-from saesteer.commands.embedded import DEMO_SAE
+from saesteer.commands.embedded import DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
 from saesteer.engine import doses
 from saesteer.kernels import layout
+from saesteer.labels.store import Labels
 from saesteer.language.spec import as_spec, from_json
 from saesteer.planning.applied import applied, count
 from saesteer.planning.planner import plan
@@ -39,6 +40,7 @@ RUN = {
     "llm": "saesteer.LLM",
     "openai": "from openai",
     "client": "client.stream",
+    "features": "client.features",
     "admin": "admin_key",
     "hf": "saesteer.hf",
     "files": "saesteer.load(",
@@ -134,6 +136,26 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [module] = [body for method, path, body in asked if (method, path) == ("POST", "/v1/saesteer/modules")]
     assert from_json(module["spec"]) == from_json(json.loads(curl)["spec"])
     assert json.loads(curl)["name"] == module["name"]
+
+
+def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answered from the embedded labels, as the server does."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        query = request.url.params
+        with Labels.open(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels")) as labels:
+            found = labels.find(query["q"], int(query["limit"])) if "q" in query else []
+            features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
+        return httpx.Response(200, json={"features": [one.to_json() for one in features if one is not None]})
+
+    options = client._options
+    monkeypatch.setattr(
+        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+    exec(example("features"), {})
+    *found, token = capsys.readouterr().out.splitlines()
+    assert len(found) == 3 and any(line.startswith(f"{OCEAN} ") for line in found)
+    assert token.strip().lower() == "bridge"
 
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:

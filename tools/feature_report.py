@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saesteer.dictionaries.coder import SparseCoder
-from saesteer.models.families import find_trunk
+from saesteer.labels.lens import lens
 
 CONTEXTS = 6  # of each feature
 BEFORE, AFTER = 12, 4  # tokens around the strongest
@@ -52,18 +52,6 @@ def strongest(coder: SparseCoder, x: Tensor) -> tuple[Tensor, Tensor]:
     return best, where
 
 
-@torch.no_grad()
-def promoted(coder: SparseCoder, model: Any) -> Tensor:
-    """The tokens [F, PROMOTED] whose logits a feature's decoder row raises most, if no layer came after it."""
-    trunk, family = find_trunk(model, "transformers")
-    norm = getattr(trunk, family.norm).weight
-    head = model.get_output_embeddings().weight
-    # A token that all directions promote says nothing about one.
-    head = (head - head.mean(0)) * norm
-    parts = torch.split(coder.w_dec.float(), BLOCK)
-    return torch.cat([(part @ head.T).topk(PROMOTED, dim=-1).indices for part in parts])
-
-
 def report(
     coder: SparseCoder, x: Tensor, known: Known, model: Any, tokenizer: Any, tokens: Tensor, keep: Tensor, out: Path
 ) -> str:
@@ -85,7 +73,7 @@ def report(
         Lines on the most distinctive features, strongest first.
     """
     values, places = (part.tolist() for part in strongest(coder, x))
-    likely = [tokenizer.batch_decode([[token] for token in row]) for row in promoted(coder, model).tolist()]
+    likely = [tokenizer.batch_decode([[one] for one in row]) for row, _ in lens(coder.w_dec, model, PROMOTED)]
     text, position = keep.nonzero(as_tuple=True)
     found = []
     for feature in range(coder.info.features):

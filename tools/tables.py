@@ -321,7 +321,7 @@ def _registry_codes() -> set[str]:
 
 def _admin_codes() -> set[str]:
     """The codes that the admin routes return where no error has its own."""
-    calls = [call for call in _calls("saesteer/plugin/http/admin.py", "_refuse") if len(call.args) > 2]
+    calls = [call for call in _calls("saesteer/plugin/http/admin.py", "refuse") if len(call.args) > 2]
     return {str(call.args[2].value) for call in calls if isinstance(call.args[2], ast.Constant)}
 
 

@@ -113,6 +113,32 @@ class Client(_Connection[httpx.Client]):
         """
         return model_names(self._send("GET", "models"))
 
+    def features(
+        self,
+        dictionary: str,
+        q: str | None = None,
+        *,
+        feature: int | None = None,
+        layer: int | None = None,
+        limit: int = 10,
+    ) -> list[dict[str, Any]]:
+        """Features by words in their labels and examples, best first, or what is known of one.
+
+        Args:
+            dictionary: a dictionary of the server, as in a request.
+            q: words.
+            feature: a feature's number, in place of words; the list is empty if nothing is known of it.
+            layer: of a set.
+            limit: how many features at most.
+
+        Raises:
+            RequestRefused: the dictionary is unknown (400), has no labels (404), or lacks the feature (400).
+            ServerError: the server failed, or did not answer.
+        """
+        return list(
+            self._send("GET", "saesteer/features", params=_query(dictionary, q, feature, layer, limit))["features"]
+        )
+
     def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
         """Registers or replaces a vector. Returns its entry in ``vectors``, and whether one was ``replaced``.
 
@@ -224,6 +250,19 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
         """As ``Client.models``."""
         return model_names(await self._send("GET", "models"))
 
+    async def features(
+        self,
+        dictionary: str,
+        q: str | None = None,
+        *,
+        feature: int | None = None,
+        layer: int | None = None,
+        limit: int = 10,
+    ) -> list[dict[str, Any]]:
+        """As ``Client.features``."""
+        query = _query(dictionary, q, feature, layer, limit)
+        return list((await self._send("GET", "saesteer/features", params=query))["features"])
+
     async def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
         """As ``Client.register_vector``."""
         return await self._administer("POST", "vectors", _vector_body(name, vector, bias))
@@ -302,6 +341,11 @@ def _vector_body(name: str, vector: NewVector, bias: float) -> dict[str, Any]:
         return {"name": name, "vector": vector.to_json(), "bias": bias}
     inline = dict(vector) if isinstance(vector, Mapping) else [float(number) for number in vector]
     return {"name": name, "vector": inline, "bias": bias}
+
+
+def _query(dictionary: str, q: str | None, feature: int | None, layer: int | None, limit: int) -> dict[str, Any]:
+    query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}
+    return {name: value for name, value in query.items() if value is not None}
 
 
 def _module_body(name: str, steer: Steer) -> dict[str, Any]:

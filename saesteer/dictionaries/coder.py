@@ -63,6 +63,7 @@ class CoderInfo:
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0
     targets: int | None = None  # of a cross-layer transcoder: layers that a feature writes, site_out's and those behind
+    max_act_by: str | None = None  # what made the max_act next to its files: calibration or labels; None: there is none
     by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
 
     def __post_init__(self) -> None:
@@ -80,6 +81,11 @@ class CoderInfo:
         if self.feature_ids is not None:
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
             assert self.activation not in RANKED, "ranking inside a subset of the features is wrong"
+
+    @property
+    def max_act_from(self) -> str | None:
+        """Where its maximum activations come from: ``file``, ``calibration`` or ``labels``; None: they are unknown."""
+        return (self.max_act_by or "file") if self.has_max_act else None
 
     @property
     def kind(self) -> str:

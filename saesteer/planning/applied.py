@@ -22,6 +22,8 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
     found = []
     for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
         entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
+        if change.unit == "max_act" and isinstance(change.target, Feature):
+            entry["max_act"] = getattr(catalog.dictionaries[change.target.dictionary], "max_act_from", None)
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
         found.append(entry)
     return found

@@ -13,9 +13,10 @@ import pytest
 
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
-from saesteer.errors import LoadError
-from saesteer.loaders import describe
+from saesteer.errors import ConfigError, LoadError
+from saesteer.loaders import describe, neuronpedia
 from saesteer.loaders.hub import is_id
+from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
 from tests.loaders.formats import circuit_tracer, qwen_scope
 from tests.loaders.hub import Hub, serving
@@ -102,6 +103,24 @@ def test_a_dictionary_alone_stays_a_hub_id(fake_hub: FakeHub) -> None:
     assert opened("org/qwen@12").infos["gs"].site_in == "resid_post.12"
 
 
+def test_a_source_of_neuronpedia_is_a_place_on_the_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, inside = "np:gemma-2-2b/20-gemmascope-res-16k", "layer_20/width_16k/average_l0_71"
+    writers.gemma_scope(fake_hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw())
+    plain = describe(f"google/gemma-scope-2b-pt-res/{inside}")
+    info = opened(name).infos["gs"]
+    assert (info.source, info.site_in, info.fingerprint) == (name, "resid_post.20", plain.fingerprint)
+    assert opened(f"{name}@resid_post.3").infos["gs"].site_in == "resid_post.3"
+    # The table's site is used where the files name none.
+    elsewhere = fake_hub.root / "org" / "repo"
+    writers.gemma_scope(elsewhere, writers.raw())
+    rows = {"m/s": Source("org/repo", "m", "resid_mid.2"), "m/t": Source("org/repo", "m", None)}
+    monkeypatch.setattr(neuronpedia, "_table", lambda: rows)
+    assert opened("np:m/s").infos["gs"].site_in == "resid_mid.2"
+    assert opened("np:m/s@resid_post.1").infos["gs"].site_in == "resid_post.1"
+    with pytest.raises(ConfigError, match="do not say where they belong"):
+        opened("np:m/t")
+
+
 def test_without_a_network_the_hubs_cache_still_serves(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     scope(fake_hub.root / "google", 3)
 
@@ -163,6 +182,16 @@ def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> 
         assert "70,000" in done.stdout
         whole = (hub.root / "/".join(place.partition("#")[0].split("/")[:2]) / file).stat().st_size
         assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
+
+
+def test_inspect_of_a_source_of_neuronpedia(hub: Hub, tmp_path: Path) -> None:
+    inside = "layer_21/width_16k/average_l0_70"
+    writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw(features=LARGE))
+    done = inspect(hub, "np:gemma-2-2b/21-gemmascope-res-16k", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"source        google/gemma-scope-2b-pt-res/{inside}" in done.stdout and "resid_post.21" in done.stdout
+    done = inspect(hub, "np:gemma-2-2b/21-gemmascope", tmp_path)
+    assert done.returncode == 2 and "expected np:MODEL/SOURCE" in done.stderr
 
 
 def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from saesteer.commands.inspect import report
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.files import fetch
+from saesteer.loaders.rows import open_rows
 from tests.loaders import writers
 from tests.loaders.every import CASES
 
@@ -51,6 +52,18 @@ def test_another_measurement_is_another_fingerprint(place: Path) -> None:
         max_act.write(place, coder, values(writers.F) * factor, tokens=1000)
         seen.add(describe(place).fingerprint)
     assert len(seen) == 3
+
+
+def test_it_says_what_made_it(place: Path) -> None:
+    coder = load(place)
+    assert describe(place).max_act_from is None
+    for by in (max_act.LABELS, max_act.CALIBRATION):
+        max_act.write(place, coder, values(writers.F), tokens=None, by=by)
+        assert describe(place).max_act_from == load(place).info.max_act_from == by
+        assert open_rows(str(place)).info.max_act_from == by
+    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"by": "nobody"})
+    with pytest.raises(LoadError, match="by: 'nobody'; expected calibration or labels"):
+        describe(place)
 
 
 def test_it_lies_beside_a_file_and_inside_a_folder(place: Path) -> None:

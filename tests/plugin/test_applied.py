@@ -37,7 +37,7 @@ def test_an_answer_says_what_was_applied(make_engine: Any) -> None:
     # The last token that was generated is never an input.
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
-        "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8, "tokens_cached": 0,
+        "max_act": "file", "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert (ocean["positions"], ocean["tokens_edited"]) == ([[lengths[0], None]], 8)
     assert [(one["site"], one.get("vector"), one.get("layer"), one["tokens_edited"]) for one in said[2]] == [

@@ -44,7 +44,7 @@ def test_a_chat_says_what_was_applied(server: httpx.Client) -> None:  # noqa: F8
     assert len(bridge.pop("version")) == 16
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
-        "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
+        "max_act": "file", "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert quiet["tokens_edited"] == 0, "a gate that never fires"
     assert (late["tokens_edited"], late["tokens_cached"]) == (0, 0), "a window that is never reached"

@@ -248,7 +248,7 @@ def from_document(any_server: httpx.Client) -> st.SearchStrategy[Call]:
     found = [
         schema[path][method].as_strategy(generation_mode=mode)
         for path in schema
-        if path.startswith("/v1/saesteer")
+        if path.startswith(ROUTES)
         for method in schema[path]
         for mode in schemathesis.GenerationMode
         if method.lower() != "get" or mode.is_positive

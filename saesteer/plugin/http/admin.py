@@ -24,28 +24,15 @@ from saesteer.language.fields import fail
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
 from saesteer.planning.plan import Catalog
+from saesteer.plugin.http import features
 from saesteer.plugin.http.openapi import document, schema_of
+from saesteer.plugin.http.refusals import Refused, first_of, refuse
 from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
 MAX_BODY = MAX_CHARACTERS  # bytes
 _SHORT = 16  # characters of a version hash, as in answers
-
-
-class Refusal(BaseModel):
-    """Why nothing was done."""
-
-    message: str = Field(description="One sentence: the field, the value, what was expected.")
-    type: str
-    param: str | None = Field(description="The field of the body that is wrong.")
-    code: str = Field(description="Stable and machine-readable.", examples=["no_room"])
-
-
-class Refused(BaseModel):
-    """The body of every refusal."""
-
-    error: Refusal
 
 
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128}
@@ -191,6 +178,7 @@ class EndpointPlugin:
         if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
+        app.include_router(features.router)
         document(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -198,6 +186,7 @@ class EndpointPlugin:
         names = getattr(getattr(engine_client, "input_processor", None), "saesteer_names", None)
         if names is not None:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
+            state.saesteer_labels = {}
 
 
 def admin_key() -> str:
@@ -214,13 +203,6 @@ def admin_key() -> str:
     return key
 
 
-def _refuse(status: int, message: str, code: str, param: str | None = None) -> JSONResponse:
-    kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}
-    refusal = Refusal(message=message, type=kind.get(status, "BadRequestError"), param=param, code=code)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(Refused(error=refusal).model_dump(), status, headers)
-
-
 class _TooLarge(HTTPException):
     """FastAPI lets this kind of error through while it reads the body."""
 
@@ -229,11 +211,11 @@ def _refused_by_key(request: Request) -> JSONResponse | None:
     admin: Admin | None = getattr(request.app.state, "saesteer_admin", None)
     if admin is None or not admin.key:
         hint = f"start the server with --saesteer-admin-key or {ADMIN_KEY}"
-        return _refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
+        return refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key.encode()):
         message = "the Authorization header does not hold the admin key, expected Bearer and the key"
-        return _refuse(401, message, "wrong_key")
+        return refuse(401, message, "wrong_key")
     return None
 
 
@@ -263,28 +245,25 @@ class _Route(APIRoute):
                     raise _TooLarge(413)
                 return await handle(Request(request.scope, limited))
             except _TooLarge:
-                return _refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
+                return refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
             except SpecError as error:
                 status = 404 if request.method == "DELETE" and error.code == "unknown_name" else 400
-                return _refuse(status, str(error), error.code, error.field)
+                return refuse(status, str(error), error.code, error.field)
             except RegistryError as error:
-                return _refuse(409, str(error), error.code)
+                return refuse(409, str(error), error.code)
             except RequestValidationError as error:
-                return _refuse(400, *_told(error))
+                return refuse(400, *_told(error))
             except HTTPException as error:  # a body that is nested too deeply, or in an unknown encoding
-                return _refuse(error.status_code, f"the body is not a JSON object ({error.detail})", "bad_json")
+                return refuse(error.status_code, f"the body is not a JSON object ({error.detail})", "bad_json")
 
         return guarded
 
 
 def _told(error: RequestValidationError) -> tuple[str, str, str | None]:
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    codes = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "bad_json"}
-    code = codes.get(first["type"], "wrong_type")
+    message, code, path = first_of(error, "body")
     if code == "bad_json" or not path:
-        return f"the body is not a JSON object ({first['msg']}), expected one as in the examples", code, None
-    return f"{path}: {first['msg']}, expected an object as in the examples", code, path
+        return f"the body is not a JSON object ({message}), expected one as in the examples", code, None
+    return f"{path}: {message}, expected an object as in the examples", code, path
 
 
 def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -43,6 +43,10 @@ _ANSWER = {
                     "op": {"type": "string"},
                     "site": {"type": "string"},
                     "version": {"type": "string", "description": "The version of its dictionary or vector."},
+                    "max_act": {
+                        "type": "string",
+                        "description": "Where the unit comes from: calibration, file or labels.",
+                    },
                     "layer": {"type": "integer", "description": "Of a set, or of a vector with rows for layers."},
                     "positions": {"type": "array", "items": {"type": "array"}},
                     "tokens_edited": {"type": "integer"},

@@ -1,0 +1,148 @@
+"""`saesteer find`: features by words, by number, or by what tells two texts apart. Reads label files; searches offline.
+
+A search imports no torch, so that its answer comes at once.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from saesteer.commands.embedded import DICTIONARIES
+from saesteer.config.config import SaesteerConfig
+from saesteer.errors import ConfigError
+from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
+
+_EXAMPLES = 2  # shown of each feature
+
+
+def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | None, most: int, as_json: bool) -> None:
+    """Print the features that words describe, or one feature.
+
+    Args:
+        console: where to print.
+        config: the dictionaries to search; without any, the embedded ones.
+        words: what to look for in labels and examples; unused with `feature`.
+        feature: the number of the feature to describe.
+        most: how many features of each dictionary.
+        as_json: print one JSON object for each feature, in one line.
+
+    Raises:
+        SaesteerError: there is nothing to look for, or a dictionary has no labels.
+    """
+    if feature is None and not words_of(words):
+        raise ConfigError(f"got {words!r}, expected words to look for, --feature NUMBER, or --positive and --negative")
+    with ExitStack() as stack:
+        for name, labels in _opened(config):
+            stack.enter_context(labels)
+            if feature is None:
+                found = labels.find(words, min(most, MOST))
+                rows = [(f"{score:.1f}", one) for score, one in found]
+            else:
+                one = labels.feature(feature)
+                rows = [] if one is None else [("", one)]
+            _print(console, name, "score", rows, as_json=as_json, whole=feature is not None)
+
+
+def run_contrast(
+    console: Console, model: str, config: SaesteerConfig, positive: Path, negative: Path, *, most: int, max_tokens: int
+) -> None:
+    """Print the features whose mean activation is larger in one text than in another, the largest difference first.
+
+    Args:
+        console: where to print.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        config: its dictionaries; `demo` uses its own if none is named.
+        positive: a text in UTF-8.
+        negative: a text in UTF-8.
+        most: how many features of each dictionary.
+        max_tokens: how many tokens of each text to read.
+
+    Raises:
+        SaesteerError: the model, a dictionary or a text is invalid.
+    """
+    from saesteer.commands.features import open_model
+    from saesteer.commands.reads import asked_of, reads, texts_of
+    from saesteer.labels.contrast import Mean, strongest
+    from saesteer.labels.places import opened
+
+    oracle, names = open_model(model, config)
+    asked = asked_of(oracle, names)
+    sides = []
+    for file in (positive, negative):
+        means = {key: Mean.of(one.info.features) for key, one in asked.items()}
+        for found in reads(oracle, asked, texts_of(oracle, file, max_tokens)):
+            for key, active in found.items():
+                means[key].add(active)
+        sides.append(means)
+    for key, one in asked.items():
+        ids, rows = one.info.feature_ids, []
+        with opened(one.info) or nullcontext() as labels:
+            for row, here, there in strongest(sides[0][key], sides[1][key], most):
+                number = row if ids is None else ids[row]
+                known = None if labels is None else labels.feature(number)
+                rows.append((f"{here:.3g} - {there:.3g}", known or _unknown(number)))
+        _print(console, key, "mean activations", rows, as_json=False, whole=False)
+
+
+def _opened(config: SaesteerConfig) -> Iterator[tuple[str, Labels]]:
+    """The labels of each dictionary, by its key."""
+    if not config.dictionaries:
+        for name, file in DICTIONARIES.items():  # they and their labels come in one package
+            yield name, Labels.open(file.with_name(f"{file.name}.labels"))
+        return
+    from saesteer.config.sets import opened as sources_of
+    from saesteer.labels import places
+    from saesteer.loaders import describe
+
+    for key, source in sources_of(config.dictionaries)[0].items():
+        found = places.opened(describe(source.path, site=source.reads, hashed=False))
+        if found is None:
+            raise ConfigError(f"dictionary {key!r} at {source.path} has no labels; `saesteer label` makes them")
+        yield key, found
+
+
+def _unknown(feature: int) -> Feature:
+    return Feature(feature, None, None, None, None, (), (), ())
+
+
+def _print(
+    console: Console, name: str, head: str, rows: list[tuple[str, Feature]], *, as_json: bool, whole: bool
+) -> None:
+    if as_json:
+        for _, one in rows:
+            console.out(json.dumps({"dictionary": name} | one.to_json()), highlight=False)
+        return
+    table = Table("feature", head, "label", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
+    for score, one in rows:
+        shown = one.examples if whole else one.examples[:_EXAMPLES]
+        lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
+        if whole:
+            lines += [_plain(f"promotes   {_tokens(one.promotes)}"), _plain(f"suppresses {_tokens(one.suppresses)}")]
+            known = [("max_act", one.max_act), ("density", one.density)]
+            lines += [Text(f"{what} {value:.4g}") for what, value in known if value is not None]
+        by = f" ({one.label_by})" if one.label_by and whole else ""
+        table.add_row(str(one.feature), score, _plain(f"{one.label or ''}{by}"), Text("\n").join(lines))
+    console.print(table)
+
+
+def _context(example: Example) -> Text:
+    parts = example.before[-40:], example.token, example.after[:24]
+    before, token, after = (_plain(part.replace("\n", "⏎")) for part in parts)
+    token.stylize("bold yellow")
+    return before + token + after
+
+
+def _plain(text: str) -> Text:
+    """Text from a file, in which nothing speaks to the terminal."""
+    return Text("".join(letter if letter.isprintable() else "·" for letter in text))
+
+
+def _tokens(tokens: tuple[str, ...]) -> str:
+    return " ".join(repr(token)[1:-1].strip() for token in tokens)

@@ -1,0 +1,156 @@
+"""`saesteer label`: what each feature is about, from a text or from Neuronpedia's export, saved next to the dictionary.
+
+No language model explains features here: what is found in a text gets its label by a rule (``saesteer.labels.rule``).
+Does not know vLLM.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from saesteer.commands.features import open_model
+from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.sets import opened
+from saesteer.dictionaries.coder import SparseCoder
+from saesteer.errors import ConfigError
+from saesteer.labels import store
+from saesteer.labels.gather import Gathered
+from saesteer.labels.lens import lens
+from saesteer.labels.neuronpedia import MOST_FEATURES, Export
+from saesteer.labels.places import place_of
+from saesteer.labels.store import About, Entry
+from saesteer.loaders import load, max_act
+from saesteer.loaders.files import fetch
+
+EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
+# Kinds of sites whose dictionaries write numbers of another space than the stream, which the logit lens cannot read.
+_INSIDE = ("z", "mlp_hidden")
+
+
+def run(
+    console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int, examples: int = EXAMPLES
+) -> list[Path]:
+    """Read a text, and write the labels of every dictionary next to it.
+
+    Args:
+        console: where to print.
+        model: a folder, a hub id or `demo`; it is loaded in float32.
+        config: its dictionaries; `demo` uses its own if none is named.
+        file: plain text in UTF-8.
+        max_tokens: how many tokens of the text to read.
+        examples: strongest places that are kept of each feature.
+
+    Raises:
+        SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
+    """
+    oracle, names = open_model(model, config)
+    asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
+    gathered = {key: Gathered(one.info.features, examples) for key, one in asked.items()}
+    told = reads(oracle, asked, texts)
+    for number, found in enumerate(track(told, "Reading", len(texts), console=console, transient=True)):
+        for key, active in found.items():
+            gathered[key].add(number, active)
+    saved = []
+    for key, one in asked.items():
+        place, whose = place_of(one.info)
+        tokens = gathered[key].tokens
+        _keep_unit(one.coder, gathered[key].max_act, tokens)
+        about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens)
+        store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
+        seen = int((gathered[key].counts > 0).sum())
+        _say(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
+        saved.append(place)
+    return saved
+
+
+def _entries(oracle: Any, one: Asked, found: Gathered, texts: Sequence[Text]) -> Iterator[Entry]:
+    spans = [text.spans for text in texts]
+    for row, (likely, unlikely) in enumerate(_lenses(oracle, one)):
+        yield Entry(
+            row if one.info.feature_ids is None else one.info.feature_ids[row],
+            max_act=_short(float(found.max_act[row])),
+            density=_short(found.density(row)),
+            promotes=likely,
+            suppresses=unlikely,
+            spots=found.spots(row, spans),
+        )
+
+
+def _lenses(oracle: Any, one: Asked) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Promoted and suppressed tokens of each row; none where the decoder does not write into the stream."""
+    if str(one.info.site_out).partition(".")[0] in _INSIDE:
+        yield from [((), ())] * one.info.features
+        return
+    for pair in lens(one.coder.w_dec, oracle.model, TOKENS):
+        likely, unlikely = (tuple(oracle.tokenizer.batch_decode([[token] for token in ids])) for ids in pair)
+        yield likely, unlikely
+
+
+def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
+    """Write labels from Neuronpedia's export of a dictionary next to it.
+
+    Args:
+        console: where to print.
+        config: has one dictionary.
+        folder: with ``features/batch-*.jsonl.gz`` and ``explanations/batch-*.jsonl.gz``.
+
+    Raises:
+        SaesteerError: there is not one dictionary, it or the export is invalid, or nothing can be saved.
+    """
+    sources = opened(config.dictionaries)[0]
+    if len(sources) != 1:
+        found = f"{len(sources)} dictionaries were named"
+        raise ConfigError(f"--from-neuronpedia holds the labels of one dictionary, but {found}; expected one")
+    [(name, source)] = sources.items()
+    coder = load(source.path, site=source.reads)
+    info, export = coder.info, Export(folder)
+    lengths = _lengths(coder)
+
+    def length(feature: int) -> float | None:
+        row = info.row_of(feature)
+        return None if row is None else lengths[row]
+
+    limit = info.features if info.feature_ids is None else MOST_FEATURES
+    entries = list(export.entries(limit, length))
+    largest = torch.zeros(info.features)
+    for one in entries:
+        largest[info.row_of(one.feature)] = one.max_act or 0.0
+    if bool(largest.any()):
+        _keep_unit(coder, largest, None)
+    place, whose = place_of(info)
+    about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
+    store.write(place, about, [], entries)
+    labels = sum(one.label is not None for one in entries)
+    _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
+    if export.mismeasured:
+        note = "its maximum activations are left out: Neuronpedia read them from another tensor"
+        console.print(f"{export.address}: {note}", soft_wrap=True, highlight=False, markup=False)
+    return place
+
+
+def _keep_unit(coder: SparseCoder, largest: Tensor, tokens: int | None) -> None:
+    """Let requests use the unit max_act: save it where neither the dictionary's file nor ``calibrate`` has it."""
+    if coder.info.max_act_from in (None, max_act.LABELS):
+        max_act.write(fetch(coder.info.source), coder, largest, tokens=tokens, by=max_act.LABELS)
+
+
+def _lengths(coder: SparseCoder) -> list[float]:
+    """|d| of each decoder row."""
+    lengths: list[float] = torch.linalg.vector_norm(coder.w_dec, dim=-1, dtype=torch.float32).tolist()
+    return lengths
+
+
+def _short(value: float) -> float:
+    """Four digits, which is more than such a number means."""
+    return float(f"{value:.4g}")
+
+
+def _say(console: Console, text: str, place: Path) -> None:
+    size = place.stat().st_size / 1e6
+    console.print(f"{text}; saved in {place}, {size:.1f} MB", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,86 @@
+"""What dictionaries read of texts: their active features, token by token. Asks the Transformers backend.
+
+Whoever measures features over a text goes through ``reads``, so that another backend takes its place here alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saesteer.commands.calibrate import WINDOW, read_text
+from saesteer.dictionaries.coder import CoderInfo, inputs
+from saesteer.labels.gather import Active
+
+_BLOCK_BYTES = 256 << 20  # size of the activations held at once
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A part of a text file that the model reads as a text of its own."""
+
+    ids: list[int]
+    text: str
+    spans: list[tuple[int, int]]  # first character of each token in `text`, and the one after its last
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A dictionary in the model that was opened."""
+
+    name: str
+    layer: int | None  # of a set
+    info: CoderInfo
+    coder: Any  # the SparseCoder
+
+
+def asked_of(oracle: Any, names: Sequence[str]) -> dict[str, Asked]:
+    """The dictionaries of these names in a ``saesteer.hf.Model``, by their keys; a set has one for each layer."""
+    pairs = [(name, layer) for name in names for layer in oracle.layers_of(name)]
+    return {oracle.engine.catalog.key(*pair): Asked(*pair, oracle.info(*pair), oracle.coder(*pair)) for pair in pairs}
+
+
+def texts_of(oracle: Any, file: Path, max_tokens: int) -> list[Text]:
+    """A text file in parts of WINDOW tokens, each of which begins as the tokenizer begins a text.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty, or the number is out of range.
+    """
+    whole, tokenizer = read_text(file, max_tokens), oracle.tokenizer
+    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
+    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, spans = found.input_ids[:max_tokens], found.offset_mapping[:max_tokens]
+    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
+    made, start = [], 0
+    while start < len(ids):
+        first, _ = spans[start]
+        # Blank lines at the beginning would all be outliers, as the first token of a text is, not one alone.
+        if not whole[slice(*spans[start])].strip():
+            start += 1
+            continue
+        part, start = slice(start, start + size), start + size
+        moved = [(0, 0)] * len(begin) + [(left - first, right - first) for left, right in spans[part]]
+        made.append(Text(begin + ids[part], whole[first : spans[part][-1][1]], moved))
+    return made
+
+
+def reads(oracle: Any, dictionaries: Mapping[str, Asked], texts: Sequence[Text]) -> Iterator[Mapping[str, Active]]:
+    """The active features of each text, by the dictionary's key, without the first positions of the text.
+
+    Args:
+        oracle: a ``saesteer.hf.Model`` that holds the dictionaries.
+        dictionaries: by key; each text is read once for all of them.
+        texts: as ``texts_of`` makes them.
+    """
+    for text in texts:
+        streams = oracle.streams(text.ids)
+        yield {key: _active(one, inputs(one.info, streams)) for key, one in dictionaries.items()}
+
+
+def _active(one: Asked, stream: Tensor) -> Active:
+    """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
+    first, step = max(1, one.info.skip_first), max(1, _BLOCK_BYTES // (4 * one.info.features))
+    starts = range(first, len(stream), step) or (first,)
+    return Active.joined([Active.of(one.coder.encode(stream[start : start + step]), start) for start in starts])

@@ -1,0 +1,287 @@
+"""`saesteer label` and `saesteer find`: on a stand-in for the model, on embedded labels, and slow on the real model."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from saesteer.commands import find, label, reads
+from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
+from saesteer.errors import ConfigError, LoadError
+from saesteer.labels import places, store
+from saesteer.labels.store import About, Entry, Labels, Spot
+from saesteer.loaders import describe, load, max_act
+from saesteer.loaders.formats import own
+from saesteer.planning.plan import Catalog
+
+WIDE = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+TEXT = "\n\nold bridge by sea\n" * 30
+
+
+class Tokenizer:
+    """One token for each letter, 1 at the beginning."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
+        ids = [ord(letter) % 50 + 2 for letter in text]
+        spans = [(at, at + 1) for at in range(len(text))]
+        return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids, offset_mapping=spans)
+
+    def batch_decode(self, ids: list[list[int]]) -> list[str]:
+        return [f"token{one}" for [one] in ids]
+
+
+class Oracle:
+    """A model whose stream is a fixed random row for each token."""
+
+    def __init__(self, place: str) -> None:
+        self.tokenizer = Tokenizer()
+        self._coder = load(place)
+        self.rows = torch.randn(64, self._coder.info.d_in, generator=torch.Generator().manual_seed(0))
+        shape = SimpleNamespace(max_position_embeddings=101)
+        self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
+        self.engine = SimpleNamespace(catalog=Catalog({}, None, 1))
+
+    def coder(self, name: str, layer: None) -> Any:
+        return self._coder
+
+    def layers_of(self, name: str) -> tuple[None]:
+        return (None,)
+
+    def info(self, name: str, layer: None) -> Any:
+        return replace(self._coder.info, site_in="resid_post.15", site_out="resid_post.15")
+
+    def streams(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        return {"resid_post.15": self.rows[torch.tensor(ids)]}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """A small dictionary of features 100 to 139, whose decoder rows are 3 long."""
+    draw = torch.Generator().manual_seed(1)
+    coder = load(DEMO_SAE)
+    ids = tuple(range(100, 140))
+    info = replace(coder.info, features=40, d_in=24, d_out=24, feature_ids=ids, has_max_act=False, skip_first=3)
+    info = replace(info, can_reconstruct=False)
+    small = replace(
+        coder,
+        info=info,
+        w_enc=torch.randn(40, 24, generator=draw),
+        w_dec=3 * torch.nn.functional.normalize(torch.randn(40, 24, generator=draw)),
+        b_enc=torch.cat([torch.zeros(38), torch.full((2,), -1000.0)]),
+        b_dec=torch.zeros(24),
+        threshold=torch.full((40,), 0.5),
+        max_act=None,
+    )
+    own.write(tmp_path / "small.safetensors", small)
+    return str(tmp_path / "small.safetensors")
+
+
+@pytest.fixture
+def oracle(place: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    found = Oracle(place)
+    for user in ("label", "features"):  # which find imports it from, when it is needed
+        opening = f"saesteer.commands.{user}.open_model"
+        monkeypatch.setattr(opening, lambda model, config: (found, list(config.dictionaries)))
+    monkeypatch.setattr(reads, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
+    monkeypatch.setattr(label, "lens", lambda rows, model, most: (([n, n], [n]) for n in range(len(rows))))
+    return found
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+def test_labels_of_a_text_are_saved_and_found(
+    oracle: Oracle, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_settings([f"d={place}@resid_post.15"])
+    file = write(tmp_path / "text", TEXT)
+    [saved] = label.run(Console(width=200), "any", config, file, max_tokens=500, examples=2)
+    assert saved == Path(f"{place}.labels")
+    said = capsys.readouterr().out
+    # Windows of 100 and the BOS, none of which begins with a blank line; the first three positions do not count.
+    assert "d: 38 of 40 features were active on 488 tokens; saved in" in said
+    ids = oracle.tokenizer(TEXT, add_special_tokens=False).input_ids
+    active = oracle.coder("d", None).encode(oracle.rows[torch.tensor(ids)])
+    with Labels.open(saved) as labels:
+        assert (labels.about.features, labels.about.tokens, labels.about.source) == (40, 488, "488 tokens of text")
+        for row in (0, 7, 37):
+            one = labels.feature(100 + row)
+            assert one is not None and one.max_act == pytest.approx(float(active[:, row].max()), rel=1e-3)
+            assert 0 < (one.density or 0) < 1 and len(one.examples) == 2
+            token = one.examples[0].token
+            assert active[TEXT.index(token), row] == active[:, row].max()
+            assert (one.label_by, one.promotes, one.suppresses) == ("rule", (f"token{row}",) * 2, (f"token{row}",))
+        dead = labels.feature(139)
+        assert dead is not None and (dead.label, dead.max_act, dead.density) == ("→ token39", 0.0, 0.0)
+        assert labels.feature(0) is None
+    find.run(Console(width=200), config, "bridge", feature=None, most=3, as_json=False)
+    assert "examples from d" in capsys.readouterr().out
+    find.run(Console(width=200), config, "", feature=107, most=3, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dictionary"], found["feature"], found["promotes"]) == ("d", 107, ["token7"] * 2)
+    # The values serve requests in unit max_act, until calibrate finds better ones.
+    assert load(place).info.max_act_from == "labels"
+    torch.testing.assert_close(load(place).max_act[7], active[:, 7].max())  # type: ignore[index]
+    label.run(Console(), "any", config, file, max_tokens=500, examples=2)
+    assert load(place).info.max_act_from == "labels"
+    # What calibrate saves next to it changes no label; other weights do.
+    max_act.write(Path(place), load(place), torch.ones(40), tokens=1)
+    with places.opened(describe(place)) as labels:  # type: ignore[union-attr]
+        assert labels.feature(100) is not None
+    oracle._coder = load(place)
+    label.run(Console(), "any", config, file, max_tokens=500, examples=2)
+    assert load(place).info.max_act_from == "calibration"
+    assert torch.equal(load(place).max_act, torch.ones(40))  # type: ignore[arg-type]
+    coder = load(place)
+    own.write(place, replace(coder, b_dec=coder.b_dec + 1, max_act=None, info=replace(coder.info, has_max_act=False)))
+    Path(f"{place}.max_act").unlink()
+    with pytest.raises(LoadError, match="belongs to other weights"):
+        find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
+
+
+def test_what_tells_two_texts_apart(
+    oracle: Oracle, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_settings([f"d={place}@resid_post.15"])
+    here, there = write(tmp_path / "here", "xxxbbbbbb"), write(tmp_path / "there", "xxxsssssss")
+    find.run_contrast(Console(width=200), "any", config, here, there, most=1, max_tokens=100)
+
+    def mean(file: Path) -> torch.Tensor:
+        ids = torch.tensor(oracle.tokenizer(file.read_text()).input_ids)
+        return oracle.coder("d", None).encode(oracle.rows[ids])[3:].mean(0)
+
+    gain = mean(here) - mean(there)
+    assert f"│ {100 + int(gain.argmax())} " in capsys.readouterr().out
+
+
+def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "features").mkdir()
+    (tmp_path / "explanations").mkdir()
+    line = {"modelId": "m", "layer": "15-res", "index": "101", "maxActApprox": 6.0, "pos_str": ["x"]}
+    (tmp_path / "features" / "batch-0.jsonl.gz").write_bytes(gzip.compress(json.dumps(line).encode()))
+    lines = [{"index": "101", "description": "Suspension bridges"}, {"index": 7, "description": "not in this file"}]
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / "explanations" / "batch-0.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    config = read_settings([f"d={place}@resid_post.15"])
+    saved = label.run_import(Console(width=200), config, tmp_path)
+    assert "d: 1 of 40 features, 1 with a label; saved in" in capsys.readouterr().out
+    with Labels.open(saved) as labels:
+        one = labels.feature(101)
+        assert labels.about.source == "Neuronpedia, m/15-res"
+        assert [found.feature for _, found in labels.find("bridge")] == [101]
+    assert one is not None and one.label == "Suspension bridges" and one.max_act == pytest.approx(2.0)
+    info, known = load(place).info, load(place).max_act
+    assert info.max_act_from == "labels" and known is not None
+    assert known.tolist() == pytest.approx([0.0, 2.0] + [0.0] * 38)
+    with pytest.raises(ConfigError, match="0 dictionaries were named; expected one"):
+        label.run_import(Console(), SaesteerConfig(), tmp_path)
+
+
+def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, whose = places.place_of(describe(place))
+    evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
+    entry = Entry(100, evil, evil, None, None, (evil,), (evil,), (Spot(1.0, 0, 0, len(evil)),))
+    store.write(file, About(whose, 40, evil), [evil], [entry])
+    config = read_settings([f"d={place}@resid_post.15"])
+    for as_json in (False, True):
+        find.run(Console(width=400), config, "", feature=100, most=1, as_json=as_json)
+        said = capsys.readouterr().out
+        assert not {"\x1b", "\x9b", "\u202e"} & set(said)
+        assert said.count("[bold]x[/bold] :gold: ") >= 4
+    assert json.loads(said)["label"] == evil
+
+
+def test_mistakes(place: str, tmp_path: Path) -> None:
+    config = read_settings([f"d={place}@resid_post.15"])
+    with pytest.raises(ConfigError, match="has no labels; `saesteer label` makes them"):
+        find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
+    with pytest.raises(ConfigError, match=r"got '\?!', expected words to look for"):
+        find.run(Console(), SaesteerConfig(), "?!", feature=None, most=3, as_json=False)
+    write(Path(f"{place}.labels"), "{}")
+    with pytest.raises(LoadError, match=r"small\.safetensors\.labels: is no SQLite database; expected a file that"):
+        find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
+
+
+def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "saesteer", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["label"], "either --text-file FILE or --from-neuronpedia FOLDER"),
+        (["find"], "expected words to look for"),
+        (["find", "--positive", "x"], "needs both --positive FILE and --negative FILE, or neither"),
+    ],
+)
+def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
+    done = saesteer(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("word", "feature"), [("bridge", BRIDGE), ("ocean", OCEAN)])
+def test_known_features_are_among_the_first_three(word: str, feature: int) -> None:
+    done = saesteer("find", word, "--limit", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert feature in [one["feature"] for one in found if one["dictionary"] == "demo"]
+    assert {one["dictionary"] for one in found} == set(DICTIONARIES)
+    assert f"{feature} " in saesteer("find", word, "--limit", "3").stdout
+
+
+def test_a_search_is_quick_and_loads_no_torch() -> None:
+    code = "import sys; from saesteer.commands.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "find", "golden gate"], capture_output=True, text=True, env=WIDE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    start = time.monotonic()
+    for file in DICTIONARIES.values():
+        with Labels.open(file.with_name(f"{file.name}.labels")) as labels:
+            assert labels.find("golden gate bridge over the ocean", 100)
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("name", DICTIONARIES)
+def test_the_embedded_labels_are_of_the_embedded_dictionaries(name: str) -> None:
+    with places.opened(describe(DICTIONARIES[name])) as labels:  # type: ignore[union-attr]
+        known = [labels.feature(number) for number in range(labels.about.features)]
+    assert len(known) == 9216 and None not in known
+    active = [one for one in known if one is not None and one.examples]
+    assert len(active) > 9000
+    assert all(one.label and one.label_by == "rule" and len(one.promotes) == 6 for one in active)
+
+
+@pytest.mark.slow
+def test_label_and_contrast_with_the_real_model(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.safetensors"
+    bare.write_bytes(DEMO_SAE.read_bytes())
+    bridges = write(tmp_path / "bridges", "The old bridge lies over the river. Many people walk over the bridge. " * 8)
+    others = write(tmp_path / "others", "My cat sleeps all day, and eats in the evening. I read a book about it. " * 8)
+    done = saesteer("label", "--dictionary", f"bare={bare}", "--text-file", str(bridges), "--max-tokens", "150")
+    assert done.returncode == 0, done.stderr
+    assert f"saved in {bare}.labels" in done.stdout
+    done = saesteer("find", "--feature", str(BRIDGE), "--dictionary", f"bare={bare}", "--json")
+    assert json.loads(done.stdout)["label"] == "bridge"
+    words = ["--positive", str(bridges), "--negative", str(others), "--dictionary", f"bare={bare}", "--limit", "30"]
+    done = saesteer("find", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"│ {BRIDGE} " in done.stdout
