@@ -42,7 +42,6 @@ class Case:
 CASES = (
     Case(64, 16384),
     Case(64, 16384, 32),
-    Case(64, 16384, 1024),
     Case(64, 16384, named=8),
     Case(64, 16384, named=8, kind="topk"),
     Case(64, 16384, named=8, kind="groupmax"),

@@ -14,6 +14,7 @@ from saesteer.kernels import layout
 
 Found = tuple[Tensor, Tensor, Tensor]
 
+LISTED = 32  # features that the kernels list; longer lists are sorted whole, as nothing is compiled for them at start
 _PLENTY = 1 << 24  # pre-activations in memory at once
 _ROWS_AT_ONCE = 1 << 15  # rows of an encoder widened to fp32 at a time
 _LAYER_NORM_EPS = 1e-5
@@ -67,11 +68,18 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
         Indices [n, top_k] int32, -1 behind the last active feature; their activations [n, top_k] fp32, 0 there; and
         the activations of the named features [n, m] fp32, 0 where they are not active.
     """
-    if x.is_cuda:
+    if x.is_cuda and top_k <= LISTED:
         from saesteer.kernels.read.select import read_features_triton  # Triton need not be there before
 
         return read_features_triton(x, encoder, top_k, named)
     return read_features_ref(x, encoder, top_k, named)
+
+
+def warm_up(encoder: Encoder) -> None:
+    """Compile what reads of this dictionary launch, before a request asks; there is nothing to do on a CPU."""
+    x = torch.zeros(1, encoder.w_enc.shape[1], dtype=encoder.w_enc.dtype, device=encoder.w_enc.device)
+    for top_k in (0, 8, LISTED) if x.is_cuda else ():
+        read_features(x, encoder, top_k, torch.zeros(1, dtype=torch.int64, device=x.device))
 
 
 def read_features_ref(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:

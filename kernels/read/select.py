@@ -21,7 +21,7 @@ from torch import Tensor
 from saesteer.kernels.edit.entries import kernel
 from saesteer.kernels.read.features import Encoder, Found, dots, joined, parts, scale
 
-KEPT = (8, 32, 128, 1024)  # how many features a launch may keep; each is a kernel of its own
+KEPT = (8, 32)  # how many features a launch may keep; each is a kernel of its own, to be compiled at start
 NAMED = 16  # named features of a program
 NONE = tl.constexpr(-(1 << 63))  # the key of what is not active: below every other
 _PLENTY = 1 << 26  # pre-activations in memory at once

@@ -21,6 +21,7 @@ from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
+from saesteer.kernels.read.features import warm_up
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
@@ -92,6 +93,7 @@ class Engine:
         self.device = device
         self.dtype = dtype
         self.sites: dict[str, Site] = {}
+        self._reads: dict[str, Site] = {}  # where each dictionary reads
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
         self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths))
@@ -149,6 +151,7 @@ class Engine:
             reads, writes = (self.sites[site] for site in ends[key])
             info = infos[key]
             placements[key] = fill(info, info.source, reads, writes, rows[key], whole=whole[key])
+            self._reads[key] = reads
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
@@ -322,6 +325,15 @@ class Engine:
         for span in (1, layout.TILE):
             self._map(rows, 0, query_start_loc, 0, 0, span)
         self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, with types of its own
+
+    def warm_reads(self) -> None:
+        """Compile what reads of features launch."""
+        for key, place in self.places.dictionaries.items():
+            site = self._reads[key]
+            if site.before is not None and key not in self._sources:
+                source = self._sources[key] = source_of(place, site)
+                assert source.encoder is not None
+                warm_up(source.encoder)
 
     @contextmanager
     def warming(self) -> Iterator[Callable[[int], list[int]]]:

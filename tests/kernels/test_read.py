@@ -21,7 +21,7 @@ from saesteer.kernels.reference import _encode, _input_norm, _ranked
 
 GPU = torch.cuda.is_available()
 EDGES = [0.0, -0.0, 0.5, 1.0, 2.0, -1.0, 1e-40, -1e-40, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]
-MANY = [8, 32, 100, 1024] if GPU else [8, 100]  # sorting 1024 takes the interpreter a minute
+MANY = [8, 32]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topk": {"groups": 1},
@@ -220,8 +220,8 @@ def test_groups_cover_every_feature_and_stay_few() -> None:
             assert kept >= top_k and features <= size * groups < features + size
             assert size & (size - 1) == 0
             assert size * kept <= max(4 * kept, features), "the second step is no larger than the first"
-    with pytest.raises(ValueError, match="top_k is 1025; at most 1024"):
-        sizes(one, 1025)
+    with pytest.raises(ValueError, match="top_k is 33; at most 32"):
+        sizes(one, 33)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -226,7 +226,7 @@ class World:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.state, self.steering = engine, Mock(), Steering(engine)
-        _wrap_v2(self.state, self.steering)
+        _wrap_v2(Mock(), self.state, self.steering)
 
     def arrive(self, name: str, slot: int, spec: Any = None) -> None:
         params = SimpleNamespace(extra_args=None, stop=[])

@@ -103,6 +103,7 @@ def _build(runner: Any, assets: Assets) -> "Steering":
     )
     layers.attach(runner.get_model(), engine)
     layers.warm_up(runner.get_model(), engine)
+    engine.warm_reads()
     logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
     return Steering(engine)
 
