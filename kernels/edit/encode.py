@@ -11,7 +11,7 @@ from saesteer.kernels.edit.entries import items_of, kernel, tile
 from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD_WORDS, L2_NORM, LAYER_NORM, PAIR, SPAN
 
 
-@kernel("stream", "second", "table", "w_enc", "activations")
+@kernel("stream", "second", "table", "w_enc", "b_enc", "activations")
 def encode_kernel(
     stream,  # [T, WIDTH]
     second,  # [T, WIDTH] for PAIR

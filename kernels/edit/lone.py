@@ -15,7 +15,7 @@ from saesteer.kernels.edit.row import columns, plus, put, times, zeros
 from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
 
 
-@kernel("stream", "second", "table", "w_enc", "w_dec")
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec")
 def lone_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form

@@ -87,7 +87,7 @@ def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
     return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
 
 
-@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form

@@ -89,7 +89,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
         kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
-        if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):
+        if signature[name].startswith("*") and not kernel.params[at].do_not_specialize:
             attributes[at,] = [["tt.divisibility", 16]]
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=named, attrs=attributes)
