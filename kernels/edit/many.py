@@ -179,7 +179,7 @@ def many_kernel(
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
-                    for start in range(0, WIDTH, BLOCK_N):
+                    for start in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
                         cols = start + tl.arange(0, BLOCK_N)
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
