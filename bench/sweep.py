@@ -37,7 +37,7 @@ class Sweep:
 SWEEPS = {
     "edit": Sweep(
         ("16 x 1", "256 x 1", "16 x 32", "16 x 256"),
-        {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
+        {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8)},
     ),
     "lone": Sweep(
         ("8192 x 1", "8192 x 1, one in ten"),
@@ -55,7 +55,7 @@ SWEEPS = {
 
 
 def parse(grid: Sequence[str]) -> Grid:
-    """``["tokens=2,4", "split=True"]`` → values by field."""
+    """``["tokens=2,4", "at_once=1"]`` → values by field."""
     found = {}
     for one in grid:
         field, _, values = one.partition("=")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import real, rows, word
-from saesteer.kernels.edit.row import minus, plus, zeros
+from saesteer.kernels.edit.row import minus, plus, times, total, zeros
 from saesteer.kernels.edit.words import (
     COUNTER,
     ENTRY,
@@ -38,19 +38,11 @@ SCAN = tl.constexpr(16)  # entries searched at once
 @triton.jit
 def statistics(x, cols, WIDTH: tl.constexpr):
     """Length, mean and standard deviation (over n - 1) of a token."""
-    total = tl.sum(x[0], axis=0)
-    squares = tl.sum(x[0] * x[0], axis=0)
-    if len(x) > 1:
-        total += tl.sum(x[1], axis=0)
-        squares += tl.sum(x[1] * x[1], axis=0)
-    mean = total / WIDTH
-    off0 = tl.where(cols[0] < WIDTH, x[0] - mean, 0.0)
-    off = tl.sum(off0 * off0, axis=0)
-    if len(x) > 1:
-        off1 = tl.where(cols[1] < WIDTH, x[1] - mean, 0.0)
-        off += tl.sum(off1 * off1, axis=0)
+    mean = tl.sum(total(x), axis=0) / WIDTH
+    off = minus(x, [tl.where(col < WIDTH, mean, 0.0) for col in cols])
+    squares = tl.sum(total(times(off, off)), axis=0)
     # The deviation of a single number is NaN, as in the reference.
-    return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
+    return tl.sqrt(tl.sum(total(times(x, x)), axis=0)), mean, tl.sqrt(squares / (WIDTH - 1.0))
 
 
 @triton.jit

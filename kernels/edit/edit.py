@@ -29,7 +29,7 @@ from saesteer.kernels.edit.words import (
     GATED,
     GROUP_END,
     GROUPS,
-    HEAD_WORDS,
+    HEAD,
     KIND,
     PARTIALS,
     PARTS,
@@ -83,8 +83,7 @@ def edit_kernel(
     most_tokens,  # this launch does the tokens from first_token on, at most this number
     most_parts,  # most parts of one token
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row's block
     CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
     LISTED: tl.constexpr,
@@ -117,7 +116,7 @@ def edit_kernel(
     exists = True
     part = 0
     site_number = kept(site)
-    number = HEAD_WORDS + SPAN * site_number
+    number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
 
     first_item = 0
@@ -128,7 +127,7 @@ def edit_kernel(
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
-    cols = columns(HEAD, TAIL)
+    cols = columns(WIDTH, BLOCK)
     weights = (w_enc, w_dec)
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import items_of, kernel, tile
-from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD_WORDS, L2_NORM, LAYER_NORM, PAIR, SPAN
+from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN
 
 
 @kernel("stream", "second", "table", "w_enc", "b_enc", "activations")
@@ -43,7 +43,7 @@ def encode_kernel(
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
     units = n_items * span
-    number = HEAD_WORDS + SPAN * site_number
+    number = HEAD + SPAN * site_number
     unit_tiles = (units + BLOCK_M - 1) // BLOCK_M
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
+from saesteer.kernels.edit.configs import EXACT_ENCODE, TILED_ABOVE, Configs, block, configs, for_tokens, parts
 from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.lone import lone_kernel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from saesteer.kernels.bound import Bound
 
 _ALL = layout.ANY | layout.LONE | layout.MANY
-_OF_HOST = ("num_warps", "programs", "split", "parts")  # fields of configs that are not constants of a kernel
+_OF_HOST = ("num_warps", "programs", "parts")  # fields of configs that are not constants of a kernel
 
 
 @cache
@@ -89,13 +89,11 @@ def edit_triton(
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone
-        head, tail = blocks(width, lone.num_warps, lone.split)
         lone_kernel[(min(tokens, cores * lone.programs),)](
             *common,
             counts,
             *rest,
-            HEAD=head,
-            TAIL=tail,
+            BLOCK=block(lone.num_warps),
             LEAST=max(lone.at_once, min(4, lone.tokens)),
             SHARES=layout.TILE // lone.tokens,
             **form_of,
@@ -120,7 +118,6 @@ def edit_triton(
     if not kept:
         return
     edit = for_tokens(tuned.edit, tokens)
-    head, tail = blocks(width, edit.num_warps, edit.split)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
     share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
@@ -165,8 +162,7 @@ def edit_triton(
             first,
             at_once,
             share,
-            HEAD=head,
-            TAIL=tail,
+            BLOCK=block(edit.num_warps),
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=bound.has_norms,
             HAS_KEPT=bound.kept is not None,

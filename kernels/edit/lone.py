@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
-from saesteer.kernels.edit.row import columns, plus, put, times, zeros
-from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
+from saesteer.kernels.edit.row import columns, plus, put, times, total, zeros
+from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD, KIND, LONE, MATCH, NORMED, PAIR, SPAN
 
 
 @kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec")
@@ -33,8 +33,7 @@ def lone_kernel(
     stride_counts,
     stride_counters,
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row's block
     TOKENS: tl.constexpr,  # of a program's turn
     LEAST: tl.constexpr,  # of a turn when there are few items
     SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS, more when there are few items
@@ -46,8 +45,8 @@ def lone_kernel(
     """x[token] += the delta of its row's only entry at this site. A program takes TOKENS tokens of an item per turn."""
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
-    number = HEAD_WORDS + SPAN * site_number
-    cols = columns(HEAD, TAIL)
+    number = HEAD + SPAN * site_number
+    cols = columns(WIDTH, BLOCK)
     dtype: tl.constexpr = stream.dtype.element_ty
     if FORM == NORMED and HAS_WEIGHT:
         factors = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
@@ -91,10 +90,7 @@ def lone_kernel(
                     tile(stream, second, start + col[None, :], there & (col < WIDTH)[None, :], FORM).to(tl.float32)
                     for col in cols
                 ]
-                pre = tl.sum(x[0] * weights[0][0].to(tl.float32)[None, :], axis=1)
-                if TAIL > 0:
-                    pre += tl.sum(x[1] * weights[1][0].to(tl.float32)[None, :], axis=1)
-                pre += bias
+                pre = tl.sum(total(times(x, [pair[0].to(tl.float32)[None, :] for pair in weights])), axis=1) + bias
                 f = tl.where(pre > threshold, pre, 0.0)
                 position = first_position + within
                 applies = exists & (lo <= position) & (position < hi)
@@ -102,10 +98,7 @@ def lone_kernel(
                 keep = delta != 0.0
                 hits += keep.to(tl.int32)
                 if (flags & MATCH) != 0:
-                    squares = tl.sum(x[0] * x[0], axis=1)
-                    if TAIL > 0:
-                        squares += tl.sum(x[1] * x[1], axis=1)
-                    delta *= tl.sqrt(squares)
+                    delta *= tl.sqrt(tl.sum(total(times(x, x)), axis=1))
                 change = [delta[:, None] * pair[1].to(tl.float32)[None, :] for pair in weights]
                 y = [rounded(block, dtype) for block in plus(x, change)]
                 masks = [keep[:, None] & (col < WIDTH)[None, :] for col in cols]
@@ -114,10 +107,7 @@ def lone_kernel(
                     put(second, at, zeros(y), masks)
                 if FORM == NORMED:
                     z = [block.to(tl.float32) for block in y]
-                    squared = tl.sum(z[0] * z[0], axis=1)
-                    if TAIL > 0:
-                        squared += tl.sum(z[1] * z[1], axis=1)
-                    scale = tl.rsqrt(squared / WIDTH + eps)
+                    scale = tl.rsqrt(tl.sum(total(times(z, z)), axis=1) / WIDTH + eps)
                     z = [block * scale[:, None] for block in z]
                     if HAS_WEIGHT:
                         z = times(z, [(part.to(tl.float32) + weight_offset)[None, :] for part in factors])

@@ -17,7 +17,7 @@ from saesteer.kernels.edit.words import (
     COUNTER,
     END,
     ENTRY,
-    HEAD_WORDS,
+    HEAD,
     KIND,
     MANY,
     NORMED,
@@ -120,7 +120,7 @@ def many_kernel(
     """A program takes TOKENS tokens per turn: the first pass makes all deltas, the second adds the decoder rows."""
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
-    number = HEAD_WORDS + SPAN * site_number
+    number = HEAD + SPAN * site_number
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]

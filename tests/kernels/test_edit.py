@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.edit.configs import EditConfig, blocks, configs
+from saesteer.kernels.edit.configs import EditConfig, block, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
 from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish
@@ -156,19 +156,19 @@ def test_every_width(path: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_every_way_to_launch(chunk: int, split: bool) -> None:
-    edit = EditConfig(num_warps=1, chunk=chunk, programs=2, split=split)
-    assert (blocks(576, 1, split)[1] > 0) == split
+@pytest.mark.parametrize("warps", [1, 2, 4], ids="warps{}".format)
+def test_every_way_to_launch(chunk: int, warps: int) -> None:
+    edit = EditConfig(num_warps=warps, chunk=chunk, programs=2)
+    assert -(-576 // block(warps)) == {1: 3, 2: 2, 4: 1}[warps], "blocks of a row"
     path = replace(TOKEN, tuned=replace(configs(576), edit=tuple((most, edit) for most, _ in configs(576).edit)))
     wished = [Wish("clamps", 7, 3), Wish("dense", 3, 2), Wish("list", 5, 2)]
     check(wished, path, width=576, dtype=torch.float32, form=NORMED, seed=chunk)
 
 
 @pytest.mark.parametrize(("at_once", "form"), [(1, BARE), (2, NORMED), (4, PAIR)])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_every_way_to_launch_lone_entries(split: bool, at_once: int, form: int) -> None:
-    lone = replace(configs(576).lone, num_warps=1, at_once=at_once, split=split)
+@pytest.mark.parametrize("warps", [1, 4], ids="warps{}".format)
+def test_every_way_to_launch_lone_entries(warps: int, at_once: int, form: int) -> None:
+    lone = replace(configs(576).lone, num_warps=warps, at_once=at_once)
     path = replace(TILED, tuned=replace(configs(576), lone=lone))
     check([Wish("clamps", 1, 11), Wish("clamps", 1, 3)], path, width=576, dtype=torch.float32, form=form, seed=at_once)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, blocks, configs
+from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
@@ -32,13 +32,12 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
     tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
     yield "edit.many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
     lone = tuned.lone
-    head, tail = blocks(width, lone.num_warps, lone.split)
     turns = {
         "TOKENS": lone.tokens,
         "LEAST": max(lone.at_once, min(4, lone.tokens)),
         "SHARES": layout.TILE // lone.tokens,
     }
-    row = {"HEAD": head, "TAIL": tail, "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
+    row = {"BLOCK": block(lone.num_warps), "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
     yield "edit.lone", "lone_kernel", lone.num_warps, {**turns, **row}
 
 
@@ -107,7 +106,7 @@ def main() -> None:
                 kernel = getattr(import_module(f"saesteer.kernels.{module}"), name)
                 made = compiled(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
-    sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
+    sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
     given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "HAS_KEPT": True}
     early = compiled(
         import_module("saesteer.kernels.edit.edit").edit_kernel,
