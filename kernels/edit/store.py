@@ -52,6 +52,15 @@ def dosed(
 
 
 @triton.jit
+def gains(norm, cols, WIDTH: tl.constexpr, FORM: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """The norm's weight for `store`, loaded early, so that nothing waits for it; empty where there is none."""
+    if FORM == NORMED and HAS_WEIGHT:
+        return [tl.load(norm[0] + col, mask=col < WIDTH, other=0.0) for col in cols]
+    else:  # or Triton would compile both
+        return ()
+
+
+@triton.jit
 def store(
     stream,
     second,
@@ -59,9 +68,8 @@ def store(
     x,
     cols,  # its columns
     changed,  # False: everything stays as it is
-    norm_weight,
-    eps,
-    weight_offset,
+    norm,  # its weight, eps and offset
+    factors,  # from `gains`
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -71,10 +79,9 @@ def store(
     Only the stores stand behind `changed`: ptxas assumes that threads may disagree on it, and a sum behind such a
     branch costs spills.
     """
+    _, eps, weight_offset = norm
     dtype: tl.constexpr = stream.dtype.element_ty
     masks = [col < WIDTH for col in cols]
-    if FORM == NORMED and HAS_WEIGHT:  # early, so that nothing waits for it after the sum of squares
-        gain = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
     y = [rounded(block, dtype) for block in x]
     if changed:
         put(stream + at, cols, y, masks)
@@ -85,6 +92,6 @@ def store(
         scale = tl.rsqrt(tl.sum(total(times(z, z)), axis=0) / WIDTH + eps)
         z = [block * scale for block in z]
         if HAS_WEIGHT:
-            z = times(z, [block.to(tl.float32) + weight_offset for block in gain])
+            z = times(z, [block.to(tl.float32) + weight_offset for block in factors])
         if changed:
             put(second + at, cols, z, masks)
