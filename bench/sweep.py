@@ -1,6 +1,6 @@
 """Other launches of one kernel, timed: every combination of a few fields of its config. Tells which rows to paste.
 
-    python -m bench.kernels --sweep lone --grid num_warps=4,8 tokens=8,16 programs=4,8 --widths 2304
+    python -m bench.kernels --sweep lone --grid num_warps=4,8 at_once=1,2 programs=2,3 --widths 2304
 
 A field that the grid does not name keeps what kernels/configs.py has; without a grid it is the one below. A combination
 that the compiler refuses, or whose answer is wrong, is said and left out.
@@ -41,7 +41,7 @@ SWEEPS = {
     ),
     "lone": Sweep(
         ("8192 x 1", "8192 x 1, one in ten"),
-        {"num_warps": (2, 4, 8), "tokens": (8, 16, 32), "at_once": (1, 2), "stages": (2, 3), "programs": (4, 8, 16)},
+        {"num_warps": (2, 4, 8), "at_once": (1, 2), "stages": (2, 3, 5), "programs": (1, 2, 3, 4)},
     ),
     "many": Sweep(
         ("8192 x 4", "8192 x 32"),

@@ -28,8 +28,7 @@ class LoneConfig:
     """One way to launch the kernel for long spans with one entry."""
 
     num_warps: int
-    tokens: int  # of a program's turn; a power of two up to layout.TILE
-    at_once: int  # of these tokens at once; a power of two
+    at_once: int  # tokens; a power of two
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
 
@@ -89,11 +88,11 @@ EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, sta
 CONFIGS: dict[int, Configs] = {
     256: Configs(
         edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16)),),
-        lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16),
+        lone=LoneConfig(num_warps=1, at_once=1, stages=3, programs=16),
     ),
     1024: Configs(
         edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8)),),
-        lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16),
+        lone=LoneConfig(num_warps=2, at_once=2, stages=3, programs=16),
     ),
     3072: Configs(
         edit=(
@@ -101,7 +100,7 @@ CONFIGS: dict[int, Configs] = {
             (512, EditConfig(num_warps=4, chunk=4, programs=2)),
             (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, decoded=8)),
         ),
-        lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8),
+        lone=LoneConfig(num_warps=4, at_once=2, stages=3, programs=2),
     ),
     6144: Configs(
         edit=(
@@ -110,11 +109,11 @@ CONFIGS: dict[int, Configs] = {
             (512, EditConfig(num_warps=4, chunk=2, programs=2, gather=2)),
             (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, decoded=8)),
         ),
-        lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8),
+        lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
     ),
     MAX_WIDTH: Configs(
         edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
-        lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4),
+        lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
     ),
 }
 

@@ -94,8 +94,7 @@ def edit_triton(
             counts,
             *rest,
             BLOCK=block(lone.num_warps),
-            LEAST=max(lone.at_once, min(4, lone.tokens)),
-            SHARES=layout.TILE // lone.tokens,
+            LEAST=max(lone.at_once, 4),
             **form_of,
             **_constants(lone),
         )

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
 from saesteer.kernels.edit.row import columns, plus, put, times, total, zeros
-from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD, KIND, LONE, MATCH, NORMED, PAIR, SPAN
+from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD, KIND, LONE, MATCH, NORMED, PAIR, SPAN, TILE
 
 
 @kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec")
@@ -34,15 +34,13 @@ def lone_kernel(
     stride_counters,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # elements of a row's block
-    TOKENS: tl.constexpr,  # of a program's turn
-    LEAST: tl.constexpr,  # of a turn when there are few items
-    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS, more when there are few items
-    AT_ONCE: tl.constexpr,
+    LEAST: tl.constexpr,  # tokens of a turn
+    AT_ONCE: tl.constexpr,  # of these tokens
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """x[token] += the delta of its row's only entry at this site. A program takes TOKENS tokens of an item per turn."""
+    """x[token] += the delta of its row's only entry at this site. A program takes a part of an item per turn."""
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD + SPAN * site_number
@@ -51,12 +49,10 @@ def lone_kernel(
     if FORM == NORMED and HAS_WEIGHT:
         factors = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
 
-    # So many tokens per turn that every program has work.
-    turn = TOKENS
-    shares = SHARES
-    if n_items * SHARES * 2 < tl.num_programs(0):
-        turn = LEAST
-        shares = SHARES * (TOKENS // LEAST)
+    # As many tokens per turn as make one turn for each program: four loads wait for one another before its first token.
+    even = (n_items * TILE + tl.num_programs(0) - 1) // tl.num_programs(0)
+    turn = tl.minimum(tl.maximum((even + AT_ONCE - 1) // AT_ONCE * AT_ONCE, LEAST), TILE)
+    shares = (TILE + turn - 1) // turn
     for it in range(tl.program_id(0), n_items * shares, tl.num_programs(0)):
         item = work + 4 + (it // shares) * 4
         first = (it % shares) * turn
@@ -80,7 +76,7 @@ def lone_kernel(
                 for col in cols
             ]
             hits = tl.zeros([AT_ONCE], tl.int32)
-            for done in tl.range(0, turn, AT_ONCE, num_stages=STAGES):
+            for done in tl.range(0, tl.minimum(turn, length - first), AT_ONCE, num_stages=STAGES):
                 within = first + done + tl.arange(0, AT_ONCE)
                 exists = within < length
                 start = ((first_token + within) * WIDTH)[:, None]

@@ -32,13 +32,8 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
     tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
     yield "edit.many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
     lone = tuned.lone
-    turns = {
-        "TOKENS": lone.tokens,
-        "LEAST": max(lone.at_once, min(4, lone.tokens)),
-        "SHARES": layout.TILE // lone.tokens,
-    }
-    row = {"BLOCK": block(lone.num_warps), "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
-    yield "edit.lone", "lone_kernel", lone.num_warps, {**turns, **row}
+    turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
+    yield "edit.lone", "lone_kernel", lone.num_warps, {"BLOCK": block(lone.num_warps), "HAS_WEIGHT": True, **turns}
 
 
 @pytest.fixture(scope="module")
