@@ -35,7 +35,7 @@ class LoneConfig:
 
 @dataclass(frozen=True, slots=True)
 class ManyConfig:
-    """One way to launch the kernel for long spans with many entries."""
+    """One way to launch the kernel for spans with many entries."""
 
     num_warps: int
     tokens: int  # of a program's turn; a power of two from 16 to layout.TILE
@@ -60,6 +60,7 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
+_RUNS = ManyConfig(num_warps=4, tokens=16, entries=32, block_k=128, block_n=128, stages=4, programs=4)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
@@ -74,11 +75,13 @@ class Configs:
     edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
     many: ManyConfig = _MANY
+    runs: ManyConfig = _RUNS  # the same kernel, where items are single tokens
     encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
 
 
 MAX_WIDTH = 8192
 TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
+RUNS_ABOVE = 64  # tokens of a step, from where on neighbours of a row with many entries are done together
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 # In fp32 the tiles above need more shared memory than there is.

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, TILED_ABOVE, Configs, block, configs, for_tokens, parts
+from saesteer.kernels.edit.configs import (
+    EXACT_ENCODE,
+    RUNS_ABOVE,
+    TILED_ABOVE,
+    Configs,
+    block,
+    configs,
+    for_tokens,
+    parts,
+)
 from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.lone import lone_kernel
@@ -55,15 +64,18 @@ def edit_triton(
     *,
     tuned: Configs | None = None,
     tiled: bool | None = None,
+    runs: bool | None = None,
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
-    During capture, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so a captured launch
-    serves any work list. Other steps run outside of graphs, where the host's `kinds` choose the kernels.
+    During capture, and in steps of up to TILED_ABOVE tokens, the number of tokens alone says which kernel does a row,
+    so a captured launch serves any work list. Other steps run outside of graphs, where the host's `kinds` choose, too.
 
     Args:
         tuned: other launch parameters, for benchmarks.
         tiled: whether to choose by `kinds`, whatever the step is; for tests and benchmarks. Items span layout.TILE
+            tokens.
+        runs: whether neighbours with many entries are done together, whatever the step is; for tests. Items are single
             tokens.
     """
     tokens, width = stream.shape
@@ -78,6 +90,8 @@ def edit_triton(
             return
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not captured
+    if runs is None:
+        runs = not tiled and RUNS_ABOVE < tokens <= TILED_ABOVE
     tuned = tuned or configs(width)
     read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
     common: Any = (*read, bound.w_enc, bound.w_dec)
@@ -98,23 +112,23 @@ def edit_triton(
             **form_of,
             **_constants(lone),
         )
-    if tiled and wanted & layout.MANY:
-        many = tuned.many
+    if (tiled or runs) and wanted & layout.MANY:
+        many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
         most = -(-layout.MOST_MANY // many.entries) * many.entries
         room = (layout.dense_words(width) - layout.PARTIALS) // (many.tokens * most)
-        many_kernel[(min(room, cores * many.programs),)](
+        many_kernel[(min(tokens, room, cores * many.programs),)](
             *common,
             counts,
             scratch,
             *rest,
             most,
-            SHARES=layout.TILE // many.tokens,
+            SHARES=shares,
             EXACT=exact,
             **form_of,
             **_constants(many),
         )
-    kept = wanted & layout.ANY if tiled else _ALL
-    if not kept:
+    kept = layout.ANY if tiled else layout.ANY | layout.LONE if runs else _ALL
+    if not wanted & kept:
         return
     edit = for_tokens(tuned.edit, tokens)
     dense = scratch[layout.dense_words(width) :]

@@ -1,6 +1,6 @@
-"""The Triton kernel for long spans of tokens with many entries: matrix products on tensor cores.
+"""The Triton kernel for spans of tokens with many entries: matrix products on tensor cores.
 
-It does the rows that layout.py calls MANY. It sums in another order than edit.py.
+It does the rows that layout.py calls MANY, in steps of more than a few tokens. It sums in another order than edit.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -87,6 +87,21 @@ def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
     return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
 
 
+@triton.jit
+def _run(work, n_items, it, position, TOKENS: tl.constexpr):
+    """Which tokens from item `it` on are a turn, in a list of single tokens, and whether one begins there.
+
+    A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds its turns by itself.
+    """
+    lanes = tl.arange(0, TOKENS)
+    rows = work + 4 + it * 4 + 1
+    row = tl.load(rows)
+    before = tl.load(rows - 4, mask=it > 0, other=0)
+    those = tl.load(rows + lanes * 4, mask=it + lanes < n_items, other=0)
+    past = position % TOKENS
+    return (those == row) & (lanes < TOKENS - past), (before != row) | (past == 0)
+
+
 @kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
@@ -108,7 +123,7 @@ def many_kernel(
     most_entries,  # a multiple of ENTRIES
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program's turn
-    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS
+    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS; 0: items are single tokens, and a turn is some neighbours
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,19 +140,25 @@ def many_kernel(
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
 
-    for it in range(tl.program_id(0), n_items * SHARES, tl.num_programs(0)):
-        item = work + 4 + (it // SHARES) * 4
-        within = (it % SHARES) * TOKENS + tl.arange(0, TOKENS)
+    turns: tl.constexpr = SHARES if SHARES > 0 else 1
+    for it in range(tl.program_id(0), n_items * turns, tl.num_programs(0)):
+        item = work + 4 + (it // turns) * 4
+        within = (it % turns) * TOKENS + tl.arange(0, TOKENS)
+        token = tl.load(item)
         row = tl.load(item + 1).to(tl.int64)
+        position = tl.load(positions + token).to(tl.int32)
+        if SHARES > 0:
+            length = tl.load(item + 2)
+            exists, begins = within < length, (it % turns) * TOKENS < length
+        else:
+            exists, begins = _run(work, n_items, it, position, TOKENS)
         entries = table + row * stride_table
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
-        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 2)):
-            exists = within < tl.load(item + 2)
-            position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
-            x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
-            tokens = (x_at, exists, position)
+        if ((kind & MANY) != 0) & begins:
+            x_at = (token.to(tl.int64) + within) * WIDTH
+            tokens = (x_at, exists, position + within)  # they follow one another
             counter = (counts + row * stride_counts, stride_counters)
             number_of = (end - begin) // ENTRY
             changed = tl.zeros([TOKENS], tl.int32)

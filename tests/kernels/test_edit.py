@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from saesteer.kernels.edit.configs import EditConfig, block, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
-from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Path, check
+from tests.kernels.harness import GPU, IN_RUNS, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish
 
 # The interpreter has no bf16 to speak of: its dot is wrong, and fp32 is cut off instead of rounded.
@@ -29,7 +29,7 @@ LIMITS = st.sampled_from([None, None, 0.0, 0.02, 0.2, 1e6])
 RUNS = [1, 2, 3, 63, 64, 65, 130]  # tokens of one request in a step: items are cut from them
 
 # The edit kernel on items costs the interpreter seconds, for it looks at every place of every item.
-PATHS = pytest.mark.parametrize("path", [TOKEN, TILED, *([SPANS] if GPU else [])], ids=str)
+PATHS = pytest.mark.parametrize("path", [TOKEN, IN_RUNS, TILED, *([SPANS] if GPU else [])], ids=str)
 FORMS = pytest.mark.parametrize("form", [BARE, NORMED, PAIR], ids=["bare", "normed", "pair"])
 TYPED = pytest.mark.parametrize(
     ("dtype", "form"),
@@ -102,11 +102,12 @@ def test_any_step_of_items(wished: list[Wish], shape: Shape, tiled: bool, seed: 
 
 @TYPED
 @pytest.mark.parametrize("edits", [1, 3, 8, 37], ids="edits{}".format)
-def test_a_group_on_runs_of_any_length(edits: int, dtype: torch.dtype, form: int) -> None:
-    """Items of 1 to TILE tokens, by the tile kernels: few edits in one, many in the other."""
+@pytest.mark.parametrize("path", [IN_RUNS, TILED], ids=str)
+def test_a_group_on_runs_of_any_length(path: Path, edits: int, dtype: torch.dtype, form: int) -> None:
+    """Neighbours, or items of 1 to TILE tokens, by the tile kernels: few edits in one, many in the other."""
     runs = RUNS if GPU else {1: [1, 65], 3: [3, 63], 8: [64, 2], 37: [130, 1]}[edits]
     wished = [Wish("clamps", edits, tokens) for tokens in runs]
-    assert check(wished, TILED, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
+    assert check(wished, path, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
 
 
 @FORMS
