@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import items_of, kernel, tile
 from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN
@@ -34,8 +35,11 @@ def encode_kernel(
     HAS_NORMS: tl.constexpr,
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
     EXACT: tl.constexpr,  # stream and weights do not share a 16-bit dtype: products in fp32
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
+    if PDL:
+        gdc_wait()
     span = tl.load(work + 2)
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none if nobody asks

@@ -98,7 +98,7 @@ def edit_triton(
     rest: Any = (eps, weight_offset, bound.table.stride(0), *counts.stride())
     scratch, dense_size = bound.scratch, bound.dense_size
     cores = _multiprocessors(stream.device.index)
-    overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
+    early: Any = {"PDL": True, "launch_pdl": True} if _overlaps(stream.device.index) else {"PDL": False}
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
@@ -111,6 +111,7 @@ def edit_triton(
             LEAST=max(lone.at_once, 4),
             **form_of,
             **_constants(lone),
+            **early,
         )
     if (tiled or runs) and wanted & layout.MANY:
         many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
@@ -126,6 +127,7 @@ def edit_triton(
             EXACT=exact,
             **form_of,
             **_constants(many),
+            **early,
         )
     kept = layout.ANY if tiled else layout.ANY | layout.LONE if runs else _ALL
     if not wanted & kept:
@@ -157,6 +159,7 @@ def edit_triton(
                 ROUNDS=at_once < places,
                 EXACT=exact,
                 **_constants(encode),
+                **early,
             )
         edit_kernel[(min(at_once * share, cores * edit.programs),)](
             *common,
@@ -180,8 +183,7 @@ def edit_triton(
             HAS_NORMS=bound.has_norms,
             HAS_KEPT=bound.kept is not None,
             ROUNDS=at_once < places,
-            PDL=bool(overlaps),
             **form_of,
             **_constants(edit),
-            **overlaps,
+            **early,
         )

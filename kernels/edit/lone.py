@@ -9,6 +9,7 @@ It does the rows that layout.py calls LONE. It sums in another order than edit.p
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
 from saesteer.kernels.edit.row import columns, plus, put, times, total, zeros
@@ -39,8 +40,11 @@ def lone_kernel(
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """x[token] += the delta of its row's only entry at this site. A program takes a part of an item per turn."""
+    if PDL:
+        gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD + SPAN * site_number

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
 from saesteer.kernels.edit.words import (
@@ -131,8 +132,11 @@ def many_kernel(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """A program takes TOKENS tokens per turn: the first pass makes all deltas, the second adds the decoder rows."""
+    if PDL:
+        gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD + SPAN * site_number
