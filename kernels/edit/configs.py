@@ -17,7 +17,7 @@ class EditConfig:
     num_warps: int
     chunk: int  # entries in flight at once; a power of two
     programs: int  # most programs per multiprocessor
-    gather: int = 4  # partial sums in flight at once; a power of two
+    gather: int = 1  # chunks of partial sums in flight at once
     listed: int = 1024  # activations that a reconstruction searches at once; a power of two
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
     parts: int = layout.MOST_PARTS  # programs that may share one token
@@ -99,7 +99,7 @@ CONFIGS: dict[int, Configs] = {
     ),
     3072: Configs(
         edit=(
-            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=8)),
+            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2)),
             (512, EditConfig(num_warps=4, chunk=4, programs=2)),
             (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, decoded=8)),
         ),
@@ -108,8 +108,8 @@ CONFIGS: dict[int, Configs] = {
     6144: Configs(
         edit=(
             # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
-            (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=8, parts=8)),
-            (512, EditConfig(num_warps=4, chunk=2, programs=2, gather=2)),
+            (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=2, parts=8)),
+            (512, EditConfig(num_warps=4, chunk=2, programs=2)),
             (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, decoded=8)),
         ),
         lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),

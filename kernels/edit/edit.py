@@ -281,7 +281,6 @@ def edit_kernel(
                     tl.store(cell, bits)
                 if parts > 1:
                     # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
-                    gathered = first_part + tl.arange(0, GATHER)
                     mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
                     put(mine_at, cols, change, [col < WIDTH for col in cols], True)
                     tl.debug_barrier()
@@ -291,11 +290,12 @@ def edit_kernel(
                     if (arrived & 65535) == parts:
                         changes = arrived >> 16
                         tl.store(arrival, 0)
-                        for p in range(0, parts, GATHER):
-                            there = p + tl.arange(0, GATHER) < parts
-                            starts = (gathered + p).to(tl.int64) * WIDTH
-                            sums = [tl.sum(rows(partials, starts, there, col, WIDTH, True), axis=0) for col in cols]
-                            x = plus(x, sums)
+                        for p in range(0, parts, GATHER * CHUNK):
+                            for some in tl.static_range(0, GATHER * CHUNK, CHUNK):
+                                these = p + some + tl.arange(0, CHUNK)  # as many as weights, and so in their layout
+                                starts = (first_part + these).to(tl.int64) * WIDTH
+                                sums = [rows(partials, starts, these < parts, col, WIDTH, True) for col in cols]
+                                x = plus(x, [tl.sum(block, axis=0) for block in sums])
                         if HAS_KEPT:  # noqa: SIM102 (the compiler knows this one, not the next)
                             if (kept(entries + begin + FLAGS) & (READ | RECONSTRUCT)) == (READ | RECONSTRUCT):
                                 put(own_kept, cols, x, [col < WIDTH for col in cols])
