@@ -16,7 +16,7 @@ from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
 from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, word
 from saesteer.kernels.edit.one import edit_one
-from saesteer.kernels.edit.row import columns, plus, put, zeros
+from saesteer.kernels.edit.row import columns, plus, put, share_row, zeros
 from saesteer.kernels.edit.store import dosed, gains, store
 from saesteer.kernels.edit.words import (
     BEGIN,
@@ -282,7 +282,7 @@ def edit_kernel(
                 if parts > 1:
                     # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
                     mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
-                    put(mine_at, cols, change, [col < WIDTH for col in cols], True)
+                    share_row(mine_at, change, WIDTH, BLOCK)
                     tl.debug_barrier()
                     coming = tl.where(changes > 0, 65537, 1)
                     arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming

@@ -71,8 +71,21 @@ def total(row):
 
 
 @triton.jit
-def put(place, at, row, masks, SHARED: tl.constexpr = False):
-    """Store a row's blocks at their offsets from `place`; SHARED: for other programs of this launch."""
-    level: tl.constexpr = ".cg" if SHARED else ""
+def put(place, at, row, masks):
+    """Store a row's blocks at their offsets from `place`."""
     for block in tl.static_range(len(row)):
-        tl.store(place + at[block], row[block], mask=masks[block], cache_modifier=level)
+        tl.store(place + at[block], row[block], mask=masks[block])
+
+
+@triton.jit
+def share_row(place, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a row in fp32 for other programs of this launch.
+
+    A thread holds 8 neighbours and stores 4 at once; as two halves, they need not go to other threads first.
+    """
+    eights = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 4)[None, :]
+    for block in tl.static_range(len(row)):
+        at = block * BLOCK + eights
+        low, high = tl.split(tl.permute(tl.reshape(row[block], [BLOCK // 8, 2, 4]), (0, 2, 1)))
+        tl.store(place + at, low, mask=at < WIDTH, cache_modifier=".cg")
+        tl.store(place + at + 4, high, mask=at + 4 < WIDTH, cache_modifier=".cg")
