@@ -124,7 +124,9 @@ def many_kernel(
     most_entries,  # a multiple of ENTRIES
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program's turn
-    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS; 0: items are single tokens, and a turn is some neighbours
+    # Turns of an item: TILE / TOKENS. 0: items are single tokens, a turn is some neighbours, and rows without PARTS are
+    # done elsewhere, so that the list's head says whether there is anything to do.
+    SHARES: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,6 +146,7 @@ def many_kernel(
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
 
+    WIDE: tl.constexpr = 16384 // TOKENS  # columns of the norm's pass at once: as many elements as fit into registers
     turns: tl.constexpr = SHARES if SHARES > 0 else 1
     for it in range(tl.program_id(0), n_items * turns, tl.num_programs(0)):
         item = work + 4 + (it // turns) * 4
@@ -151,12 +154,12 @@ def many_kernel(
         token = tl.load(item)
         row = tl.load(item + 1).to(tl.int64)
         position = tl.load(positions + token).to(tl.int32)
+        entries = table + row * stride_table
         if SHARES > 0:
             length = tl.load(item + 2)
             exists, begins = within < length, (it % turns) * TOKENS < length
         else:
             exists, begins = _run(work, n_items, it, position, TOKENS)
-        entries = table + row * stride_table
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
@@ -204,8 +207,9 @@ def many_kernel(
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
-                    for start in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
-                        cols = start + tl.arange(0, BLOCK_N)
+                    # Each turn waits for its part of the norm's weight: few and wide.
+                    for start in range(0, WIDTH, WIDE):
+                        cols = start + tl.arange(0, WIDE)
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
