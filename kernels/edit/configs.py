@@ -60,7 +60,7 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
-_RUNS = ManyConfig(num_warps=4, tokens=16, entries=32, block_k=128, block_n=128, stages=4, programs=4)
+_RUNS = ManyConfig(num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=3, programs=4)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
@@ -81,7 +81,7 @@ class Configs:
 
 MAX_WIDTH = 8192
 TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
-RUNS_ABOVE = 64  # tokens of a step, from where on neighbours of a row with many entries are done together
+RUNS_ABOVE = 256  # tokens of a step, from where on neighbours of a row with many entries are done together
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 # In fp32 the tiles above need more shared memory than there is.

@@ -81,6 +81,7 @@ def edit_kernel(
     stride_dense,
     stride_registers,
     kinds,  # bits of the kinds whose rows are done here
+    shared_kinds,  # the same for rows that may be done in parts
     first_token,
     most_tokens,  # this launch does the tokens from first_token on, at most this number
     most_parts,  # most parts of one token
@@ -140,7 +141,9 @@ def edit_kernel(
         begin = kept(entries + number + BEGIN)
         site_end = kept(entries + number + END)
         end = site_end
-        parts = tl.minimum(kept(entries + number + PARTS), most_parts)
+        parts = kept(entries + number + PARTS)
+        wanted = tl.where(parts > 1, shared_kinds, kinds)
+        parts = tl.minimum(parts, most_parts)
         kind = kept(entries + number + KIND)
         groups = kept(entries + number + GROUPS)
         dense_base = 0
@@ -149,7 +152,7 @@ def edit_kernel(
             dense_base = kept(entries + number + DENSE_BASE)
             dense_size = kept(entries + number + DENSE_SIZE)
         place = token - first_token
-        mine = (begin < end) & (part < parts) & ((kind & kinds) != 0) & exists
+        mine = (begin < end) & (part < parts) & ((kind & wanted) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
         spot = positions + token

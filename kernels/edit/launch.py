@@ -129,7 +129,7 @@ def edit_triton(
             **_constants(many),
             **early,
         )
-    kept = layout.ANY if tiled else layout.ANY | layout.LONE if runs else _ALL
+    kept = layout.ANY if tiled else _ALL
     if not wanted & kept:
         return
     edit = for_tokens(tuned.edit, tokens)
@@ -175,6 +175,7 @@ def edit_triton(
             dense_size,
             bound.registers.stride(0),
             kept,
+            layout.ANY if runs else kept,
             first,
             at_once,
             share,

@@ -24,6 +24,7 @@ from saesteer.kernels.edit.words import (
     NORMED,
     PAIR,
     PARTIALS,
+    PARTS,
     SLOT,
     SPAN,
 )
@@ -141,6 +142,9 @@ def many_kernel(
         gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
+    if SHARES == 0:  # noqa: SIM102 (the compiler knows this one, not the next)
+        if tl.load(work + 1) == 1:  # nobody has enough entries
+            n_items = 0
     number = HEAD + SPAN * site_number
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
@@ -160,6 +164,7 @@ def many_kernel(
             exists, begins = within < length, (it % turns) * TOKENS < length
         else:
             exists, begins = _run(work, n_items, it, position, TOKENS)
+            begins = begins & (tl.load(entries + number + PARTS) > 1)
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
