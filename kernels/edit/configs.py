@@ -99,7 +99,7 @@ CONFIGS: dict[int, Configs] = {
     ),
     3072: Configs(
         edit=(
-            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2)),
+            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2, decoded=8)),
             (512, EditConfig(num_warps=4, chunk=4, programs=2)),
             (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, decoded=8)),
         ),

@@ -179,6 +179,7 @@ def reconstruct(
     WIDTH: tl.constexpr,
     LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
+    HAS_NORMS: tl.constexpr,
 ):
     """This part of decode(f) - x, 1 if there is a reconstruction, and its flags. Adds the features in order."""
     change = zeros(x)
@@ -191,6 +192,11 @@ def reconstruct(
             key, below = _kth(dense, size, k, magnitude)
         blocks = (dense_size + LISTED - 1) // LISTED
         each = (blocks + parts - 1) // parts * LISTED
+        # Early, so that nothing waits for it. The last part has no other entries to do.
+        bias = b_dec + slot.to(tl.int64) * WIDTH
+        last = share + 1 == parts
+        biased = tl.where(last, WIDTH, 0)
+        change = [tl.load(bias + col, mask=col < biased, other=0.0) for col in cols]
         # First list the active features, then add their rows, both in order.
         listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
         many = 0
@@ -213,15 +219,14 @@ def reconstruct(
             starts = (dense_base + feature).to(tl.int64) * WIDTH
             decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
-        length, mean, std = statistics(x, cols, WIDTH)
         image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
-        _, out = norms(image, length, std, WIDTH)
-        shift = tl.where((image & LAYER_NORM) != 0, mean, 0.0)
-        if share == 0:
-            bias = b_dec + slot.to(tl.int64) * WIDTH
-            change = plus(change, [tl.load(bias + col, mask=col < WIDTH, other=0.0) for col in cols])
-        change = [block * out for block in change]
-        if share == 0:
+        shift = 0.0
+        if HAS_NORMS:
+            length, mean, std = statistics(x, cols, WIDTH)
+            _, out = norms(image, length, std, WIDTH)
+            change = [block * out for block in change]
+            shift = tl.where((image & LAYER_NORM) != 0, mean, 0.0)
+        if last:
             change = plus(change, minus([tl.where(col < WIDTH, shift, 0.0) for col in cols], x))
             tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, mask=image == flags, sem="relaxed")
         change = [block * gain for block in change]

@@ -266,6 +266,7 @@ def edit_kernel(
                                     WIDTH,
                                     LISTED,
                                     DECODED,
+                                    HAS_NORMS,
                                 )
                                 if HAS_KEPT:
                                     if ((its_flags & READ) != 0) & (parts == 1):
