@@ -117,6 +117,7 @@ CASES = (
     Case("16 x 32 of topk", DECODE, edits=32, kind="topk"),
     Case("8 + 504 x 1", MIXED),
     Case("8 + 504 x 32", MIXED, edits=32),
+    Case("256 x 32", (1,) * 256, edits=32),
     # What a site pays for being able to reconstruct while nobody does.
     Case("idle 16, dense ready", DECODE, every=0, dense=True),
     Case("16 x 1, dense ready", DECODE, dense=True),

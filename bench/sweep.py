@@ -1,6 +1,6 @@
 """Other launches of one kernel, timed: every combination of a few fields of its config. Tells which rows to paste.
 
-    python -m bench.kernels --sweep lone --grid num_warps=4,8 tokens=8,16 programs=4,8 --widths 2304
+    python -m bench.kernels --sweep lone --grid num_warps=4,8 at_once=1,2 programs=2,3 --widths 2304
 
 A field that the grid does not name keeps what kernels/configs.py has; without a grid it is the one below. A combination
 that the compiler refuses, or whose answer is wrong, is said and left out.
@@ -37,15 +37,19 @@ class Sweep:
 SWEEPS = {
     "edit": Sweep(
         ("16 x 1", "256 x 1", "16 x 32", "16 x 256"),
-        {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8), "split": (False, True)},
+        {"num_warps": (2, 4, 8), "chunk": (2, 4, 8), "programs": (2, 4, 8)},
     ),
     "lone": Sweep(
         ("8192 x 1", "8192 x 1, one in ten"),
-        {"num_warps": (2, 4, 8), "tokens": (8, 16, 32), "at_once": (1, 2), "stages": (2, 3), "programs": (4, 8, 16)},
+        {"num_warps": (2, 4, 8), "at_once": (1, 2), "stages": (2, 3, 5), "programs": (1, 2, 3, 4)},
     ),
     "many": Sweep(
         ("8192 x 4", "8192 x 32"),
         {"num_warps": (4, 8), "tokens": (16, 32, 64), "block_k": (64, 128), "block_n": (64, 128), "stages": (2, 3)},
+    ),
+    "runs": Sweep(
+        ("8 + 504 x 32", "256 x 32"),
+        {"num_warps": (4, 8), "block_k": (128, 256), "block_n": (128, 256), "stages": (3, 4)},
     ),
     "encode": Sweep(
         ("16 x reconstruct", "8192 x reconstruct"),
@@ -55,7 +59,7 @@ SWEEPS = {
 
 
 def parse(grid: Sequence[str]) -> Grid:
-    """``["tokens=2,4", "split=True"]`` → values by field."""
+    """``["tokens=2,4", "at_once=1"]`` → values by field."""
     found = {}
     for one in grid:
         field, _, values = one.partition("=")

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
 from saesteer.kernels.edit.entries import law, reads, real, rows, unpack, word
-from saesteer.kernels.edit.row import minus, plus
+from saesteer.kernels.edit.row import minus, plus, times, total
 from saesteer.kernels.edit.words import (
     COUNTER,
     ENTRY,
@@ -74,10 +74,11 @@ def add_chunk(
     # Before the rows, so that it arrives with them.
     found = tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0)
     starts = slot.to(tl.int64) * WIDTH
+    if CHUNK > 1:
+        tl.debug_barrier()  # or words of the last entry would wait in line behind the rows of the first
     pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
-    pre = tl.sum(pairs[0][0].to(tl.float32) * x[0][None, :], axis=1)
-    if len(x) > 1:
-        pre += tl.sum(pairs[1][0].to(tl.float32) * x[1][None, :], axis=1)
+    encoders = [pair[0].to(tl.float32) for pair in pairs]
+    pre = tl.sum(total(times(encoders, [block[None, :] for block in x])), axis=1)
     outward = tl.full([CHUNK], 1.0, tl.float32)
     if tl.max(flags & (MATCH | LAYER_NORM | L2_NORM), axis=0) > 0:
         length, _, std = statistics(x, cols, WIDTH)
@@ -118,7 +119,7 @@ def add_chunk(
     delta = law(f, write, flags, mul, add, low, high, gain)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward
-    total = [tl.sum(change[:, None] * pair[1].to(tl.float32), axis=0) for pair in pairs]
+    added = [tl.sum(change[:, None] * pair[1].to(tl.float32), axis=0) for pair in pairs]
     changed = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     if HAS_KEPT:
         taken = tl.sum(takes_over.to(tl.int32), axis=0)
@@ -129,6 +130,6 @@ def add_chunk(
             share = tl.sum(tl.where(takes_over, factor * real(entry + GAIN, takes_over), 0.0), axis=0)
             tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=takes_over, sem="relaxed")
             there = [tl.load(kept + col, mask=col < WIDTH, other=0.0).to(tl.float32) for col in cols]
-            total = plus(total, [share * block for block in minus(there, x)])
+            added = plus(added, [share * block for block in minus(there, x)])
             changed += taken
-    return total, changed, bits
+    return added, changed, bits

@@ -17,8 +17,7 @@ class EditConfig:
     num_warps: int
     chunk: int  # entries in flight at once; a power of two
     programs: int  # most programs per multiprocessor
-    split: bool  # hold a row as two blocks (2304 in 2048 + 1024) instead of one padded to a power of two
-    gather: int = 4  # partial sums in flight at once; a power of two
+    gather: int = 1  # chunks of partial sums in flight at once
     listed: int = 1024  # activations that a reconstruction searches at once; a power of two
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
     parts: int = layout.MOST_PARTS  # programs that may share one token
@@ -29,16 +28,14 @@ class LoneConfig:
     """One way to launch the kernel for long spans with one entry."""
 
     num_warps: int
-    tokens: int  # of a program's turn; a power of two up to layout.TILE
-    at_once: int  # of these tokens at once; a power of two
+    at_once: int  # tokens; a power of two
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
-    split: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ManyConfig:
-    """One way to launch the kernel for long spans with many entries."""
+    """One way to launch the kernel for spans with many entries."""
 
     num_warps: int
     tokens: int  # of a program's turn; a power of two from 16 to layout.TILE
@@ -63,6 +60,7 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
+_RUNS = ManyConfig(num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=3, programs=4)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
@@ -77,11 +75,13 @@ class Configs:
     edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
     many: ManyConfig = _MANY
+    runs: ManyConfig = _RUNS  # the same kernel, where items are single tokens
     encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
 
 
 MAX_WIDTH = 8192
 TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
+RUNS_ABOVE = 256  # tokens of a step, from where on neighbours of a row with many entries are done together
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 # In fp32 the tiles above need more shared memory than there is.
@@ -90,33 +90,33 @@ EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, sta
 # Widest row that the configs are for, ascending. Times are in bench/LOG.md.
 CONFIGS: dict[int, Configs] = {
     256: Configs(
-        edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16, split=False)),),
-        lone=LoneConfig(num_warps=1, tokens=8, at_once=1, stages=3, programs=16, split=False),
+        edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16)),),
+        lone=LoneConfig(num_warps=1, at_once=1, stages=3, programs=16),
     ),
     1024: Configs(
-        edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8, split=True)),),
-        lone=LoneConfig(num_warps=2, tokens=8, at_once=2, stages=3, programs=16, split=True),
+        edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8)),),
+        lone=LoneConfig(num_warps=2, at_once=2, stages=3, programs=16),
     ),
     3072: Configs(
         edit=(
-            (64, EditConfig(num_warps=4, chunk=4, programs=2, split=True, gather=8)),
-            (512, EditConfig(num_warps=4, chunk=4, programs=2, split=True)),
-            (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, split=True, decoded=8)),
+            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2, decoded=8)),
+            (512, EditConfig(num_warps=4, chunk=4, programs=2)),
+            (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, decoded=8)),
         ),
-        lone=LoneConfig(num_warps=4, tokens=8, at_once=2, stages=3, programs=8, split=True),
+        lone=LoneConfig(num_warps=4, at_once=2, stages=3, programs=2),
     ),
     6144: Configs(
         edit=(
             # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
-            (64, EditConfig(num_warps=8, chunk=4, programs=1, split=True, gather=8, parts=8)),
-            (512, EditConfig(num_warps=4, chunk=2, programs=2, split=True, gather=2)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, split=True, decoded=8)),
+            (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=2, parts=8)),
+            (512, EditConfig(num_warps=4, chunk=2, programs=2)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, decoded=8)),
         ),
-        lone=LoneConfig(num_warps=4, tokens=8, at_once=1, stages=3, programs=8, split=True),
+        lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
     ),
     MAX_WIDTH: Configs(
-        edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2, split=True)),),
-        lone=LoneConfig(num_warps=8, tokens=8, at_once=1, stages=3, programs=4, split=True),
+        edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
+        lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
     ),
 }
 
@@ -155,15 +155,9 @@ def parts(tokens: int, most: int) -> int:
     return max(1, min(most, layout.PARTIALS // max(tokens, 1)))
 
 
-@cache
-def blocks(width: int, num_warps: int, split: bool) -> tuple[int, int]:
-    """Two powers of two that cover `width`: (head, tail). The tail is 0 if one block is as good."""
-    # At least 8 elements per thread: sums over rows side by side in a warp go through its lanes, where a product is
-    # fused into one side only, so that lanes disagree that should not (Triton 3.6, triton-lang/triton#7264).
-    whole = max(1 << (width - 1).bit_length(), num_warps * 256)
-    head = whole >> 1
-    if not split or whole == width or head >= width:
-        return whole, 0
-    # A tail with less than 8 elements per thread would spread its rows over the warps, unlike the head.
-    tail = max(1 << (width - head - 1).bit_length(), num_warps * 256)
-    return (head, tail) if tail < head else (whole, 0)
+def block(num_warps: int) -> int:
+    """Elements of a row that a program of so many warps holds as one block."""
+    # 8 elements per thread: 16 bytes at once in 16 bit. With less, short rows would lie side by side in a warp, and
+    # their sums go through its lanes, where a product is fused into one side only, so that lanes disagree that should
+    # not (Triton 3.6, triton-lang/triton#7264).
+    return num_warps * 256

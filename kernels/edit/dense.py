@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import real, rows, word
-from saesteer.kernels.edit.row import minus, plus, zeros
+from saesteer.kernels.edit.row import minus, plus, times, total, zeros
 from saesteer.kernels.edit.words import (
     COUNTER,
     ENTRY,
@@ -38,19 +38,11 @@ SCAN = tl.constexpr(16)  # entries searched at once
 @triton.jit
 def statistics(x, cols, WIDTH: tl.constexpr):
     """Length, mean and standard deviation (over n - 1) of a token."""
-    total = tl.sum(x[0], axis=0)
-    squares = tl.sum(x[0] * x[0], axis=0)
-    if len(x) > 1:
-        total += tl.sum(x[1], axis=0)
-        squares += tl.sum(x[1] * x[1], axis=0)
-    mean = total / WIDTH
-    off0 = tl.where(cols[0] < WIDTH, x[0] - mean, 0.0)
-    off = tl.sum(off0 * off0, axis=0)
-    if len(x) > 1:
-        off1 = tl.where(cols[1] < WIDTH, x[1] - mean, 0.0)
-        off += tl.sum(off1 * off1, axis=0)
+    mean = tl.sum(total(x), axis=0) / WIDTH
+    off = minus(x, [tl.where(col < WIDTH, mean, 0.0) for col in cols])
+    squares = tl.sum(total(times(off, off)), axis=0)
     # The deviation of a single number is NaN, as in the reference.
-    return tl.sqrt(squares), mean, tl.sqrt(off / (WIDTH - 1.0))
+    return tl.sqrt(tl.sum(total(times(x, x)), axis=0)), mean, tl.sqrt(squares / (WIDTH - 1.0))
 
 
 @triton.jit
@@ -187,6 +179,7 @@ def reconstruct(
     WIDTH: tl.constexpr,
     LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
+    HAS_NORMS: tl.constexpr,
 ):
     """This part of decode(f) - x, 1 if there is a reconstruction, and its flags. Adds the features in order."""
     change = zeros(x)
@@ -199,6 +192,11 @@ def reconstruct(
             key, below = _kth(dense, size, k, magnitude)
         blocks = (dense_size + LISTED - 1) // LISTED
         each = (blocks + parts - 1) // parts * LISTED
+        # Early, so that nothing waits for it. The last part has no other entries to do.
+        bias = b_dec + slot.to(tl.int64) * WIDTH
+        last = share + 1 == parts
+        biased = tl.where(last, WIDTH, 0)
+        change = [tl.load(bias + col, mask=col < biased, other=0.0) for col in cols]
         # First list the active features, then add their rows, both in order.
         listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
         many = 0
@@ -221,15 +219,14 @@ def reconstruct(
             starts = (dense_base + feature).to(tl.int64) * WIDTH
             decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
-        length, mean, std = statistics(x, cols, WIDTH)
         image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
-        _, out = norms(image, length, std, WIDTH)
-        shift = tl.where((image & LAYER_NORM) != 0, mean, 0.0)
-        if share == 0:
-            bias = b_dec + slot.to(tl.int64) * WIDTH
-            change = plus(change, [tl.load(bias + col, mask=col < WIDTH, other=0.0) for col in cols])
-        change = [block * out for block in change]
-        if share == 0:
+        shift = 0.0
+        if HAS_NORMS:
+            length, mean, std = statistics(x, cols, WIDTH)
+            _, out = norms(image, length, std, WIDTH)
+            change = [block * out for block in change]
+            shift = tl.where((image & LAYER_NORM) != 0, mean, 0.0)
+        if last:
             change = plus(change, minus([tl.where(col < WIDTH, shift, 0.0) for col in cols], x))
             tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], 1, mask=image == flags, sem="relaxed")
         change = [block * gain for block in change]

@@ -15,8 +15,9 @@ from triton.language.extra.cuda import gdc_wait
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
 from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, word
-from saesteer.kernels.edit.row import columns, plus, put, zeros
-from saesteer.kernels.edit.store import dosed, store
+from saesteer.kernels.edit.one import edit_one
+from saesteer.kernels.edit.row import columns, plus, put, share_row, zeros
+from saesteer.kernels.edit.store import dosed, gains, store
 from saesteer.kernels.edit.words import (
     AFTER,
     BEFORE,
@@ -31,8 +32,9 @@ from saesteer.kernels.edit.words import (
     GATED,
     GROUP_END,
     GROUPS,
-    HEAD_WORDS,
+    HEAD,
     KIND,
+    LONE,
     PARTIALS,
     PARTS,
     READ,
@@ -54,7 +56,7 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch", "activations")
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "threshold", "b_dec", "scratch", "activations")
 def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -83,12 +85,12 @@ def edit_kernel(
     stride_dense,
     stride_registers,
     kinds,  # bits of the kinds whose rows are done here
+    shared_kinds,  # the same for rows that may be done in parts
     first_token,
     most_tokens,  # this launch does the tokens from first_token on, at most this number
     most_parts,  # most parts of one token
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row's block
     CHUNK: tl.constexpr,
     GATHER: tl.constexpr,
     LISTED: tl.constexpr,
@@ -122,7 +124,7 @@ def edit_kernel(
     exists = True
     part = 0
     site_number = kept(site)
-    number = HEAD_WORDS + SPAN * site_number
+    number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
 
     first_item = 0
@@ -133,8 +135,9 @@ def edit_kernel(
     if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
-    cols = columns(HEAD, TAIL)
+    cols = columns(WIDTH, BLOCK)
     weights = (w_enc, w_dec)
+    norm = (norm_weight, eps, weight_offset)
     arrivals = scratch.to(tl.pointer_type(tl.int32))
     partials = scratch + PARTIALS
 
@@ -143,7 +146,9 @@ def edit_kernel(
         begin = kept(entries + number + BEGIN)
         site_end = kept(entries + number + END)
         end = site_end
-        parts = tl.minimum(kept(entries + number + PARTS), most_parts)
+        parts = kept(entries + number + PARTS)
+        wanted = tl.where(parts > 1, shared_kinds, kinds)
+        parts = tl.minimum(parts, most_parts)
         kind = kept(entries + number + KIND)
         groups = kept(entries + number + GROUPS)
         dense_base = 0
@@ -152,7 +157,7 @@ def edit_kernel(
             dense_base = kept(entries + number + DENSE_BASE)
             dense_size = kept(entries + number + DENSE_SIZE)
         place = token - first_token
-        mine = (part < parts) & ((kind & kinds) != 0) & exists
+        mine = (part < parts) & ((kind & wanted) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
         spot = positions + token
@@ -168,145 +173,152 @@ def edit_kernel(
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
-            x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
-            if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
-                if ((kind & BEFORE) != 0) & (share == 0):
-                    put(before + at, cols, x, [col < WIDTH for col in cols])
-            change = zeros(x)
-            bits = 0
-            if (kind & GATED) != 0:
-                bits = tl.load(cell)
-            before = bits
+            if (kind & LONE) != 0:
+                edit_one(
+                    stream, second, at, entries + begin, here, cols, weights, counter, norm, WIDTH, FORM, HAS_WEIGHT
+                )
+            else:
+                x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+                if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
+                    if ((kind & BEFORE) != 0) & (share == 0):
+                        put(before + at, cols, x, [col < WIDTH for col in cols])
+                change = zeros(x)
+                bits = 0
+                if (kind & GATED) != 0:
+                    bits = tl.load(cell)
+                known = bits
 
-            changes = 0
-            fresh = True
-            group = begin
-            c = begin
-            if parts > 1:
-                each = ((end - begin) // ENTRY + parts - 1) // parts * ENTRY
-                c = begin + share * each
-                end = tl.minimum(c + each, end)
-            # At least once: a part without entries of its own still has its share of a reconstruction.
-            again = groups > 0
-            while again:
-                group_end = end
-                if groups > 1:
-                    group_end = kept(entries + c + GROUP_END)
-                entry, words = entries + c, group_end - c
-                held = (dense, dense_base, dense_size, fresh)
-                # A lone entry is the usual case; room for more would slow it down.
-                if (c + ENTRY >= group_end) & (dense_size == 0):
-                    one, changed, bits = add_chunk(
-                        entry,
-                        words,
-                        here,
-                        bits,
-                        x,
-                        cols,
-                        weights,
-                        own_kept,
-                        held,
-                        counter,
-                        register,
-                        WIDTH,
-                        1,
-                        False,
-                        HAS_NORMS,
-                        HAS_KEPT,
-                    )
-                else:
-                    one, changed, bits = add_chunk(
-                        entry,
-                        words,
-                        here,
-                        bits,
-                        x,
-                        cols,
-                        weights,
-                        own_kept,
-                        held,
-                        counter,
-                        register,
-                        WIDTH,
-                        CHUNK,
-                        HAS_DENSE,
-                        HAS_NORMS,
-                        HAS_KEPT,
-                    )
-                change = plus(change, one)
-                changes += changed
-
-                # At least one entry further: a corrupt table must not hang the device.
-                c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
-                again = c < end
-                if c >= group_end:
-                    if HAS_DENSE:
-                        if fresh & (dense_size > 0):
-                            one, changed, its_flags = reconstruct(
-                                entries,
-                                group,
-                                tl.where(parts > 1, site_end, group_end),
-                                here,
-                                bits,
-                                register,
-                                x,
-                                cols,
-                                w_dec,
-                                threshold,
-                                b_dec,
-                                dense,
-                                dense_base,
-                                dense_size,
-                                stride_dense,
-                                counter,
-                                share,
-                                parts,
-                                WIDTH,
-                                LISTED,
-                                DECODED,
-                            )
-                            if HAS_KEPT:
-                                if ((its_flags & READ) != 0) & (parts == 1):
-                                    put(own_kept, cols, plus(x, one), [col < WIDTH for col in cols])
-                                    one = zeros(x)
-                                changed = tl.where((its_flags & READ) != 0, 0, changed)
-                            change = plus(change, one)
-                            changes += changed
-                        fresh = fresh & ((kept(entries + group + FLAGS) & (GATE | READ)) != 0)
-                        group = c
-                    if parts == 1:
-                        x = plus(x, change)
-                        change = zeros(x)
-
-            if bits != before:
-                tl.store(cell, bits)
-            if parts > 1:
-                # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
-                gathered = first_part + tl.arange(0, GATHER)
-                mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
-                put(mine_at, cols, change, [col < WIDTH for col in cols], True)
-                tl.debug_barrier()
-                coming = tl.where(changes > 0, 65537, 1)
-                arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
                 changes = 0
-                if (arrived & 65535) == parts:
-                    changes = arrived >> 16
-                    tl.store(arrival, 0)
-                    for p in range(0, parts, GATHER):
-                        there = p + tl.arange(0, GATHER) < parts
-                        starts = (gathered + p).to(tl.int64) * WIDTH
-                        sums = [tl.sum(rows(partials, starts, there, col, WIDTH, True), axis=0) for col in cols]
-                        x = plus(x, sums)
-                    if HAS_KEPT:  # noqa: SIM102 (the compiler knows this one, not the next)
-                        if (kept(entries + begin + FLAGS) & (READ | RECONSTRUCT)) == (READ | RECONSTRUCT):
-                            put(own_kept, cols, x, [col < WIDTH for col in cols])
+                fresh = True
+                group = begin
+                c = begin
+                if parts > 1:
+                    each = ((end - begin) // ENTRY + parts - 1) // parts * ENTRY
+                    c = begin + share * each
+                    end = tl.minimum(c + each, end)
+                # At least once: a part without entries of its own still has its share of a reconstruction.
+                again = groups > 0
+                while again:
+                    group_end = end
+                    if groups > 1:
+                        group_end = kept(entries + c + GROUP_END)
+                    entry, words = entries + c, group_end - c
+                    held = (dense, dense_base, dense_size, fresh)
+                    # A lone entry is the usual case; room for more would slow it down.
+                    if (c + ENTRY >= group_end) & (dense_size == 0):
+                        one, changed, bits = add_chunk(
+                            entry,
+                            words,
+                            here,
+                            bits,
+                            x,
+                            cols,
+                            weights,
+                            own_kept,
+                            held,
+                            counter,
+                            register,
+                            WIDTH,
+                            1,
+                            False,
+                            HAS_NORMS,
+                            HAS_KEPT,
+                        )
+                    else:
+                        one, changed, bits = add_chunk(
+                            entry,
+                            words,
+                            here,
+                            bits,
+                            x,
+                            cols,
+                            weights,
+                            own_kept,
+                            held,
+                            counter,
+                            register,
+                            WIDTH,
+                            CHUNK,
+                            HAS_DENSE,
+                            HAS_NORMS,
+                            HAS_KEPT,
+                        )
+                    change = plus(change, one)
+                    changes += changed
 
-            # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
-            if (kind >> DOSE) != 0:
-                x = dosed(stream, second, at, x, cols, changes, entries, kind >> DOSE, counter, WIDTH, FORM)
-            store(stream, second, at, x, cols, changes > 0, norm_weight, eps, weight_offset, WIDTH, FORM, HAS_WEIGHT)
-            if HAS_CAPTURES:  # noqa: SIM102
-                if (kind & AFTER) != 0:
-                    tl.debug_barrier()  # each thread may read what another one has stored
-                    x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
-                    put(after + at, cols, x, [col < WIDTH for col in cols])
+                    # At least one entry further: a corrupt table must not hang the device.
+                    c = tl.maximum(tl.minimum(c + CHUNK * ENTRY, group_end), c + ENTRY)
+                    again = c < end
+                    if c >= group_end:
+                        if HAS_DENSE:
+                            if fresh & (dense_size > 0):
+                                one, changed, its_flags = reconstruct(
+                                    entries,
+                                    group,
+                                    tl.where(parts > 1, site_end, group_end),
+                                    here,
+                                    bits,
+                                    register,
+                                    x,
+                                    cols,
+                                    w_dec,
+                                    threshold,
+                                    b_dec,
+                                    dense,
+                                    dense_base,
+                                    dense_size,
+                                    stride_dense,
+                                    counter,
+                                    share,
+                                    parts,
+                                    WIDTH,
+                                    LISTED,
+                                    DECODED,
+                                    HAS_NORMS,
+                                )
+                                if HAS_KEPT:
+                                    if ((its_flags & READ) != 0) & (parts == 1):
+                                        put(own_kept, cols, plus(x, one), [col < WIDTH for col in cols])
+                                        one = zeros(x)
+                                    changed = tl.where((its_flags & READ) != 0, 0, changed)
+                                change = plus(change, one)
+                                changes += changed
+                            fresh = fresh & ((kept(entries + group + FLAGS) & (GATE | READ)) != 0)
+                            group = c
+                        if parts == 1:
+                            x = plus(x, change)
+                            change = zeros(x)
+
+                if bits != known:
+                    tl.store(cell, bits)
+                if parts > 1:
+                    # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.
+                    mine_at = partials + (first_part + share).to(tl.int64) * WIDTH
+                    share_row(mine_at, change, WIDTH, BLOCK)
+                    tl.debug_barrier()
+                    coming = tl.where(changes > 0, 65537, 1)
+                    arrived = tl.atomic_add(arrival, coming, sem="acq_rel") + coming
+                    changes = 0
+                    if (arrived & 65535) == parts:
+                        changes = arrived >> 16
+                        tl.store(arrival, 0)
+                        for p in range(0, parts, GATHER * CHUNK):
+                            for some in tl.static_range(0, GATHER * CHUNK, CHUNK):
+                                these = p + some + tl.arange(0, CHUNK)  # as many as weights, and so in their layout
+                                starts = (first_part + these).to(tl.int64) * WIDTH
+                                sums = [rows(partials, starts, these < parts, col, WIDTH, True) for col in cols]
+                                x = plus(x, [tl.sum(block, axis=0) for block in sums])
+                        if HAS_KEPT:  # noqa: SIM102 (the compiler knows this one, not the next)
+                            if (kept(entries + begin + FLAGS) & (READ | RECONSTRUCT)) == (READ | RECONSTRUCT):
+                                put(own_kept, cols, x, [col < WIDTH for col in cols])
+
+                # Neither these sums nor those in `store` stand behind `changes > 0`; `store` says why.
+                if (kind >> DOSE) != 0:
+                    x = dosed(stream, second, at, x, cols, changes, entries, kind >> DOSE, counter, WIDTH, FORM)
+                factors = gains(norm, cols, WIDTH, FORM, HAS_WEIGHT)
+                store(stream, second, at, x, cols, changes > 0, norm, factors, WIDTH, FORM, HAS_WEIGHT)
+                if HAS_CAPTURES:  # noqa: SIM102
+                    if (kind & AFTER) != 0:
+                        tl.debug_barrier()  # a thread may read what another one has stored
+                        x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
+                        put(after + at, cols, x, [col < WIDTH for col in cols])

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import items_of, kernel, tile
-from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD_WORDS, L2_NORM, LAYER_NORM, PAIR, SPAN
+from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN
 
 
-@kernel("stream", "second", "table", "w_enc", "activations")
+@kernel("stream", "second", "table", "w_enc", "b_enc", "activations")
 def encode_kernel(
     stream,  # [T, WIDTH]
     second,  # [T, WIDTH] for PAIR
@@ -34,8 +35,11 @@ def encode_kernel(
     HAS_NORMS: tl.constexpr,
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
     EXACT: tl.constexpr,  # stream and weights do not share a 16-bit dtype: products in fp32
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
+    if PDL:
+        gdc_wait()
     span = tl.load(work + 2)
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none if nobody asks
@@ -43,7 +47,7 @@ def encode_kernel(
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
     units = n_items * span
-    number = HEAD_WORDS + SPAN * site_number
+    number = HEAD + SPAN * site_number
     unit_tiles = (units + BLOCK_M - 1) // BLOCK_M
     feature_tiles = (stride_dense + BLOCK_N - 1) // BLOCK_N
 

@@ -38,8 +38,9 @@ ITEMS = tl.constexpr(1024)  # items of the work list that are searched at once
 def kernel(*aligned: str) -> Callable[[Callable[..., None]], Any]:
     """``triton.jit`` for a kernel that is specialised on the alignment of these tensors and on nothing else.
 
-    Another variant would compile while serving. Slices of larger tensors (site, norm_weight) may have any alignment,
-    and a number may be 1 or divisible by 16 in some calls only.
+    Another variant would compile while serving. Streams are always aligned, and weights keep their address for life,
+    so that warming up compiles what each needs. A slice (site) may be aligned at one site and not at the next, and a
+    number may be 1 or divisible by 16 in some calls only.
     """
 
     def jitted(function: Callable[..., None]) -> Any:

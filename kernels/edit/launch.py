@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, TILED_ABOVE, Configs, blocks, configs, for_tokens, parts
+from saesteer.kernels.edit.configs import (
+    EXACT_ENCODE,
+    RUNS_ABOVE,
+    TILED_ABOVE,
+    Configs,
+    block,
+    configs,
+    for_tokens,
+    parts,
+)
 from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.lone import lone_kernel
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
     from saesteer.kernels.bound import Bound
 
 _ALL = layout.ANY | layout.LONE | layout.MANY
-_OF_HOST = ("num_warps", "programs", "split", "parts")  # fields of configs that are not constants of a kernel
+_OF_HOST = ("num_warps", "programs", "parts")  # fields of configs that are not constants of a kernel
 
 
 @cache
@@ -55,15 +64,18 @@ def edit_triton(
     *,
     tuned: Configs | None = None,
     tiled: bool | None = None,
+    runs: bool | None = None,
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
-    During capture, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so a captured launch
-    serves any work list. Other steps run outside of graphs, where the host's `kinds` choose the kernels.
+    During capture, and in steps of up to TILED_ABOVE tokens, the number of tokens alone says which kernel does a row,
+    so a captured launch serves any work list. Other steps run outside of graphs, where the host's `kinds` choose, too.
 
     Args:
         tuned: other launch parameters, for benchmarks.
         tiled: whether to choose by `kinds`, whatever the step is; for tests and benchmarks. Items span layout.TILE
+            tokens.
+        runs: whether neighbours with many entries are done together, whatever the step is; for tests. Items are single
             tokens.
     """
     tokens, width = stream.shape
@@ -78,49 +90,49 @@ def edit_triton(
             return
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not captured
+    if runs is None:
+        runs = not tiled and RUNS_ABOVE < tokens <= TILED_ABOVE
     tuned = tuned or configs(width)
     read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
     common: Any = (*read, bound.w_enc, bound.w_dec)
     rest: Any = (eps, weight_offset, bound.table.stride(0), *counts.stride())
     scratch, dense_size = bound.scratch, bound.dense_size
     cores = _multiprocessors(stream.device.index)
-    overlaps: Any = {"launch_pdl": True} if _overlaps(stream.device.index) else {}
+    early: Any = {"PDL": True, "launch_pdl": True} if _overlaps(stream.device.index) else {"PDL": False}
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone
-        head, tail = blocks(width, lone.num_warps, lone.split)
         lone_kernel[(min(tokens, cores * lone.programs),)](
             *common,
             counts,
             *rest,
-            HEAD=head,
-            TAIL=tail,
-            LEAST=max(lone.at_once, min(4, lone.tokens)),
-            SHARES=layout.TILE // lone.tokens,
+            BLOCK=block(lone.num_warps),
+            LEAST=max(lone.at_once, 4),
             **form_of,
             **_constants(lone),
+            **early,
         )
-    if tiled and wanted & layout.MANY:
-        many = tuned.many
+    if (tiled or runs) and wanted & layout.MANY:
+        many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
         most = -(-layout.MOST_MANY // many.entries) * many.entries
         room = (layout.dense_words(width) - layout.PARTIALS) // (many.tokens * most)
-        many_kernel[(min(room, cores * many.programs),)](
+        many_kernel[(min(tokens, room, cores * many.programs),)](
             *common,
             counts,
             scratch,
             *rest,
             most,
-            SHARES=layout.TILE // many.tokens,
+            SHARES=shares,
             EXACT=exact,
             **form_of,
             **_constants(many),
+            **early,
         )
-    kept = wanted & layout.ANY if tiled else _ALL
-    if not kept:
+    kept = layout.ANY if tiled else _ALL
+    if not wanted & kept:
         return
     edit = for_tokens(tuned.edit, tokens)
-    head, tail = blocks(width, edit.num_warps, edit.split)
     dense = scratch[layout.dense_words(width) :]
     at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
     share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
@@ -147,6 +159,7 @@ def edit_triton(
                 ROUNDS=at_once < places,
                 EXACT=exact,
                 **_constants(encode),
+                **early,
             )
         edit_kernel[(min(at_once * share, cores * edit.programs),)](
             *common,
@@ -164,18 +177,17 @@ def edit_triton(
             dense_size,
             bound.registers.stride(0),
             kept,
+            layout.ANY if runs else kept,
             first,
             at_once,
             share,
-            HEAD=head,
-            TAIL=tail,
+            BLOCK=block(edit.num_warps),
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=bound.has_norms,
             HAS_KEPT=bound.kept is not None,
             HAS_CAPTURES=bound.before is not None,
             ROUNDS=at_once < places,
-            PDL=bool(overlaps),
             **form_of,
             **_constants(edit),
-            **overlaps,
+            **early,
         )

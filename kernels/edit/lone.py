@@ -9,13 +9,14 @@ It does the rows that layout.py calls LONE. It sums in another order than edit.p
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, law, reads, rounded, tile, unpack
-from saesteer.kernels.edit.row import columns, plus, put, times, zeros
-from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD_WORDS, KIND, LONE, MATCH, NORMED, PAIR, SPAN
+from saesteer.kernels.edit.row import columns, plus, put, times, total, zeros
+from saesteer.kernels.edit.words import BEGIN, COUNTER, HEAD, KIND, LONE, MATCH, NORMED, PAIR, SPAN, TILE
 
 
-@kernel("stream", "second", "table", "w_enc", "w_dec")
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec")
 def lone_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -33,31 +34,29 @@ def lone_kernel(
     stride_counts,
     stride_counters,
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a program's turn
-    LEAST: tl.constexpr,  # of a turn when there are few items
-    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS, more when there are few items
-    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row's block
+    LEAST: tl.constexpr,  # tokens of a turn
+    AT_ONCE: tl.constexpr,  # of these tokens
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
-    """x[token] += the delta of its row's only entry at this site. A program takes TOKENS tokens of an item per turn."""
+    """x[token] += the delta of its row's only entry at this site. A program takes a part of an item per turn."""
+    if PDL:
+        gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
-    number = HEAD_WORDS + SPAN * site_number
-    cols = columns(HEAD, TAIL)
+    number = HEAD + SPAN * site_number
+    cols = columns(WIDTH, BLOCK)
     dtype: tl.constexpr = stream.dtype.element_ty
     if FORM == NORMED and HAS_WEIGHT:
         factors = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
 
-    # So many tokens per turn that every program has work.
-    turn = TOKENS
-    shares = SHARES
-    if n_items * SHARES * 2 < tl.num_programs(0):
-        turn = LEAST
-        shares = SHARES * (TOKENS // LEAST)
+    # As many tokens per turn as make one turn for each program: four loads wait for one another before its first token.
+    even = (n_items * TILE + tl.num_programs(0) - 1) // tl.num_programs(0)
+    turn = tl.minimum(tl.maximum((even + AT_ONCE - 1) // AT_ONCE * AT_ONCE, LEAST), TILE)
+    shares = (TILE + turn - 1) // turn
     for it in range(tl.program_id(0), n_items * shares, tl.num_programs(0)):
         item = work + 4 + (it // shares) * 4
         first = (it % shares) * turn
@@ -81,7 +80,7 @@ def lone_kernel(
                 for col in cols
             ]
             hits = tl.zeros([AT_ONCE], tl.int32)
-            for done in tl.range(0, turn, AT_ONCE, num_stages=STAGES):
+            for done in tl.range(0, tl.minimum(turn, length - first), AT_ONCE, num_stages=STAGES):
                 within = first + done + tl.arange(0, AT_ONCE)
                 exists = within < length
                 start = ((first_token + within) * WIDTH)[:, None]
@@ -91,10 +90,7 @@ def lone_kernel(
                     tile(stream, second, start + col[None, :], there & (col < WIDTH)[None, :], FORM).to(tl.float32)
                     for col in cols
                 ]
-                pre = tl.sum(x[0] * weights[0][0].to(tl.float32)[None, :], axis=1)
-                if TAIL > 0:
-                    pre += tl.sum(x[1] * weights[1][0].to(tl.float32)[None, :], axis=1)
-                pre += bias
+                pre = tl.sum(total(times(x, [pair[0].to(tl.float32)[None, :] for pair in weights])), axis=1) + bias
                 f = tl.where(pre > threshold, pre, 0.0)
                 position = first_position + within
                 applies = exists & (lo <= position) & (position < hi)
@@ -102,10 +98,7 @@ def lone_kernel(
                 keep = delta != 0.0
                 hits += keep.to(tl.int32)
                 if (flags & MATCH) != 0:
-                    squares = tl.sum(x[0] * x[0], axis=1)
-                    if TAIL > 0:
-                        squares += tl.sum(x[1] * x[1], axis=1)
-                    delta *= tl.sqrt(squares)
+                    delta *= tl.sqrt(tl.sum(total(times(x, x)), axis=1))
                 change = [delta[:, None] * pair[1].to(tl.float32)[None, :] for pair in weights]
                 y = [rounded(block, dtype) for block in plus(x, change)]
                 masks = [keep[:, None] & (col < WIDTH)[None, :] for col in cols]
@@ -114,10 +107,7 @@ def lone_kernel(
                     put(second, at, zeros(y), masks)
                 if FORM == NORMED:
                     z = [block.to(tl.float32) for block in y]
-                    squared = tl.sum(z[0] * z[0], axis=1)
-                    if TAIL > 0:
-                        squared += tl.sum(z[1] * z[1], axis=1)
-                    scale = tl.rsqrt(squared / WIDTH + eps)
+                    scale = tl.rsqrt(tl.sum(total(times(z, z)), axis=1) / WIDTH + eps)
                     z = [block * scale[:, None] for block in z]
                     if HAS_WEIGHT:
                         z = times(z, [(part.to(tl.float32) + weight_offset)[None, :] for part in factors])

@@ -1,6 +1,6 @@
-"""The Triton kernel for long spans of tokens with many entries: matrix products on tensor cores.
+"""The Triton kernel for spans of tokens with many entries: matrix products on tensor cores.
 
-It does the rows that layout.py calls MANY. It sums in another order than edit.py.
+It does the rows that layout.py calls MANY, in steps of more than a few tokens. It sums in another order than edit.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
 from saesteer.kernels.edit.words import (
@@ -17,12 +18,13 @@ from saesteer.kernels.edit.words import (
     COUNTER,
     END,
     ENTRY,
-    HEAD_WORDS,
+    HEAD,
     KIND,
     MANY,
     NORMED,
     PAIR,
     PARTIALS,
+    PARTS,
     SLOT,
     SPAN,
 )
@@ -87,7 +89,22 @@ def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
     return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
 
 
-@kernel("stream", "second", "table", "w_enc", "w_dec", "scratch")
+@triton.jit
+def _run(work, n_items, it, position, TOKENS: tl.constexpr):
+    """Which tokens from item `it` on are a turn, in a list of single tokens, and whether one begins there.
+
+    A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds its turns by itself.
+    """
+    lanes = tl.arange(0, TOKENS)
+    rows = work + 4 + it * 4 + 1
+    row = tl.load(rows)
+    before = tl.load(rows - 4, mask=it > 0, other=0)
+    those = tl.load(rows + lanes * 4, mask=it + lanes < n_items, other=0)
+    past = position % TOKENS
+    return (those == row) & (lanes < TOKENS - past), (before != row) | (past == 0)
+
+
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch")
 def many_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -108,7 +125,9 @@ def many_kernel(
     most_entries,  # a multiple of ENTRIES
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,  # of a program's turn
-    SHARES: tl.constexpr,  # turns of an item: TILE / TOKENS
+    # Turns of an item: TILE / TOKENS. 0: items are single tokens, a turn is some neighbours, and rows without PARTS are
+    # done elsewhere, so that the list's head says whether there is anything to do.
+    SHARES: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -116,28 +135,42 @@ def many_kernel(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """A program takes TOKENS tokens per turn: the first pass makes all deltas, the second adds the decoder rows."""
+    if PDL:
+        gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
-    number = HEAD_WORDS + SPAN * site_number
+    if SHARES == 0:  # noqa: SIM102 (the compiler knows this one, not the next)
+        if tl.load(work + 1) == 1:  # nobody has enough entries
+            n_items = 0
+    number = HEAD + SPAN * site_number
     lanes = tl.arange(0, ENTRIES)
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
 
-    for it in range(tl.program_id(0), n_items * SHARES, tl.num_programs(0)):
-        item = work + 4 + (it // SHARES) * 4
-        within = (it % SHARES) * TOKENS + tl.arange(0, TOKENS)
+    WIDE: tl.constexpr = 16384 // TOKENS  # columns of the norm's pass at once: as many elements as fit into registers
+    turns: tl.constexpr = SHARES if SHARES > 0 else 1
+    for it in range(tl.program_id(0), n_items * turns, tl.num_programs(0)):
+        item = work + 4 + (it // turns) * 4
+        within = (it % turns) * TOKENS + tl.arange(0, TOKENS)
+        token = tl.load(item)
         row = tl.load(item + 1).to(tl.int64)
+        position = tl.load(positions + token).to(tl.int32)
         entries = table + row * stride_table
+        if SHARES > 0:
+            length = tl.load(item + 2)
+            exists, begins = within < length, (it % turns) * TOKENS < length
+        else:
+            exists, begins = _run(work, n_items, it, position, TOKENS)
+            begins = begins & (tl.load(entries + number + PARTS) > 1)
         begin = tl.load(entries + number + BEGIN)
         end = tl.load(entries + number + END)
         kind = tl.load(entries + number + KIND)
-        if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < tl.load(item + 2)):
-            exists = within < tl.load(item + 2)
-            position = tl.load(positions + tl.load(item)).to(tl.int32) + within  # they follow one another
-            x_at = (tl.load(item).to(tl.int64) + within) * WIDTH
-            tokens = (x_at, exists, position)
+        if ((kind & MANY) != 0) & begins:
+            x_at = (token.to(tl.int64) + within) * WIDTH
+            tokens = (x_at, exists, position + within)  # they follow one another
             counter = (counts + row * stride_counts, stride_counters)
             number_of = (end - begin) // ENTRY
             changed = tl.zeros([TOKENS], tl.int32)
@@ -179,8 +212,9 @@ def many_kernel(
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
-                    for start in range(0, WIDTH, BLOCK_N):
-                        cols = start + tl.arange(0, BLOCK_N)
+                    # Each turn waits for its part of the norm's weight: few and wide.
+                    for start in range(0, WIDTH, WIDE):
+                        cols = start + tl.arange(0, WIDE)
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]

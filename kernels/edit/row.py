@@ -1,10 +1,11 @@
-"""A token's row in registers: a tuple of one block of HEAD elements, or of two, HEAD and TAIL. It knows no edits.
+"""A token's row in registers: a tuple of blocks of BLOCK elements each, the last one padded. It knows no edits.
 
-Sums over a row are spelled out where they stand: ptxas turns other orders of their parts into spills.
+All blocks lie across the threads in the same way. So a sum over a row adds its blocks element by element, and threads
+meet once, whatever the width.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# (a jitted function's arguments have no Python types)
+# mypy: disable-error-code="no-untyped-def,assignment"
+# (a jitted function's arguments have no Python types, and its tuples grow)
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import triton.language as tl
 
 
 @triton.jit
-def columns(HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """The columns of each block; a TAIL of 0 is none."""
-    if TAIL > 0:
-        return tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    else:  # or Triton would compile both
-        return (tl.arange(0, HEAD),)
+def columns(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of each block."""
+    cols = ()
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        cols = cols + (start + tl.arange(0, BLOCK),)  # noqa: RUF005 (Triton knows no stars)
+    return cols
 
 
 @triton.jit
@@ -30,34 +31,61 @@ def zeros(row):
 @triton.jit
 def plus(row, other):
     """The sum of two rows."""
-    if len(row) > 1:
-        return row[0] + other[0], row[1] + other[1]
-    else:  # or Triton would compile both
-        return (row[0] + other[0],)
+    found = ()
+    for at in tl.static_range(len(row)):
+        found = found + (row[at] + other[at],)  # noqa: RUF005
+    return found
 
 
 @triton.jit
 def minus(row, other):
     """The difference of two rows."""
-    if len(row) > 1:
-        return row[0] - other[0], row[1] - other[1]
-    else:  # or Triton would compile both
-        return (row[0] - other[0],)
+    return plus(row, [-block for block in other])
 
 
 @triton.jit
 def times(row, other):
     """The product of two rows, element by element."""
-    if len(row) > 1:
-        return row[0] * other[0], row[1] * other[1]
-    else:  # or Triton would compile both
-        return (row[0] * other[0],)
+    found = ()
+    for at in tl.static_range(len(row)):
+        found = found + (row[at] * other[at],)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def put(place, at, row, masks, SHARED: tl.constexpr = False):
-    """Store a row's blocks at their offsets from `place`; SHARED: for other programs of this launch."""
-    level: tl.constexpr = ".cg" if SHARED else ""
-    tl.store(place + at[0], row[0], mask=masks[0], cache_modifier=level)
-    if len(row) > 1:
-        tl.store(place + at[1], row[1], mask=masks[1], cache_modifier=level)
+def either(this, row, other):
+    """The one row, or the other if `this` is not so."""
+    found = ()
+    for at in tl.static_range(len(row)):
+        found = found + (tl.where(this, row[at], other[at]),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def total(row):
+    """The sum of a row's blocks: one block, whose own sum is the row's."""
+    found = row[0]
+    for at in tl.static_range(1, len(row)):
+        found += row[at]
+    return found
+
+
+@triton.jit
+def put(place, at, row, masks):
+    """Store a row's blocks at their offsets from `place`."""
+    for block in tl.static_range(len(row)):
+        tl.store(place + at[block], row[block], mask=masks[block])
+
+
+@triton.jit
+def share_row(place, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a row in fp32 for other programs of this launch.
+
+    A thread holds 8 neighbours and stores 4 at once; as two halves, they need not go to other threads first.
+    """
+    eights = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 4)[None, :]
+    for block in tl.static_range(len(row)):
+        at = block * BLOCK + eights
+        low, high = tl.split(tl.permute(tl.reshape(row[block], [BLOCK // 8, 2, 4]), (0, 2, 1)))
+        tl.store(place + at, low, mask=at < WIDTH, cache_modifier=".cg")
+        tl.store(place + at + 4, high, mask=at + 4 < WIDTH, cache_modifier=".cg")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from saesteer.kernels.edit.entries import finite, rounded, tile
-from saesteer.kernels.edit.row import put, times, zeros
+from saesteer.kernels.edit.row import either, minus, plus, put, times, total, zeros
 from saesteer.kernels.edit.words import DOSE_LIMITED, DOSE_MAX, DOSE_SUM, DOSE_TOKENS, LIMIT, NORMED, PAIR, SHORTEST
 
 
@@ -34,16 +34,10 @@ def dosed(
     counts, stride_counters = counter
     counts += doses * stride_counters
     dtype: tl.constexpr = stream.dtype.element_ty
-    was0 = finite(tile(stream, second, at + cols[0], cols[0] < WIDTH, FORM).to(tl.float32), dtype)
-    off0 = finite(x[0], dtype) - was0
-    size = tl.sum(was0 * was0, axis=0)
-    off = tl.sum(off0 * off0, axis=0)
-    if len(x) > 1:
-        was1 = finite(tile(stream, second, at + cols[1], cols[1] < WIDTH, FORM).to(tl.float32), dtype)
-        off1 = finite(x[1], dtype) - was1
-        size += tl.sum(was1 * was1, axis=0)
-        off += tl.sum(off1 * off1, axis=0)
-    dose = tl.sqrt(off) / tl.maximum(tl.sqrt(size), SHORTEST)
+    was = [finite(tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32), dtype) for col in cols]
+    off = minus([finite(block, dtype) for block in x], was)
+    size = tl.sqrt(tl.sum(total(times(was, was)), axis=0))
+    dose = tl.sqrt(tl.sum(total(times(off, off)), axis=0)) / tl.maximum(size, SHORTEST)
     limit = tl.load(entries + LIMIT).to(tl.float32, bitcast=True)
     edited = changes > 0
     over = edited & (limit > 0.0) & (dose > limit)
@@ -53,11 +47,17 @@ def dosed(
     )
     tl.atomic_add(counts + DOSE_TOKENS * stride_counters, 1, mask=edited, sem="relaxed")
     tl.atomic_add(counts + DOSE_LIMITED * stride_counters, 1, mask=over, sem="relaxed")
-    y0 = tl.where(over, was0 + off0 * (limit / dose), x[0])
-    if len(x) > 1:
-        return y0, tl.where(over, was1 + off1 * (limit / dose), x[1])
+    within = plus(was, [block * (limit / dose) for block in off])
+    return either(over, within, x)
+
+
+@triton.jit
+def gains(norm, cols, WIDTH: tl.constexpr, FORM: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """The norm's weight for `store`, loaded early, so that nothing waits for it; empty where there is none."""
+    if FORM == NORMED and HAS_WEIGHT:
+        return [tl.load(norm[0] + col, mask=col < WIDTH, other=0.0) for col in cols]
     else:  # or Triton would compile both
-        return (y0,)
+        return ()
 
 
 @triton.jit
@@ -68,9 +68,8 @@ def store(
     x,
     cols,  # its columns
     changed,  # False: everything stays as it is
-    norm_weight,
-    eps,
-    weight_offset,
+    norm,  # its weight, eps and offset
+    factors,  # from `gains`
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -80,10 +79,9 @@ def store(
     Only the stores stand behind `changed`: ptxas assumes that threads may disagree on it, and a sum behind such a
     branch costs spills.
     """
+    _, eps, weight_offset = norm
     dtype: tl.constexpr = stream.dtype.element_ty
     masks = [col < WIDTH for col in cols]
-    if FORM == NORMED and HAS_WEIGHT:  # early, so that nothing waits for it after the sum of squares
-        gain = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
     y = [rounded(block, dtype) for block in x]
     if changed:
         put(stream + at, cols, y, masks)
@@ -91,12 +89,9 @@ def store(
             put(second + at, cols, zeros(x), masks)
     if FORM == NORMED:
         z = [block.to(tl.float32) for block in y]
-        squared = tl.sum(z[0] * z[0], axis=0)
-        if len(z) > 1:
-            squared += tl.sum(z[1] * z[1], axis=0)
-        scale = tl.rsqrt(squared / WIDTH + eps)
+        scale = tl.rsqrt(tl.sum(total(times(z, z)), axis=0) / WIDTH + eps)
         z = [block * scale for block in z]
         if HAS_WEIGHT:
-            z = times(z, [block.to(tl.float32) + weight_offset for block in gain])
+            z = times(z, [block.to(tl.float32) + weight_offset for block in factors])
         if changed:
             put(second + at, cols, z, masks)

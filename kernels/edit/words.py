@@ -10,9 +10,7 @@ import triton.language as tl
 
 from saesteer.kernels import layout
 
-HEAD_WORDS = tl.constexpr(layout.HEAD)  # kernels call the first block of a row HEAD
-
 
 def __getattr__(name: str) -> tl.constexpr:
-    """Any other name is layout's."""
+    """Any name is layout's."""
     return tl.constexpr(getattr(layout, name))

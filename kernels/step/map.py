@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saesteer.kernels.edit.configs import MAP_BLOCK
 from saesteer.kernels.edit.entries import kernel
-from saesteer.kernels.edit.words import HEAD_WORDS, KIND, SITE_STRIDE, SPAN, VECTOR, VECTOR_WIDTH
+from saesteer.kernels.edit.words import HEAD, KIND, SITE_STRIDE, SPAN, VECTOR, VECTOR_WIDTH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ def _map_kernel(
             if n_lines > 0:
                 line = tl.load(numbers + rows, mask=real, other=-1)
             real = real & (_word(table, stride_table, lines, rows, line, 0, real) > 0)
-            kinds = _word(table, stride_table, lines, rows, line, HEAD_WORDS + SPAN * request + KIND, real)
+            kinds = _word(table, stride_table, lines, rows, line, HEAD + SPAN * request + KIND, real)
             edited = tl.maximum(edited, tl.max((kinds != 0).to(tl.int32), axis=0))
         tl.store(sites + request * SITE_STRIDE, tl.where(edited > 0, request, ~request))
     if (num_reqs >= 0) & (request <= tl.maximum(num_reqs - 1, 0)):

@@ -164,7 +164,7 @@ def test_sweeps_name_fields_and_cases_that_exist(kernel: str) -> None:
     every = list(combinations(SWEEPS[kernel].grid))
     assert len({str(tuned(kernel, 2304, 16, values)) for values in every}) == len(every)
     assert [name for name in SWEEPS[kernel].cases if fits(BY_NAME[name], 2304)]
-    assert parse(["num_warps=4,8", "split=True"]) == {"num_warps": [4, 8], "split": [True]}
+    assert parse(["num_warps=4,8", "at_once=1"]) == {"num_warps": [4, 8], "at_once": [1]}
 
 
 def test_a_probe_counts_what_is_around_the_original() -> None:

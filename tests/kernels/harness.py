@@ -34,13 +34,14 @@ class Path:
 
     span: int = 1  # tokens of an item at most
     tiled: bool = False  # rows of a kind that a tile kernel takes go there
+    runs: bool = False  # neighbours in a row with many entries go there together
     tuned: Configs | None = None
 
     def __str__(self) -> str:
-        return f"span{self.span}{'-tiled' * self.tiled}"
+        return f"span{self.span}{'-tiled' * self.tiled}{'-runs' * self.runs}"
 
 
-TOKEN, SPANS, TILED = Path(), Path(layout.TILE), Path(layout.TILE, True)
+TOKEN, IN_RUNS, SPANS, TILED = Path(), Path(runs=True), Path(layout.TILE), Path(layout.TILE, True)
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Call:
         bound = self.bound(place, state, scratch.to(place))
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
             given = stream, second, norm_weight, counts, bound, self.form, EPS, OFFSET
-            edit_triton(*given, tuned=path.tuned, tiled=path.tiled)
+            edit_triton(*given, tuned=path.tuned, tiled=path.tiled, runs=path.runs)
         state.stream.copy_(stream)
         if state.second is not None and second is not None:
             state.second.copy_(second)

@@ -30,15 +30,15 @@ COMPANY = [
     [Wish("dense", 3, 2, False, 0.1), Wish("clamps", 3, 1, True, 0.01), Wish("dense", 5, 2, True)],
     [Wish("elsewhere", 1, 3, True, 0.0), Wish("none", 0, 2), Wish("list", 6, 2, False, 1e-3)],
 ]
-# A token held as two blocks, which few tokens of a small width are not.
-SPLIT = replace(TOKEN, tuned=replace(configs(576), edit=((2**31, EditConfig(1, 4, 2, True)),)))
+# A token held as three blocks, which tokens of a small width are not.
+BLOCKS = replace(TOKEN, tuned=replace(configs(576), edit=((2**31, EditConfig(num_warps=1, chunk=4, programs=2)),)))
 
 
 @FORMS
 @pytest.mark.parametrize("wished", COMPANY, ids=["clamps", "lists", "dense", "elsewhere"])
 @pytest.mark.parametrize("seed", range(6 if GPU else 1), ids="seed{}".format)
 def test_doses_of_every_kind(wished: list[Wish], form: int, seed: int) -> None:
-    path, width = (SPLIT, 576) if wished in (COMPANY[0], COMPANY[3]) else (TOKEN, 130)
+    path, width = (BLOCKS, 576) if wished in (COMPANY[0], COMPANY[3]) else (TOKEN, 130)
     check(wished, path, width=width, dtype=torch.float16, form=form, seed=7 * seed + form)
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.edit.configs import EditConfig, blocks, configs
+from saesteer.kernels.edit.configs import EditConfig, block, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
-from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Path, check
+from tests.kernels.harness import GPU, IN_RUNS, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish
 
 # The interpreter has no bf16 to speak of: its dot is wrong, and fp32 is cut off instead of rounded.
@@ -29,7 +29,7 @@ LIMITS = st.sampled_from([None, None, 0.0, 0.02, 0.2, 1e6])
 RUNS = [1, 2, 3, 63, 64, 65, 130]  # tokens of one request in a step: items are cut from them
 
 # The edit kernel on items costs the interpreter seconds, for it looks at every place of every item.
-PATHS = pytest.mark.parametrize("path", [TOKEN, TILED, *([SPANS] if GPU else [])], ids=str)
+PATHS = pytest.mark.parametrize("path", [TOKEN, IN_RUNS, TILED, *([SPANS] if GPU else [])], ids=str)
 FORMS = pytest.mark.parametrize("form", [BARE, NORMED, PAIR], ids=["bare", "normed", "pair"])
 TYPED = pytest.mark.parametrize(
     ("dtype", "form"),
@@ -102,11 +102,12 @@ def test_any_step_of_items(wished: list[Wish], shape: Shape, tiled: bool, seed: 
 
 @TYPED
 @pytest.mark.parametrize("edits", [1, 3, 8, 37], ids="edits{}".format)
-def test_a_group_on_runs_of_any_length(edits: int, dtype: torch.dtype, form: int) -> None:
-    """Items of 1 to TILE tokens, by the tile kernels: few edits in one, many in the other."""
+@pytest.mark.parametrize("path", [IN_RUNS, TILED], ids=str)
+def test_a_group_on_runs_of_any_length(path: Path, edits: int, dtype: torch.dtype, form: int) -> None:
+    """Neighbours, or items of 1 to TILE tokens, by the tile kernels: few edits in one, many in the other."""
     runs = RUNS if GPU else {1: [1, 65], 3: [3, 63], 8: [64, 2], 37: [130, 1]}[edits]
     wished = [Wish("clamps", edits, tokens) for tokens in runs]
-    assert check(wished, TILED, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
+    assert check(wished, path, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
 
 
 @FORMS
@@ -156,19 +157,19 @@ def test_every_width(path: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_every_way_to_launch(chunk: int, split: bool) -> None:
-    edit = EditConfig(num_warps=1, chunk=chunk, programs=2, split=split)
-    assert (blocks(576, 1, split)[1] > 0) == split
+@pytest.mark.parametrize("warps", [1, 2, 4], ids="warps{}".format)
+def test_every_way_to_launch(chunk: int, warps: int) -> None:
+    edit = EditConfig(num_warps=warps, chunk=chunk, programs=2)
+    assert -(-576 // block(warps)) == {1: 3, 2: 2, 4: 1}[warps], "blocks of a row"
     path = replace(TOKEN, tuned=replace(configs(576), edit=tuple((most, edit) for most, _ in configs(576).edit)))
     wished = [Wish("clamps", 7, 3), Wish("dense", 3, 2), Wish("list", 5, 2)]
     check(wished, path, width=576, dtype=torch.float32, form=NORMED, seed=chunk)
 
 
 @pytest.mark.parametrize(("at_once", "form"), [(1, BARE), (2, NORMED), (4, PAIR)])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_every_way_to_launch_lone_entries(split: bool, at_once: int, form: int) -> None:
-    lone = replace(configs(576).lone, num_warps=1, at_once=at_once, split=split)
+@pytest.mark.parametrize("warps", [1, 4], ids="warps{}".format)
+def test_every_way_to_launch_lone_entries(warps: int, at_once: int, form: int) -> None:
+    lone = replace(configs(576).lone, num_warps=warps, at_once=at_once)
     path = replace(TILED, tuned=replace(configs(576), lone=lone))
     check([Wish("clamps", 1, 11), Wish("clamps", 1, 3)], path, width=576, dtype=torch.float32, form=form, seed=at_once)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, blocks, configs
+from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
@@ -27,19 +27,13 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
         yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
-    many = tuned.many
-    shares = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
-    tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
-    yield "edit.many", "many_kernel", many.num_warps, {**shares, **tiles, "HAS_WEIGHT": True}
+    for many, shares in ((tuned.many, layout.TILE // tuned.many.tokens), (tuned.runs, 0)):
+        turns = {"TOKENS": many.tokens, "SHARES": shares, "ENTRIES": many.entries}
+        tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
+        yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "HAS_WEIGHT": True}
     lone = tuned.lone
-    head, tail = blocks(width, lone.num_warps, lone.split)
-    turns = {
-        "TOKENS": lone.tokens,
-        "LEAST": max(lone.at_once, min(4, lone.tokens)),
-        "SHARES": layout.TILE // lone.tokens,
-    }
-    row = {"HEAD": head, "TAIL": tail, "AT_ONCE": lone.at_once, "STAGES": lone.stages, "HAS_WEIGHT": True}
-    yield "edit.lone", "lone_kernel", lone.num_warps, {**turns, **row}
+    turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
+    yield "edit.lone", "lone_kernel", lone.num_warps, {"BLOCK": block(lone.num_warps), "HAS_WEIGHT": True, **turns}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
     shared = found["shared"]
-    assert len(shared) == len(WIDTHS) * (3 + 1 + 1 + 2 + 1)
+    assert len(shared) == len(WIDTHS) * (3 + 2 + 1 + 1 + 2 + 1)
     assert {name: used for name, used in shared.items() if used > MOST} == {}
 
 
@@ -66,16 +60,16 @@ def test_reading_features_fits_the_shared_memory(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_an_early_kernel_waits_before_it_reads(found: dict[str, Any]) -> None:
-    instructions = found["early"]
-    assert instructions.count("wait") == 1, "whatever the work: the kernel behind it relies on that"
-    assert instructions[0] == "wait" and "read" in instructions
+    for name, instructions in found["early"].items():
+        assert instructions.count("wait") == 1, f"{name}: whatever the work, the kernel behind it relies on that"
+        assert instructions[0] == "wait" and "read" in instructions, name
 
 
 @pytest.mark.slow
 def test_what_every_step_reads_again_is_to_stay_in_the_cache(found: dict[str, Any]) -> None:
     head = ["kept"] * 6  # of the list: items, parts, span; the first item's token and row; the site
-    assert found["early"][1:7] == head
-    assert found["early"].count("kept") > 40, "spans and entries, too"
+    assert found["early"]["edit_kernel"][1:7] == head
+    assert found["early"]["edit_kernel"].count("kept") > 40, "spans and entries, too"
 
 
 def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) -> Any:
@@ -97,32 +91,38 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
         kinds |= dict.fromkeys(("products", "into", "values"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
-        if name in ("stream", "second", "w_enc", "w_dec", "table", "scratch", "activations"):
+        if signature[name].startswith("*") and not kernel.params[at].do_not_specialize:
             attributes[at,] = [["tt.divisibility", 16]]
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=named, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
+def order(made: Any) -> list[str]:
+    """In which order a kernel waits and reads."""
+    words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
+    return [words[one] for one in re.findall("|".join(words), made.asm["ptx"])]
+
+
 def main() -> None:
-    """Tell what every launch asks for, and in which order a launch of the edit kernel waits and reads."""
+    """Tell what every launch asks for, and in which order it waits and reads."""
     from importlib import import_module
 
-    shared = {}
+    shared, early = {}, {}
     for width in WIDTHS:
         for floats, exact in (("bf16", False), ("fp32", True)):
             for at, (module, name, warps, constants) in enumerate(launches(width, exact)):
                 kernel = getattr(import_module(f"saesteer.kernels.{module}"), name)
-                made = compiled(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
+                made = compiled(
+                    kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED, "PDL": True}
+                )
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
-    sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
+                early[f"{name} {at} {floats} {width}"] = order(made)
+    sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
     given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "HAS_KEPT": True}
-    early = compiled(
-        import_module("saesteer.kernels.edit.edit").edit_kernel,
-        "bf16",
-        1,
-        {**sizes, **given, "ROUNDS": True, "PDL": True},
-    )
+    given["HAS_CAPTURES"] = True
+    edit = import_module("saesteer.kernels.edit.edit").edit_kernel
+    early["edit_kernel"] = order(compiled(edit, "bf16", 1, {**sizes, **given, "ROUNDS": True, "PDL": True}))
     read = import_module("saesteer.kernels.read.select")
     kind = {"HAS_NORM": True, "MAGNITUDE": True}
     tiles = {"ROWS": 32, "COLUMNS": 64, **kind}
@@ -134,9 +134,7 @@ def main() -> None:
     for kept, size in ((8, 64), (32, 32)):
         steps = {"KEPT": kept, "CHUNK": 512, "SIZE": size, "COLUMNS": size, **kind}
         reads[f"select_kernel {kept}"] = compiled(read.select_kernel, "fp32", 8, steps).metadata.shared
-    words = {"griddepcontrol.wait": "wait", "ld.global.L1::evict_last.L2::cache_hint": "kept", "ld.global": "read"}
-    order = [words[one] for one in re.findall("|".join(words), early.asm["ptx"])]
-    tell({"shared": shared, "early": order, "read": reads})
+    tell({"shared": shared, "early": early, "read": reads})
 
 
 if __name__ == "__main__":
