@@ -78,6 +78,8 @@ class Call:
 
     def bound(self, place: str, state: State, scratch: Tensor) -> Bound:
         """What the call reads, bound to its site, over copies on another device."""
+        if len(state.registers) < len(state.cells):
+            state.registers = torch.zeros(len(state.cells), state.registers.shape[1])
         return Bound(
             index=self.site.to(place),
             table=self.table.to(place),
@@ -93,12 +95,7 @@ class Call:
             has_norms=self.has_norms,
         )
 
-    def _room(self, state: State) -> None:
-        if len(state.registers) < len(state.cells):
-            state.registers = torch.zeros(len(state.cells), state.registers.shape[1])
-
     def reference(self, state: State) -> None:
-        self._room(state)
         bound = self.bound("cpu", state, torch.zeros(0))
         edit_ref_(state.stream, state.second, self.norm_weight, state.counts, bound, self.form, EPS, OFFSET)
 
@@ -113,7 +110,6 @@ class Call:
         )
         assert stream is not None
         counts = state.counts.to(place)
-        self._room(state)
         bound = self.bound(place, state, scratch.to(place))
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
             given = stream, second, norm_weight, counts, bound, self.form, EPS, OFFSET

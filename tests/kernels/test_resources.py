@@ -78,7 +78,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows")
+    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows", "before", "after")
     integers = ("table", "site", "work", "counts", "cells")
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
