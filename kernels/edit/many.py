@@ -150,7 +150,6 @@ def many_kernel(
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
     own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
 
-    WIDE: tl.constexpr = 16384 // TOKENS  # columns of the norm's pass at once: as many elements as fit into registers
     turns: tl.constexpr = SHARES if SHARES > 0 else 1
     for it in range(tl.program_id(0), n_items * turns, tl.num_programs(0)):
         item = work + 4 + (it // turns) * 4
@@ -212,9 +211,8 @@ def many_kernel(
                 if FORM == NORMED:
                     tl.debug_barrier()
                     scale = tl.rsqrt(squares / WIDTH + eps)
-                    # Each turn waits for its part of the norm's weight: few and wide.
-                    for start in range(0, WIDTH, WIDE):
-                        cols = start + tl.arange(0, WIDE)
+                    for start in range(0, WIDTH, BLOCK_N):
+                        cols = start + tl.arange(0, BLOCK_N)
                         at = x_at[:, None] + cols[None, :]
                         mask = keep[:, None] & (cols < WIDTH)[None, :]
                         z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
