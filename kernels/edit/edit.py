@@ -176,7 +176,7 @@ def edit_kernel(
             bits = 0
             if (kind & GATED) != 0:
                 bits = tl.load(cell)
-            before = bits
+            had = bits
 
             changes = 0
             fresh = True
@@ -278,7 +278,7 @@ def edit_kernel(
                         x = plus(x, change)
                         change = zeros(x)
 
-            if bits != before:
+            if bits != had:
                 tl.store(cell, bits)
             if parts > 1:
                 # The last part to arrive adds all of them up in order, so the sum does not depend on who is last.

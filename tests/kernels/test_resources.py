@@ -84,7 +84,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows")
+    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows", "before", "after")
     integers = ("table", "site", "work", "counts", "cells")
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
@@ -116,7 +116,8 @@ def main() -> None:
                 made = compiled(kernel, floats, warps, {**constants, "WIDTH": width, "FORM": layout.NORMED})
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
     sizes = {"WIDTH": 64, "HEAD": 64, "TAIL": 0, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
-    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "HAS_KEPT": True}
+    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True}
+    given |= {"HAS_KEPT": True, "HAS_CAPTURES": True}
     early = compiled(
         import_module("saesteer.kernels.edit.edit").edit_kernel,
         "bf16",
