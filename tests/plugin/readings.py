@@ -62,19 +62,19 @@ def passed(oracle: hf.Model, ids: Sequence[int], edits: Any, prompt_len: int) ->
 def positions_of(scope: Any, prompt_len: int, end: int) -> list[int]:
     """The positions below ``end`` of a scope, in its words."""
     scope = scope or {}
-    found = range(end)
+    found = set(range(end))
     if "positions" in scope:
-        found = sorted(
-            {
-                at
-                for lo, hi in scope["positions"]
-                for at in (range(end) if lo >= 0 and hi is None else range(prompt_len))[lo:hi]  # as slices do
-            }
-        )
+        found = set()
+        for lo, hi in scope["positions"]:
+            first = lo + prompt_len if lo < 0 else lo
+            last = (prompt_len if lo < 0 else end) if hi is None else hi + prompt_len if hi < 0 else hi
+            found.update(range(max(0, first), min(last, end)))
     either = "prompt" in scope or "generated" in scope
     prompt = scope.get("prompt", not scope.get("generated")) if either else True
     generated = scope.get("generated", not scope.get("prompt")) if either else True
-    return [at for at in found if at >= scope.get("skip_first", 0) and (prompt if at < prompt_len else generated)]
+    return [
+        at for at in sorted(found) if at >= scope.get("skip_first", 0) and (prompt if at < prompt_len else generated)
+    ]
 
 
 def tensor(entry: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -118,7 +118,7 @@ def check_reads(
         assert entry["site"] == canonical(str(info.site_in))
         x = inputs(info, getattr(made, entry["at"]))
         at = expected(one, generated)
-        assert [row["position"] for row in entry["rows"]] == at
+        assert [row["position"] for row in entry["rows"]] == at, name
         named, top_k = one.get("features", ()), one.get("top_k", 0 if "features" in one else 8)
         for row, here in zip(entry["rows"], at, strict=True):
             assert row.keys() == {"position"} | ({"top"} if top_k else set()) | ({"features"} if named else set())
@@ -151,7 +151,8 @@ def check_reads(
         elif not at:
             assert (entry["tokens"], entry["positions"], entry["shape"]) == (0, [], [0, 0])
         else:
-            assert (entry["tokens"], entry["positions"]) == (len(at), [at[0], at[-1] + 1])
+            got = entry["tokens"], entry["positions"]
+            assert got == (len(at), [at[0], at[-1] + 1]), (site, how, got, len(prompt), len(ids), at[0], at[-1])
             reduced = {"mean": rows.mean(0), "max": rows.amax(0), "last": rows[-1]}[how]
             off = (torch.from_numpy(tensor(entry)[0].copy()) - reduced.cpu()).abs().max()
             assert float(off) < CLOSE * float(rows.abs().max()), (site, how)
