@@ -2,7 +2,7 @@
 
 table [rows, width] int32: one row for each running request. Row 0 belongs to nobody and stays empty.
 
-    word 0                number of entries of the row, or 1 if it has captures alone; 0: nothing is edited or captured
+    word 0                number of entries of the row, or 1 if it only reads; 0: nothing is edited or read
     word 1                the largest PARTS of its sites
     word 2                1 if some site needs a whole dictionary encoded
     word 3                0

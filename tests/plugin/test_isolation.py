@@ -14,7 +14,13 @@ from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Dictionaries, engine_o
 pytestmark = pytest.mark.slow
 
 FORMS = ["second", "topk", "mid", "embed", "last"]
-MIXED = [None, {"edits": [BRIDGE]}, None, {"edits": [OCEAN]}]
+MIXED: list[Any] = [None, {"edits": [BRIDGE]}, None, {"edits": [OCEAN]}]
+READ = {
+    "features": [{"dictionary": "demo", "scope": {"positions": [[0, None]]}}, {"dictionary": "topk", "at": "after"}],
+    "activations": [{"site": "resid_post.20"}, {"site": "resid_mid.7", "at": "after", "reduce": "mean"}],
+    "hidden": True,
+}
+READING = [None, {"return": READ}, {"return": {"hidden": True}}, {"return": READ}]
 # A bound far below every activation, and a window that no token reaches: clamps that change nothing.
 IDLE = [
     {"edits": [{**BRIDGE, "mode": "min", "value": -1.0, "unit": "raw"}]},
@@ -43,6 +49,7 @@ def stock(model_dir: str) -> list[Completion]:
 @pytest.fixture(scope="module")
 def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Completion]]:
     steers: dict[str, Any] = {"before": (), "mixed": MIXED, "clean": (), "idle": IDLE}
+    steers |= {"reading": READING, "mixed and read": [one and {**one, "return": READ} for one in MIXED]}
     steers |= {name: [None, form(name), None, form(name)] for name in FORMS}
     batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in steers.values()]
     answers = run(model_dir, batches, dictionaries=dictionaries.arguments, options=engine_options())
@@ -54,14 +61,14 @@ def bits(answers: list[Completion]) -> list[Any]:
     return [(answer.ids, answer.logprobs) for answer in answers]
 
 
-@pytest.mark.parametrize("batch", ["before", "clean", "idle"])
+@pytest.mark.parametrize("batch", ["before", "clean", "idle", "reading"])
 def test_whoever_is_not_edited_has_stocks_bits(
     stock: list[Completion], ours: dict[str, list[Completion]], batch: str
 ) -> None:
     assert bits(ours[batch]) == bits(stock)
 
 
-@pytest.mark.parametrize("batch", ["mixed", *FORMS])
+@pytest.mark.parametrize("batch", ["mixed", "mixed and read", *FORMS])
 def test_plain_requests_have_stocks_bits_beside_steered_ones(
     stock: list[Completion], ours: dict[str, list[Completion]], batch: str
 ) -> None:

@@ -1,0 +1,295 @@
+"""What requests read on the real engine is what Transformers computes of the same tokens, whatever runs beside them."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from saesteer import hf
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, generate, preemptions
+from tests.plugin.readings import check_reads
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 16 if CUDA else 32
+# Prompts are computed in chunks of 64 tokens; a cache for 640 tokens makes a crowd preempt.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
+OPTIONS |= {"reads": ["resid_post.7", "mlp_out.12", "attn_out.9"]}
+
+EVERYWHERE = {"positions": [[0, None]]}
+STEERED = [BRIDGE, {**OCEAN, "scope": {"generated": True}}, {"op": "add", "vector": "any", "site": "resid_mid.7"}]
+READS: dict[str, Any] = {
+    "features": {
+        "features": [
+            {"dictionary": "demo", "top_k": 8, "features": [3497, 99], "scope": EVERYWHERE},
+            {"dictionary": "demo", "top_k": 3, "at": "after"},
+            {"dictionary": "topk", "scope": {"prompt": True}},
+            {"dictionary": "norm", "top_k": 12, "scope": {"positions": [[0, 3], [-2, None]]}},
+            {"dictionary": "group", "top_k": 5, "features": [95], "scope": EVERYWHERE},
+            {"dictionary": "cross", "features": [3, 4, 95]},
+            {"dictionary": "skip", "top_k": 4, "scope": EVERYWHERE},
+            {"dictionary": "deep", "layer": 15, "top_k": 96, "at": "after", "scope": {"skip_first": 2}},
+        ]
+    },
+    "probes": {
+        "probes": [
+            "probe",
+            {"probe": "probe", "at": "after", "scope": EVERYWHERE},
+            {"probe": "each", "site": "resid_post.20", "scope": {"prompt": True}},
+            {"probe": "any", "site": "resid_mid.7", "scope": {"positions": [[1, 4], [-3, -1]]}},
+            {"probe": "any", "site": "resid_mid.7", "at": "after", "scope": {"positions": [[1, 4], [-3, -1]]}},
+        ]
+    },
+    "activations": {
+        "activations": [
+            {"site": "resid_post.20"},
+            {"site": "resid_post.15", "at": "after", "reduce": "mean"},
+            {"site": "resid_post.15", "scope": {"positions": [[5, 9], [-1, None]]}},
+            {"site": "mlp_out.12", "reduce": "max", "scope": {"prompt": True}},
+            {"site": "attn_out.9", "reduce": "last"},
+            {"site": "resid_post.29", "reduce": "mean", "scope": {"generated": True}},
+            {"site": "resid_mid.7", "reduce": "max", "at": "after", "scope": {"positions": [[2, 3], [60, 70]]}},
+        ],
+        "hidden": True,
+    },
+    "hidden": {"hidden": {"scope": {"positions": [[0, 2], [-2, None]]}}},
+    "generated": {
+        "features": [{"dictionary": "demo"}],
+        "probes": ["probe"],
+        "activations": [{"site": "resid_post.7", "scope": {"generated": True}, "reduce": "max"}],
+        "hidden": {"scope": {"generated": True}},
+    },
+}
+READS["all"] = {
+    "features": READS["features"]["features"],
+    "probes": READS["probes"]["probes"],
+    "activations": READS["activations"]["activations"],
+    "hidden": True,
+}
+
+
+@pytest.fixture
+def llm(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that `waiting` can look into the engine
+    found = make_engine(**OPTIONS)
+    assert found.reset_prefix_cache()
+    return found
+
+
+def text(tag: str, letters: int = 400) -> str:
+    """A prompt that no other test has used."""
+    return f"Notes number {tag}. {LONG_PROMPT}"[:letters]
+
+
+def ask(llm: Any, prompts: Any, steer: Any, tokens: int | Sequence[int] = 12, **sampling: Any) -> Any:
+    """Outputs, greedy unless said otherwise."""
+    from vllm import SamplingParams
+
+    each = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    sampling = {"temperature": 0, "logprobs": 0, "ignore_eos": True} | sampling
+    return llm.generate(prompts, [SamplingParams(max_tokens=n, **sampling) for n in each], steer=steer, use_tqdm=False)
+
+
+def check(oracle: hf.Model, output: Any, returns: Any, edits: Any = ()) -> None:
+    """All choices of an output."""
+    for choice in output.outputs:
+        check_reads(oracle, output.prompt_token_ids, choice, returns, edits, output.num_cached_tokens)
+
+
+@pytest.mark.parametrize("edits", [[], STEERED], ids=["plain", "steered"])
+@pytest.mark.parametrize("kind", READS)
+def test_reads_of_a_chunked_prompt_and_its_answer(llm: Any, oracle: hf.Model, kind: str, edits: Any) -> None:
+    (output,) = ask(llm, [text(f"{kind} {len(edits)}", 700)], {"edits": edits, "return": READS[kind]})
+    assert len(output.prompt_token_ids) > 2 * 64, "in chunks"
+    check(oracle, output, READS[kind], edits)
+
+
+def test_a_crowd_that_preempts_and_reads_different_things(llm: Any, oracle: hf.Model) -> None:
+    """Twelve requests join and end in mid-run, in a cache that is too small for the eight that run at once."""
+    kinds = [*READS, None]
+    wanted = [kinds[n % len(kinds)] for n in range(12)]
+    edits = [[[], STEERED][n % 3 == 1] for n in range(12)]
+    specs = [
+        None if kind is None else {"edits": own, "return": READS[kind]} for kind, own in zip(wanted, edits, strict=True)
+    ]
+    before = preemptions(llm)
+    outputs = ask(
+        llm, [text(f"crowd {n}", 120 + 70 * (n % 5)) for n in range(12)], specs, [30 + 9 * (n % 7) for n in range(12)]
+    )
+    assert preemptions(llm) > before, "the cache was small enough to preempt"
+    for output, kind, own in zip(outputs, wanted, edits, strict=True):
+        if kind is None:
+            assert not hasattr(output, "saesteer")
+        else:
+            check(oracle, output, READS[kind], own)
+
+
+ANYWHERE = {"probes": [{"probe": "probe", "scope": {"positions": [[40, None]]}}]}
+SKIPPED = {
+    "probes": [{**ANYWHERE["probes"][0], "cached": "skip"}],
+    "activations": [{"site": "resid_post.20", "reduce": "mean", "cached": "skip"}],
+    "hidden": {"scope": EVERYWHERE, "cached": "skip"},
+}
+
+
+def test_cached_prompts_are_computed_again_from_the_first_read(llm: Any, oracle: hf.Model) -> None:
+    """What a reader leaves in the cache serves others, and the other way round."""
+    prompt = [text("cached", 500)]
+    (plain,) = ask(llm, prompt, None)
+    whole = (len(plain.prompt_token_ids) - 1) // BLOCK * BLOCK
+    assert plain.num_cached_tokens == 0 and whole > 2 * BLOCK
+    for returns, hit in (
+        (ANYWHERE, 40 // BLOCK * BLOCK),
+        (READS["activations"], 0),
+        (READS["generated"], whole),
+        (SKIPPED, whole),
+        ({"hidden": True}, whole),
+        ({"hidden": {"scope": {"positions": [[-1, None]]}}}, whole),
+    ):
+        (output,) = ask(llm, prompt, {"return": returns})
+        assert output.num_cached_tokens == hit, returns
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+        check(oracle, output, returns)
+    assert llm.reset_prefix_cache()
+    (first,) = ask(llm, prompt, {"return": READS["all"]})
+    (second,) = ask(llm, prompt, None)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, whole)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == plain.outputs[0].token_ids
+    check(oracle, first, READS["all"])
+
+
+def test_each_of_several_answers(llm: Any, oracle: hf.Model) -> None:
+    (output,) = ask(llm, [text("several")], {"return": READS["all"]}, n=2, temperature=1.5)
+    one, two = output.outputs
+    assert one.token_ids != two.token_ids and one.saesteer is not two.saesteer
+    for choice in (one, two):
+        check_reads(oracle, output.prompt_token_ids, choice, READS["all"])
+
+
+ENDS: dict[str, Callable[[list[int], Any], dict[str, Any]]] = {
+    "stop string": lambda ids, decode: {"stop": [decode(ids[5:7])]},
+    "stop token": lambda ids, _: {"stop_token_ids": [ids[6]]},
+    "length": lambda *_: {},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_however_an_answer_ends(llm: Any, oracle: hf.Model, end: str) -> None:
+    returns = READS["generated"] | {"hidden": True}
+    prompt = [text(f"ends {end}", 150)]
+    (whole,) = ask(llm, prompt, None)
+    more = ENDS[end](list(whole.outputs[0].token_ids), llm.get_tokenizer().decode)
+    (output,) = ask(llm, prompt, {"return": returns}, **more)
+    (choice,) = output.outputs
+    assert choice.finish_reason == ("stop" if more else "length")
+    assert bool(more) == (len(choice.token_ids) < 12)
+    check(oracle, output, returns)
+
+
+def test_one_token_was_no_input(llm: Any, oracle: hf.Model) -> None:
+    for returns in (READS["generated"], READS["all"]):
+        (output,) = ask(llm, [text("one", 150)], {"return": returns}, 1)
+        check(oracle, output, returns)
+    (output,) = ask(llm, [text("one", 150)], {"return": READS["generated"]}, 1)
+    said = output.saesteer
+    assert [said["features"][0]["rows"], said["probes"][0]["scores"], said["activations"][0]["tokens"]] == [[], [], 0]
+
+
+def add(llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
+    """A stream."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    extra = None if returns is None else {"saesteer": {"return": returns}}
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, output_kind=RequestOutputKind.DELTA
+    )
+    ids = llm.get_tokenizer()(prompt).input_ids
+    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+
+def positions(entry: Any) -> list[int]:
+    return [row["position"] for row in entry["rows"]] if "rows" in entry else list(entry["positions"])
+
+
+def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> None:
+    returns = {
+        "features": [{"dictionary": "demo", "top_k": 2, "scope": EVERYWHERE}],
+        "probes": ["probe"],
+        "activations": [{"site": "resid_post.20"}],
+    }
+    add(llm, "stream", text("stream", 500), returns, 12)
+    engine, tokens, prompt = llm.llm_engine, 0, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            prompt = prompt or len(output.prompt_token_ids)
+            (choice,) = output.outputs
+            tokens += len(choice.token_ids)
+            for word, first in (("features", 0), ("probes", prompt), ("activations", 0)):
+                told = [at for entry in choice.saesteer[word] for at in positions(entry)]
+                assert told == [*range(first, prompt + tokens - 1)]
+    assert tokens == 12
+
+
+def waiting(_worker: Any) -> list[int]:
+    """How many requests the scheduler in this process keeps something for."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    found = [one for one in gc.get_objects() if issubclass(type(one), Scheduler)]
+    return [len(vars(one).get("saesteer_read", ())) for one in found]
+
+
+def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for the engine in its other process."""
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end
+
+
+@pytest.fixture
+def unfinished(llm: Any) -> Iterator[Any]:
+    """The engine; what a test leaves is taken from it."""
+    yield llm.llm_engine
+    llm.llm_engine.abort_request(["one", "two", "other"])
+
+
+def test_nothing_stays_behind_a_request_that_was_aborted(llm: Any, unfinished: Any, oracle: hf.Model) -> None:
+    """In mid-prompt, where what was read waits for an output; and in mid-answer."""
+
+    def kept() -> int:
+        (found,) = llm.collective_rpc(waiting)
+        assert len(found) == 1, "one scheduler"
+        return int(found[0])
+
+    add(llm, "one", text("abort", 2000), READS["all"], 8)
+    until(lambda: kept() > 0)
+    unfinished.abort_request(["one"])
+    until(lambda: kept() == 0)
+    add(llm, "two", text("abort two", 100), READS["all"], 300)
+    add(llm, "other", text("abort other", 100), {"probes": ["probe"]}, 40)
+    steps, ended = 0, []
+    while unfinished.has_unfinished_requests():
+        for output in unfinished.step():
+            steps += output.request_id == "two"
+            ended += [output.request_id] * output.finished
+            if steps == 5:
+                unfinished.abort_request(["two"])
+            if output.request_id == "other" and output.finished:
+                told = [at for entry in output.outputs[0].saesteer["probes"] for at in positions(entry)]
+                start = len(output.prompt_token_ids)
+                assert told == [*range(start, start + 39)]
+    assert ended == ["other"]
+    until(lambda: kept() == 0)
+    (output,) = ask(llm, [text("abort after")], {"return": READS["all"]})
+    check(oracle, output, READS["all"])
+
+
+def test_reading_changes_no_answer(llm: Any) -> None:
+    prompt = [text("unchanged", 300)]
+    assert llm.reset_prefix_cache()
+    plain = generate(llm, prompt)
+    assert llm.reset_prefix_cache()
+    assert generate(llm, prompt, {"return": READS["all"]}) == plain, "to the bit"
