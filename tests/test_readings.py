@@ -50,9 +50,10 @@ def readings(draw: Any) -> Reading:
     kind = draw(st.sampled_from(["features", "probe", "activation", "activation", "hidden"]))
     op = None if kind == "hidden" else draw(st.sampled_from([*WIDTHS]))
     last = kind == "hidden" and draw(st.booleans())
-    reduce = draw(st.sampled_from(["none", "mean", "max", "last"])) if kind == "activation" else "none"
+    reduce: Any = draw(st.sampled_from(["none", "mean", "max", "last"])) if kind == "activation" else "none"
     source = draw(st.sampled_from(SOURCES[kind][WIDTHS[op]])) if kind in SOURCES and op else None
-    top_k, named = draw(st.sampled_from([(3, ()), (0, (5, 1)), (8, (6,))])) if kind == "features" else (0, ())
+    asked = [(3, ()), (3, (2,)), (0, (5, 1)), (0, (1, 5)), (8, (6,))]
+    top_k, named = draw(st.sampled_from(asked)) if kind == "features" else (0, ())
     windows = [] if last else draw(spans())
     return Reading(kind, op, draw(st.booleans()), windows, last, reduce, source, top_k, named)
 

@@ -146,7 +146,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             captures=captures,
         )
         spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
-    # Not 0 where only hidden states are read: the device numbers the steps in which it lists somebody, as the host does.
+    # Not 0 where only hidden states are read: the device numbers the steps in which it lists somebody, like the host.
     words[:3] = max(first, 1), most, whole
     if limit > 0:
         # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.

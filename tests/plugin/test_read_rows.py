@@ -2,6 +2,7 @@
 
 from base64 import b64decode
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.readouts import Blob, Brought, Part, Reading
 from saesteer.planning.plan import END, Direction, Readout, Window
-from saesteer.plugin.results import reads
+from saesteer.plugin.results import counts, reads
 from saesteer.plugin.results.reads import READ, Reported, Rows
 
 SITE = "resid_post.3"
@@ -58,6 +59,10 @@ def inside(windows: Sequence[Window], lo: int, hi: int) -> list[Window]:
 
 def numbers(entry: Any) -> Any:
     return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"]).tolist()
+
+
+def of_kind(fields: Any, name: str) -> list[Any]:
+    return [one for one in fields["activations"] if one["name"] == name]
 
 
 @st.composite
@@ -119,6 +124,9 @@ def test_each_position_once_however_it_is_computed(
                 )
         computed = step
 
+    for entries in (fields["features"], fields["probes"], of_kind(fields, "activation")):
+        empty = [one for one in entries if not one.get("rows", one.get("positions"))]
+        assert not empty or len(entries) == 1, "an empty entry only where nothing was read"
     expected = [[p for lo, hi in scope for p in range(lo, min(hi, end))] for scope in scopes]
     assert {key: {one["name"] for one in entries} for key, entries in fields.items()} == {
         "features": {"features"},
@@ -137,11 +145,11 @@ def test_each_position_once_however_it_is_computed(
     ]
     scores = [pair for entry in fields["probes"] for pair in zip(entry["positions"], entry["scores"], strict=True)]
     assert scores == [(p, row(p)[0]) for p in expected[1]]
-    of = {name: [one for one in fields["activations"] if one["name"] == name] for name in ("activation",)}
-    whole = [pair for one in of["activation"] for pair in zip(one["positions"], numbers(one), strict=True)]
+    tensors = of_kind(fields, "activation")
+    whole = [pair for one in tensors for pair in zip(one["positions"], numbers(one), strict=True)]
     assert whole == [(p, row(p)) for p in expected[2]]
     for how, at in zip(("mean", "max", "last"), expected[3:], strict=True):
-        (one,) = (one for one in fields["activations"] if one["name"] == f"activation {how}")
+        (one,) = of_kind(fields, f"activation {how}")
         assert one["tokens"] == len(at)
         if not at:
             assert (one["positions"], one["shape"]) == ([], [0, 0])
@@ -192,7 +200,7 @@ LAST = Reading("hidden", None, True, (), True, "none", None, 0, ())
 
 def brought(*found: tuple[str, Reading, int]) -> Brought:
     """One position of each of these requests."""
-    parts = [
+    parts: list[tuple[Part, tuple[torch.Tensor, ...]]] = [
         (Part(name, number, reading, [(at, at + 1)], 0, 1), (torch.tensor([[float(at)]]),))
         for number, (name, reading, at) in enumerate(found)
     ]
@@ -228,6 +236,18 @@ def test_the_row_of_the_last_token_comes_only_where_an_answer_may_end() -> None:
     made = [output("a"), output("b", "length"), output("c")]
     found = brought(("a", LAST, 3), ("b", LAST, 4), ("c", LAST, 5))
     assert send(scheduler, made, found, ["c"]) == {"b": [(1, (4, 5))], "c": [(2, (5, 6))]}
+    assert scheduler.saesteer_read == {}
+
+
+def test_a_step_in_which_nobody_is_steered_lets_go_of_what_an_aborted_request_has_read() -> None:
+    outputs: dict[int, Any] = {}
+    scheduler = SimpleNamespace(requests={"a": 1}, finished_req_ids=set())
+    step = partial(counts._sending(lambda *_: outputs), scheduler, None)
+    send(scheduler, [], brought(("a", PROBE, 0)))
+    assert step(SimpleNamespace()) is outputs
+    assert set(scheduler.saesteer_read) == {"a"}
+    scheduler.requests.clear()
+    assert step(SimpleNamespace()) is outputs
     assert scheduler.saesteer_read == {}
 
 

@@ -1,8 +1,6 @@
 """What requests read on the real engine is what Transformers computes of the same tokens, whatever runs beside them."""
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -72,8 +70,7 @@ READS["all"] = {
 
 
 @pytest.fixture
-def llm(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that `waiting` can look into the engine
+def llm(make_engine: Callable[..., Any]) -> Any:
     found = make_engine(**OPTIONS)
     assert found.reset_prefix_cache()
     return found
@@ -198,8 +195,8 @@ def test_one_token_was_no_input(llm: Any, oracle: hf.Model) -> None:
     assert [said["features"][0]["rows"], said["probes"][0]["scores"], said["activations"][0]["tokens"]] == [[], [], 0]
 
 
-def add(llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
-    """A stream."""
+def add(engine: Any, llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
+    """Begin a stream."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -208,7 +205,7 @@ def add(llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
         temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, output_kind=RequestOutputKind.DELTA
     )
     ids = llm.get_tokenizer()(prompt).input_ids
-    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+    engine.add_request(name, {"prompt_token_ids": ids}, params)
 
 
 def positions(entry: Any) -> list[int]:
@@ -221,8 +218,8 @@ def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> N
         "probes": ["probe"],
         "activations": [{"site": "resid_post.20"}],
     }
-    add(llm, "stream", text("stream", 500), returns, 12)
     engine, tokens, prompt = llm.llm_engine, 0, 0
+    add(engine, llm, "stream", text("stream", 500), returns, 12)
     while engine.has_unfinished_requests():
         for output in engine.step():
             prompt = prompt or len(output.prompt_token_ids)
@@ -234,62 +231,56 @@ def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> N
     assert tokens == 12
 
 
-def waiting(_worker: Any) -> list[int]:
-    """How many requests the scheduler in this process keeps something for."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    found = [one for one in gc.get_objects() if issubclass(type(one), Scheduler)]
-    return [len(vars(one).get("saesteer_read", ())) for one in found]
-
-
-def until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for the engine in its other process."""
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end
-
-
 @pytest.fixture
-def unfinished(llm: Any) -> Iterator[Any]:
-    """The engine; what a test leaves is taken from it."""
-    yield llm.llm_engine
-    llm.llm_engine.abort_request(["one", "two", "other"])
+def inside(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine whose scheduler runs here, and only when it is asked for a step."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return make_engine(**OPTIONS, seed=1).llm_engine
 
 
-def test_nothing_stays_behind_a_request_that_was_aborted(llm: Any, unfinished: Any, oracle: hf.Model) -> None:
-    """In mid-prompt, where what was read waits for an output; and in mid-answer."""
+def test_nothing_stays_behind_a_request_that_was_aborted(llm: Any, inside: Any) -> None:
+    """In mid-prompt, where what was read waits for an output, and in mid-answer."""
+    scheduler = inside.engine_core.engine_core.scheduler
 
     def kept() -> int:
-        (found,) = llm.collective_rpc(waiting)
-        assert len(found) == 1, "one scheduler"
-        return int(found[0])
+        return len(vars(scheduler).get("saesteer_read", ()))
 
-    add(llm, "one", text("abort", 2000), READS["all"], 8)
-    until(lambda: kept() > 0)
-    unfinished.abort_request(["one"])
-    until(lambda: kept() == 0)
-    add(llm, "two", text("abort two", 100), READS["all"], 300)
-    add(llm, "other", text("abort other", 100), {"probes": ["probe"]}, 40)
+    add(inside, llm, "one", text("abort one", 900), READS["all"], 8)
+    while not kept():
+        inside.step()
+    inside.abort_request(["one"])
+    inside.step()
+    assert kept() == 0, "although nobody else runs"
+    add(inside, llm, "two", text("abort two", 100), READS["all"], 300)
+    for _ in range(6):
+        inside.step()
+    inside.abort_request(["two"])
+    inside.step()
+    assert kept() == 0 and not inside.has_unfinished_requests()
+
+
+def test_an_abort_leaves_others_alone(llm: Any, oracle: hf.Model) -> None:
+    engine = llm.llm_engine
+    add(engine, llm, "gone", text("gone", 100), READS["all"], 300)
+    add(engine, llm, "stays", text("stays", 100), {"probes": ["probe"]}, 40)
     steps, ended = 0, []
-    while unfinished.has_unfinished_requests():
-        for output in unfinished.step():
-            steps += output.request_id == "two"
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            steps += output.request_id == "gone"
             ended += [output.request_id] * output.finished
             if steps == 5:
-                unfinished.abort_request(["two"])
-            if output.request_id == "other" and output.finished:
+                engine.abort_request(["gone"])
+            if output.request_id == "stays" and output.finished:
                 told = [at for entry in output.outputs[0].saesteer["probes"] for at in positions(entry)]
                 start = len(output.prompt_token_ids)
                 assert told == [*range(start, start + 39)]
-    assert ended == ["other"]
-    until(lambda: kept() == 0)
-    (output,) = ask(llm, [text("abort after")], {"return": READS["all"]})
+    assert ended == ["stays"]
+    (output,) = ask(llm, [text("after an abort")], {"return": READS["all"]})
     check(oracle, output, READS["all"])
 
 
 def test_reading_changes_no_answer(llm: Any) -> None:
     prompt = [text("unchanged", 300)]
-    assert llm.reset_prefix_cache()
     plain = generate(llm, prompt)
     assert llm.reset_prefix_cache()
     assert generate(llm, prompt, {"return": READS["all"]}) == plain, "to the bit"

@@ -139,7 +139,9 @@ def _sending(
 ) -> Any:
     found: Table | Snapshot | None = getattr(model_runner_output, KEY, None)
     if found is None:
-        return original(self, scheduler_output, model_runner_output, *args, **kw)
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
+        reads.send(self, outputs, None, frozenset())  # somebody for whom it was kept may have been aborted
+        return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
