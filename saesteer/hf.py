@@ -142,7 +142,8 @@ class Model:
     ) -> Iterator[tuple[list[int], Plan, Row | None]]:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
+        everywhere = replace(self.engine.catalog, reads=None)  # no flag makes a site one that may be read
+        planned = plan(spec, everywhere, len(ids) if prompt_len is None else prompt_len)
         if planned.readouts:
             message = "reads values out, which is not served on Transformers, expected nothing but dose"
             fail(planned.readouts[0].field, "not_served", message)

@@ -59,6 +59,8 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
         "saesteer": {
             "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3", "rows": False}},
             "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
+            "reads": [],
+            "max_read_mib": 64,
             "max_edits": 32,
             "vectors": {},
             "modules": {},
@@ -101,6 +103,8 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         },
         "modules": {"calm": f"{tmp_path}/calm.json"},
         "sites": ["resid_post.all"],
+        "reads": [],
+        "max_read_mib": 64,
         "max_edits": 16,
         "pool_rows": 9,
         "inline_rows": 2,

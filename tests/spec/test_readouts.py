@@ -100,7 +100,6 @@ def test_probes() -> None:
     assert second.probe == Direction("any", None)
     assert (third.site, third.probe) == ("resid_post.15", Direction("each", 16)), "the row of the layer as written"
     assert one(probes=[{"probe": "wide", "site": "z.15"}]).site == "z.15"
-    assert one(probes=[{"probe": "any", "site": "mlp_in_pregain.15"}]).op == "resid_mid.15"
 
 
 def test_activations() -> None:
@@ -109,8 +108,6 @@ def test_activations() -> None:
         "activation", "resid_post.15", "resid_post.15", ((0, P),)
     )  # fmt: skip
     assert (found.reduce, found.inline, found.recompute, found.after) == ("mean", True, True, False)
-    found = one(activations=[{"site": "mlp_in_pregain.15"}])
-    assert (found.site, found.op, found.windows) == ("mlp_in_pregain.15", "resid_mid.15", ((0, END),))
 
 
 def test_hidden_states() -> None:
@@ -177,13 +174,12 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], list[str]]] = [
      ["not keep", "--reads resid_post.16"]),
     ("no-op", "activations[0].site", "not_served", tensor(site="mlp_out.15"),
      ["mlp_out.15", "no op", "--reads mlp_out.15"]),
-    ("no-op-pregain", "activations[0].site", "not_served", tensor(site="mlp_in_pregain.3"), ["--reads resid_mid.3"]),
+    ("pregain", "activations[0].site", "not_served", tensor(site="mlp_in_pregain.3"),
+     ["only dictionaries", "mlp_in.3"]),
     ("not-kept", "activations[0].site", "not_served", tensor(site="resid_pre.17"),
      ["not keep", "--reads resid_post.16"]),
-    ("after-pregain", "activations[0].at", "conflict", tensor(site="mlp_in_pregain.15", at="after"),
-     ["expected before"]),
-    ("after-pregain-features", "features[0].at", "conflict", features(dictionary="pregain", at="after"), []),
-    ("after-pregain-probe", "probes[0].at", "conflict", probe(site="mlp_in_pregain.15", at="after"), []),
+    ("after-pregain", "features[0].at", "conflict", features(dictionary="pregain", at="after"), ["expected before"]),
+    ("pregain-probe", "probes[0].site", "not_served", probe(site="mlp_in_pregain.15"), ["expected resid_mid.15"]),
     ("prompt-skipped", "features[0].scope", "empty_scope", features(scope={"prompt": True, "skip_first": P}),
      ["10 tokens"]),
     ("prompt-cut", "probes[0].scope", "empty_scope", probe(scope={"prompt": True, "positions": [[P, P + 5]]}), []),
