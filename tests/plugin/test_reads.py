@@ -231,34 +231,6 @@ def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> N
     assert tokens == 12
 
 
-@pytest.fixture
-def inside(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine whose scheduler runs here, and only when it is asked for a step."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    return make_engine(**OPTIONS, seed=1).llm_engine
-
-
-def test_nothing_stays_behind_a_request_that_was_aborted(llm: Any, inside: Any) -> None:
-    """In mid-prompt, where what was read waits for an output, and in mid-answer."""
-    scheduler = inside.engine_core.engine_core.scheduler
-
-    def kept() -> int:
-        return len(vars(scheduler).get("saesteer_read", ()))
-
-    add(inside, llm, "one", text("abort one", 900), READS["all"], 8)
-    while not kept():
-        inside.step()
-    inside.abort_request(["one"])
-    inside.step()
-    assert kept() == 0, "although nobody else runs"
-    add(inside, llm, "two", text("abort two", 100), READS["all"], 300)
-    for _ in range(6):
-        inside.step()
-    inside.abort_request(["two"])
-    inside.step()
-    assert kept() == 0 and not inside.has_unfinished_requests()
-
-
 def test_an_abort_leaves_others_alone(llm: Any, oracle: hf.Model) -> None:
     engine = llm.llm_engine
     add(engine, llm, "gone", text("gone", 100), READS["all"], 300)
