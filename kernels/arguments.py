@@ -105,6 +105,29 @@ def check_map(
         raise ValueError(f"num_tokens {num_tokens}: expected 0 to {work.shape[0] - 1}, as `work` has room for")
 
 
+def check_border(
+    table: Tensor,
+    slots: Tensor,
+    query_start_loc: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    entries: int,
+    num_reqs: int,
+) -> None:
+    """Check the arguments of ops.border_.
+
+    Raises:
+        ValueError: with the tensor's name, what it is and what was expected.
+    """
+    _need_table(table)
+    _need_line(slots, "slots", _INTS, num_reqs)
+    _need_line(query_start_loc, "query_start_loc", _INTS, num_reqs + 1)
+    _need_line(tokens, "tokens", _INTS, 0)
+    _need_line(positions, "positions", _INTS, 0)
+    if not layout.HEAD <= entries <= table.shape[1]:
+        raise ValueError(f"entries {entries}: expected a word behind the head of a row of {table.shape[1]} words")
+
+
 def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
     """Check the arguments of ops.publish_.
 

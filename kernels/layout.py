@@ -5,15 +5,20 @@ table [rows, width] int32: one row for each running request. Row 0 belongs to no
     word 0                number of entries of the row, or 1 if it only reads; 0: nothing is edited or read
     word 1                the largest PARTS of its sites
     word 2                1 if some site needs a whole dictionary encoded
-    word 3                0
+    word 3                position of the first generated token, while entries wait for the end of the reasoning;
+                          0: none waits
     word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0: any dose
     word 5                columns of counts that the row uses
-    words 6 and 7         0
+    words 6 and 7         tokens of which each ends the reasoning by itself; one alone stands twice
     from word HEAD        SPAN words for each site: where its entries are, and what they need
     from ``head(sites)``  entries of ENTRY words each, ordered by site, by group, then as in the request
 
 A group is a run of entries that all read the same x. If a site has gates or reads, they are one group. The words MUL to
 GAIN of an entry are float32 bit patterns.
+
+An entry with ANSWER or REASONING edits a part of the generated tokens. The device samples the token that ends the
+reasoning, so the entry waits for it: until border_ has found it, an ANSWER has ~HI in place of HI, an empty window, and
+a REASONING has all of its window. Then LO of the one and HI of the other move to the position behind that token.
 
 news [words] int32: what a changed batch brings to the device. The map kernel puts it where it belongs:
 
@@ -51,8 +56,10 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
+FROM = 3  # word 3 of a row
 LIMIT = 4  # word 4 of a row
 COUNTERS = 5  # word 5 of a row
+CLOSING = 6  # first word of MOST_CLOSING
 HEAD = 8  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
@@ -110,6 +117,8 @@ GATE = 128  # leaves x alone and writes LOW < f < HIGH into a bit of cells
 READ = 256  # leaves x alone and writes min(max(MUL · f + ADD, LOW), HIGH) into a register
 HELD = 512  # f is what a register holds; it is neither ranked nor encoded here
 SCALED = 1024  # the delta is also multiplied by what a register holds
+ANSWER = 2048  # its window begins behind the token that ends the reasoning
+REASONING = 4096  # its window ends there
 COUNTER = 16
 
 # A site's doses in counts. Tokens are added in any order, so the last digits of a sum may differ from run to run.
@@ -138,6 +147,8 @@ LARGEST = 1e15  # element of an edited stream, so that its squares have a finite
 LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream
 SHORTEST = 1e-12  # smallest |x| that a dose is divided by
 MOST_GATES = 32  # gates of one row
+MOST_CLOSING = 2  # tokens that may end the reasoning
+NEVER = (1 << 31) - 1  # position of what has not come; open windows end here, too
 PUBLISHED = 4  # steps whose counts the host has; at most two are on their way
 STEPS = 1 << 30  # then their numbers start again at 0; a multiple of PUBLISHED
 

@@ -1,4 +1,4 @@
-"""The only door to the kernels: the ops edit_ and publish_, and the function map_, which never runs inside a graph.
+"""The only door to the kernels: the ops edit_ and publish_, and map_ and border_, which never run inside a graph.
 
 It sends CUDA tensors to Triton and CPU tensors to the reference, which defines what they mean. Each op changes tensors
 that its caller owns and returns nothing. So it allocates nothing, its fake does nothing, and it fits into a compiled
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from saesteer.kernels.arguments import check_edit, check_map, check_publish
+from saesteer.kernels.arguments import check_border, check_edit, check_map, check_publish
 from saesteer.kernels.bound import bound_at
-from saesteer.kernels.reference import edit_ref_, map_ref_, publish_ref_
+from saesteer.kernels.reference import border_ref_, edit_ref_, map_ref_, publish_ref_
 from saesteer.kernels.step.updates import News
 
 # How often the real ops ran, by the address of edit_'s `site` and of publish_'s `published`. An address that is missing
@@ -146,6 +146,43 @@ def map_(
         map_triton(*batch)
     else:
         map_ref_(*batch)
+
+
+def border_(
+    table: Tensor,
+    slots: Tensor,
+    row_offset: int,
+    query_start_loc: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    entries: int,
+    num_reqs: int,
+) -> None:
+    """For each row that waits, in a step that has its border: the windows of its parts begin or end behind it.
+
+    The border of a row is the first of its tokens, at position table[row, FROM] or later, that table[row, CLOSING]
+    names. A row that has found it waits no longer, so the row itself is all that is kept between steps. A step that
+    computes several generated tokens, after a preemption, edits all of them as if they had come one by one, since
+    windows are positions. Call it behind map_, which brings new rows, and before the step's first edit.
+
+    Args:
+        table: [rows, words] int32, see layout.py; changed in place.
+        slots, row_offset, query_start_loc, num_reqs: the batch, as in map_.
+        tokens: [>= tokens of the step] int32 or int64, the ids that are inputs.
+        positions: [>= tokens of the step] int32 or int64, of each token in its request.
+        entries: word offset of a row's first entry.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype or layout.
+    """
+    check_border(table, slots, query_start_loc, tokens, positions, entries, num_reqs)
+    batch = table, slots, row_offset, query_start_loc, tokens, positions, entries, num_reqs
+    if table.is_cuda:
+        from saesteer.kernels.step.border import border_triton  # a CPU may have no Triton
+
+        border_triton(*batch)
+    else:
+        border_ref_(*batch)
 
 
 def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> None:

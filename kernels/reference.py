@@ -295,6 +295,44 @@ def map_ref_(
         work[0, 3] = table[rows[lengths > 0], 2].max()
 
 
+def border_ref_(
+    table: Tensor,
+    slots: Tensor,
+    row_offset: int,
+    query_start_loc: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    entries: int,
+    num_reqs: int,
+) -> None:
+    """The windows of parts begin or end behind the first token that ends the reasoning. See ops.border_."""
+    for request, row in enumerate((slots[:num_reqs].long() + row_offset).tolist()):
+        words = table[row]
+        if words[layout.FROM] == 0:
+            continue
+        here = slice(int(query_start_loc[request]), int(query_start_loc[request + 1]))
+        closing = words[layout.CLOSING : layout.CLOSING + layout.MOST_CLOSING]
+        ends = torch.isin(tokens[here], closing) & (positions[here] >= words[layout.FROM])
+        if ends.any():
+            close_ref_(words, entries, int(positions[here][ends].min()))
+
+
+def close_ref_(words: Tensor, entries: int, border: int) -> None:
+    """Move the windows of a row's parts to the border; nothing waits there any more.
+
+    Args:
+        words: of the row, int32; changed in place.
+        entries: word offset of the first entry.
+        border: position of the token that ends the reasoning.
+    """
+    table = words[entries : entries + layout.ENTRY * int(words[0])].view(-1, layout.ENTRY)
+    lo, hi, flags = table[:, layout.LO], table[:, layout.HI], table[:, layout.FLAGS]
+    answer, reasoning = (flags & layout.ANSWER) != 0, (flags & layout.REASONING) != 0
+    lo.copy_(torch.where(answer, lo.clamp_min(border + 1), lo))
+    hi.copy_(torch.where(answer, ~hi, torch.where(reasoning, hi.clamp_max(border + 1), hi)))
+    words[layout.FROM] = 0
+
+
 def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
     """published[step] <- the step's number and the current counters of all rows. See ops.publish_."""
     if not work[0, 0]:

@@ -71,11 +71,11 @@ def add_chunk(
     read = (applies & reads(mul, low, high, flags)) | asks
     write = applies & (asks == 0)
     takes = write & ((flags & HELD) != 0)
+    if CHUNK > 1:
+        tl.debug_barrier()  # or words of the last entry would wait in line behind the rows of the first
     # Before the rows, so that it arrives with them.
     found = tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0)
     starts = slot.to(tl.int64) * WIDTH
-    if CHUNK > 1:
-        tl.debug_barrier()  # or words of the last entry would wait in line behind the rows of the first
     pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
     encoders = [pair[0].to(tl.float32) for pair in pairs]
     pre = tl.sum(total(times(encoders, [block[None, :] for block in x])), axis=1)

@@ -111,18 +111,20 @@ def edit_kernel(
     """
     if PDL:
         gdc_wait()
-    first = tl.program_id(0)
-    step = tl.num_programs(0)
+    wide = tl.num_programs(0)  # as many as tokens, if there are programs for all parts of each
+    place = tl.program_id(0)
+    part = tl.program_id(1)
+    first = part * wide + place
+    step = wide * tl.num_programs(1)
     # The first item usually comes with the header, in one round trip.
     n_items = kept(work)
     batch_parts = kept(work + 1)
     span = kept(work + 2)
-    usual = first < most_tokens
-    item = work + 4 + first * 4
+    usual = place < most_tokens
+    item = work + 4 + place * 4
     token = word(item, usual)
     row = word(item + 1, usual).to(tl.int64)
     exists = True
-    part = 0
     site_number = kept(site)
     number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
@@ -132,7 +134,8 @@ def edit_kernel(
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)
     units = n_items * span
     total = units * tl.minimum(batch_parts, most_parts)
-    if (first < total) & ((first >= units) | (span > 1) | (first >= most_tokens) | (first_item > 0)):
+    elsewhere = (units != wide) & ((part > 0) | (first >= units))
+    if (first < total) & (elsewhere | (span > 1) | (place >= most_tokens) | (first_item > 0)):
         part, token, row, exists = _item(work, first, first_item, units, span)
 
     cols = columns(WIDTH, BLOCK)

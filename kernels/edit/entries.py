@@ -14,22 +14,17 @@ import triton.language as tl
 
 from saesteer.kernels.edit.words import (
     ADD,
-    BIAS,
     FLAGS,
-    GAIN,
-    GATES,
     HELD,
-    HI,
     HIGH,
     LARGEST,
     LARGEST_HALF,
     LO,
-    LOW,
-    MUL,
     ONLY_IF_ACTIVE,
     PAIR,
     SLOT,
     THRESHOLD,
+    TOP_K,
 )
 
 ITEMS = tl.constexpr(1024)  # items of the work list that are searched at once
@@ -81,22 +76,30 @@ def real(entry, inside):
 
 
 @triton.jit
+def _pair(entry, inside):
+    """Two kept words of each entry, the first at an even offset, in one load; 0 for those outside."""
+    both = tl.load(entry.to(tl.pointer_type(tl.int64)), mask=inside, other=0, eviction_policy="evict_last")
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _floats(entry, inside):
+    """The same as float32."""
+    first, second = _pair(entry, inside)
+    return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def unpack(entry, inside):
     """Slot, window, flags, gates and numbers of each entry; 0 for those outside. Unused words are not loaded."""
-    return (
-        word(entry + SLOT, inside),
-        word(entry + LO, inside),
-        word(entry + HI, inside),
-        word(entry + FLAGS, inside),
-        word(entry + GATES, inside),
-        real(entry + MUL, inside),
-        real(entry + ADD, inside),
-        real(entry + LOW, inside),
-        real(entry + HIGH, inside),
-        real(entry + BIAS, inside),
-        real(entry + THRESHOLD, inside),
-        real(entry + GAIN, inside),
-    )
+    slot, _ = _pair(entry + SLOT, inside)
+    lo, hi = _pair(entry + LO, inside)
+    flags, gates = _pair(entry + FLAGS, inside)
+    _, mul = _floats(entry + TOP_K, inside)
+    add, low = _floats(entry + ADD, inside)
+    high, bias = _floats(entry + HIGH, inside)
+    threshold, gain = _floats(entry + THRESHOLD, inside)
+    return slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain
 
 
 @triton.jit

@@ -161,7 +161,8 @@ def edit_triton(
                 **_constants(encode),
                 **early,
             )
-        edit_kernel[(min(at_once * share, cores * edit.programs),)](
+        programs = cores * edit.programs
+        edit_kernel[(at_once, share) if at_once * share <= programs else (programs, 1)](
             *common,
             bound.threshold,
             bound.b_dec,

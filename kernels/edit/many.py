@@ -47,7 +47,8 @@ def _deltas(
 ):
     """f' - f of each token and entry: [TOKENS, ENTRIES]."""
     x_at, exists, position = tokens
-    starts = word(entry + SLOT, inside).to(tl.int64) * WIDTH
+    slot, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
+    starts = slot.to(tl.int64) * WIDTH
     acc = tl.zeros([x_at.shape[0], entry.shape[0]], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
@@ -58,7 +59,6 @@ def _deltas(
             acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(e), acc)
-    _, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
     pre = acc + bias[None, :]
     f = tl.where(pre > threshold[None, :], pre, 0.0)
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
@@ -81,12 +81,12 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
 
 @triton.jit
 def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
-    """Store a tile of edited tokens; the sum of squares of each token in it."""
+    """Store a tile of edited tokens; its squares."""
     y = rounded(y, stream.dtype.element_ty)
     tl.store(stream + at, y, mask=mask)
     if FORM == PAIR:
         tl.store(second + at, tl.zeros(y.shape, y.dtype), mask=mask)
-    return tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
+    return y.to(tl.float32) * y.to(tl.float32)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def many_kernel(
                 tl.store(own + first, delta)
             tl.debug_barrier()
             keep = changed > 0
-            squares = tl.zeros([TOKENS], tl.float32)
+            squares = tl.zeros([TOKENS, BLOCK_N], tl.float32)  # threads meet once
             if tl.sum(changed, axis=0) > 0:
                 if number_of <= ENTRIES:
                     inside = lanes < number_of
@@ -210,7 +210,7 @@ def many_kernel(
                         squares += _stored(stream, second, at, y, mask, FORM)
                 if FORM == NORMED:
                     tl.debug_barrier()
-                    scale = tl.rsqrt(squares / WIDTH + eps)
+                    scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
                     for start in range(0, WIDTH, BLOCK_N):
                         cols = start + tl.arange(0, BLOCK_N)
                         at = x_at[:, None] + cols[None, :]

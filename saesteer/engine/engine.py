@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.engine.graph_sets import nested
+from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
 from saesteer.engine.readouts import Captures, Reading, Source, source_of
 from saesteer.engine.registry import Held, Registry
@@ -64,11 +65,13 @@ class Engine:
         width: the width of the model's residual stream.
         layers: the number of layers in the model.
         other_widths: the widths of the kinds of sites that are not as wide as the stream, by kind.
+        model: hub id or folder of the model, for those who plan requests with ``catalog``.
         dtype: the dtype of the model, in which the dictionaries' weights are held.
         device: the device where the model runs.
         max_rows: the largest number of requests in one batch.
         max_tokens: the largest number of tokens in one step.
         positions: where the model's runner keeps each token's position in its request; default: a new tensor.
+        drafts: the most tokens that a step may guess for one request, each of which has a row of its own.
 
     Raises:
         ConfigError: a dictionary, vector or module does not fit the model.
@@ -82,12 +85,15 @@ class Engine:
         width: int,
         layers: int,
         other_widths: Mapping[str, int] | None = None,
+        model: str | None = None,
         dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
         max_tokens: int,
         positions: Tensor | None = None,
+        drafts: int = 0,
     ) -> None:
+        self.max_rows, self._drafts, all_rows = max_rows, drafts, 1 + max_rows * (1 + drafts)
         self.config = config = assets.config
         infos, names = assets.infos, assets.sites(layers, other_widths)
         self.device = device
@@ -96,7 +102,7 @@ class Engine:
         self._reads: dict[str, Site] = {}  # where each dictionary reads
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
-        self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths))
+        self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths, model=model))
         widths = {name: self.catalog.width_at(name) or width for name in names}
         pinned, brought = counts(pins), max_rows * config.inline_rows
         pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
@@ -104,13 +110,13 @@ class Engine:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self.table = zeros(max_rows + 1, layout.width(len(names), config.max_edits))
+        self.table = zeros(all_rows, layout.width(len(names), config.max_edits))
         self.work = zeros(max_tokens + 1, 4)
         self.site_numbers = zeros(len(names), layout.SITE_STRIDE)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
         # The first counters of all rows lie side by side, so that a step copies little to the host.
-        self.counts = zeros(layout.counters(len(names), config.max_edits), max_rows + 1).t()
+        self.counts = zeros(layout.counters(len(names), config.max_edits), all_rows).t()
         self.steps = zeros(1)
         self.published = torch.zeros(
             layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"
@@ -193,7 +199,7 @@ class Engine:
         wire: Wire,
         arrows: Sequence[Arrow],
         kind: Any,
-        op: str | None,
+        ops: Sequence[str],
         after: bool,
         windows: Sequence[tuple[int, int]],
         last: bool,
@@ -202,6 +208,8 @@ class Engine:
         bias: float,
         top_k: int,
         features: Sequence[int],
+        starts: Sequence[int],
+        watched: int | None,
     ) -> Reading:
         of, named = None, ()
         if kind == "features":
@@ -209,7 +217,7 @@ class Engine:
             place = self.places.dictionaries[name]
             of = self._sources.get(name)
             if of is None:
-                of = self._sources[name] = source_of(place, self.sites[str(op)])
+                of = self._sources[name] = source_of(place, self.sites[ops[0]])
             named = tuple(rows_of_features(place.info, np.array(features, dtype=np.int32)).tolist())
         elif kind == "probe":
             arrow = arrows[~source]
@@ -220,7 +228,7 @@ class Engine:
             self._probes[arrow.digest, bias] = of  # the last used stands last
             if len(self._probes) > _PROBES:
                 del self._probes[next(iter(self._probes))]
-        return Reading(kind, op, after, windows, last, reduce, of, top_k, named)
+        return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, watched)
 
     def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
         """Put new vectors for names on the device, before a request uses them.
@@ -231,8 +239,12 @@ class Engine:
         self.registry.change(pins, unpinned)
         self.flush()
 
-    def fill(self, row: int, content: Row | None) -> None:
+    def fill(self, row: int, content: Row | None, border: Border | None = None) -> None:
         """Put a request into its row, or empty the row; the device sees it with the next work list.
+
+        Args:
+            content: None empties the row.
+            border: what the parts of the answer wait for, if the content has any.
 
         Raises:
             Gone: there is no slot for a vector whose name was replaced or deleted; then the row is empty.
@@ -245,6 +257,18 @@ class Engine:
             self._held[row] = self.registry.take(content)
             self._filled[row] = content
             words[: len(content.words)] = content.words
+            if border is not None:
+                border.put(words, layout.head(len(self.sites)))
+        self._staged |= dict.fromkeys(self.drafts_of(row), words)
+
+    def drafts_of(self, row: int) -> range:
+        """Of a row, those of the tokens that a step guesses for its request: the same words, counters to be dropped."""
+        first = 1 + self.max_rows + (row - 1) * self._drafts
+        return range(first, first + self._drafts)
+
+    def forget_drafts(self) -> None:
+        """Set what guessed tokens have counted to zero, ordered with the device's work."""
+        self.counts[1 + self.max_rows :].zero_()
 
     def release(self, row: int) -> None:
         """Free the slots of a row whose request has ended. Its words stay until it is filled, and nobody reads them."""
@@ -315,6 +339,24 @@ class Engine:
         self._map(rows, row_offset, query_start_loc, num_requests, num_tokens, span)
         self._kinds[:] = kinds
         self._has_work = True
+
+    def find_borders(
+        self, rows: Tensor | list[int], row_offset: int, query_start_loc: Tensor, num_requests: int, tokens: Tensor
+    ) -> None:
+        """Let the parts of answers begin and end where this step's tokens say so.
+
+        It comes behind ``schedule``, in each step of which a row has ``parts``, and has the same arguments.
+
+        Args:
+            rows: as there.
+            row_offset: as there.
+            query_start_loc: as there.
+            num_requests: as there.
+            tokens: int32 [>= tokens of the step], the ids that are inputs, on the device.
+        """
+        there = self._numbers if isinstance(rows, list) else rows
+        head = layout.head(len(self.sites))
+        ops.border_(self.table, there, row_offset, query_start_loc, tokens, self.positions, head, num_requests)
 
     def last_published(self) -> tuple[int, Published]:
         """The number of the last scheduled step, and its counters, which are ready once its tokens are."""

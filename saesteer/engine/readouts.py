@@ -5,9 +5,11 @@ Knows rows, tensors and positions, and neither vLLM nor an answer's form. The op
 made of them runs beside the next step, on a stream of its own.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from saesteer.engine.table import Placement
     from saesteer.engine.weights import Site
 
+_COMBINATIONS = 1024  # of sites that requests read together, kept
+
 Span = tuple[int, int]  # absolute positions [lo, hi)
 
 
@@ -33,6 +37,10 @@ class Source:
     ids: NDArray[np.int32] | None = None  # of the encoder's rows, where a file holds only some features
     direction: Tensor | None = None  # [d] fp32
     bias: float = 0.0
+
+    def __reduce__(self) -> tuple[type["Source"], tuple[None, NDArray[np.int32] | None]]:
+        """Another process, which gets what was read, needs no weights."""
+        return Source, (None, self.ids)
 
 
 def source_of(place: "Placement", site: "Site") -> Source:
@@ -56,14 +64,16 @@ class Reading:
     """One readout of a row."""
 
     kind: Literal["features", "probe", "activation", "hidden"]
-    op: str | None  # the site that captures the tensor; None: what lm_head multiplies
+    ops: tuple[str, ...]  # the sites that capture it; several only of activations; none: what lm_head multiplies
     after: bool
     windows: Sequence[Span]  # disjoint, ascending
     last: bool  # only the row that sampled the answer's last token
-    reduce: Reduction | Literal["none"]
+    reduce: Reduction | Literal["none", "message"]
     source: Source | None
     top_k: int
     named: tuple[int, ...]  # rows of the encoder
+    starts: Sequence[int] = ()  # of chat messages, each with a mean of its own; ascending, from 0
+    watched: int | None = None  # number among what the request's rules watch; no answer has it
 
     def spans(self, position: int, tokens: int) -> Iterator[Span]:
         """The positions that it asks for among a step's tokens of its request."""
@@ -74,6 +84,18 @@ class Reading:
         for lo, hi in self.windows:
             if lo < end and position < hi:
                 yield max(lo, position), min(hi, end)
+
+    def parts(self, position: int, tokens: int) -> Iterator[list[Span]]:
+        """``spans`` as they are reduced: those of each message alone, or all together; none without positions."""
+        spans = [*self.spans(position, tokens)]
+        if self.reduce != "message":
+            yield from [spans] if spans else []
+            return
+        first = bisect_right(self.starts, position) - 1
+        for lo, hi in pairwise([*self.starts[first:], position + tokens]):
+            inside = [(max(lo, a), min(hi, b)) for a, b in spans if max(lo, a) < min(hi, b)]
+            if inside:
+                yield inside
 
 
 class Segment(NamedTuple):
@@ -94,7 +116,12 @@ class Part(NamedTuple):
     reading: Reading
     spans: list[Span]
     at: int  # its first row among the rows gathered
-    rows: int
+    rows: int  # of a position those of all sites, side by side
+
+    @property
+    def positions(self) -> int:
+        """How many positions it has."""
+        return self.rows // max(1, len(self.reading.ops))
 
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays
@@ -107,14 +134,42 @@ class Brought:
     parts: list[tuple[Part, tuple[Tensor, ...]]]  # with its rows of each array, in host memory
     event: Any = None  # of the device, behind the copies
 
-    def blobs(self, ending: Iterable[str]) -> dict[str, list[Blob]]:
-        """By request, as sent between processes; rows for an answer's end only where it may end now."""
+    def __reduce__(self) -> tuple[type["Brought"], tuple[list[tuple[Part, tuple[Tensor, ...]]]]]:
+        """An event cannot leave its process, so the copies are waited for."""
+        if self.event is not None:
+            self.event.synchronize()
+        return Brought, (self.parts,)
+
+    def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
+        """What rules watch: by request and number of the measure, positions and the value at each."""
+        parts = [(part, arrays[-1]) for part, arrays in self.parts if part.reading.watched is not None]
+        if parts and self.event is not None:
+            self.event.synchronize()
+        found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
+        for part, values in parts:  # [rows, 1]
+            positions = [at for lo, hi in part.spans for at in range(lo, hi)]
+            number = part.reading.watched
+            assert number is not None
+            own = found.setdefault(part.name, {}).setdefault(number, ([], []))
+            own[0].extend(positions)
+            own[1].extend(values[:, 0].tolist())
+        return found
+
+    def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:
+        """By request, as sent between processes.
+
+        Args:
+            ending: requests that may end now; only they get rows for an answer's end.
+            ends: by request, the first position that is dropped.
+        """
         if self.event is not None:
             self.event.synchronize()
         ending = set(ending)
         found: dict[str, list[Blob]] = {}
         for part, arrays in self.parts:
-            if part.reading.last and part.name not in ending:
+            if part.reading.watched is not None or (part.reading.last and part.name not in ending):
+                continue
+            if ends and part.name in ends and part.spans[0][0] >= ends[part.name]:
                 continue
             source = part.reading.source
             if source is not None and source.ids is not None and part.reading.kind == "features":
@@ -147,6 +202,7 @@ class Captures:
         self._banks = {
             width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
         }
+        self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._side: Any = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -178,14 +234,13 @@ class Captures:
         wanted: dict[int | None, list[tuple[Part, NDArray[np.int64]]]] = {}
         for segment in segments:
             for number, reading in enumerate(segment.readings):
-                spans = [*reading.spans(segment.position, segment.tokens)]
-                if not spans:
-                    continue
-                bank, plane = self._planes[reading.op, reading.after] if reading.op is not None else (None, 0)
-                offset = plane * self.max_tokens + segment.first - segment.position
-                rows = np.concatenate([np.arange(lo + offset, hi + offset) for lo, hi in spans])
-                part = Part(segment.name, number, reading, spans, 0, len(rows))
-                wanted.setdefault(bank, []).append((part, rows))
+                bank, planes = self._where(reading.ops, reading.after)
+                offsets = planes + (segment.first - segment.position)
+                for spans in reading.parts(segment.position, segment.tokens):
+                    at = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
+                    rows = (at[:, None] + offsets).ravel()
+                    part = Part(segment.name, number, reading, spans, 0, len(rows))
+                    wanted.setdefault(bank, []).append((part, rows))
         if not wanted:
             return None
         gathered = [self._gather(bank, found, hidden) for bank, found in wanted.items()]
@@ -199,6 +254,18 @@ class Captures:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
         return Brought(made, event)
+
+    def _where(self, ops: tuple[str, ...], after: bool) -> tuple[int | None, NDArray[np.int64]]:
+        """The bank that sites are captured in, and the first row of each."""
+        found = self._banked.get((ops, after))
+        if found is None:
+            planes = [self._planes[op, after] for op in ops]
+            bank = planes[0][0] if planes else None
+            found = bank, np.array([plane * self.max_tokens for _, plane in planes] or [0])
+            if len(self._banked) >= _COMBINATIONS:
+                self._banked.clear()
+            self._banked[ops, after] = found
+        return found
 
     def _gather(
         self, bank: int | None, found: list[tuple[Part, NDArray[np.int64]]], hidden: Tensor | None
@@ -230,14 +297,18 @@ def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor
     """What each readout gets of the gathered rows [n, d], in host memory or on its way there."""
     alike: dict[Any, list[Part]] = {}
     for part in parts:
-        whole = part.reading.reduce == "none"
-        alike.setdefault((*_work(part.reading), whole, 0 if whole else part.at), []).append(part)
-    for several in alike.values():
+        each = "rows" if part.reading.reduce == "none" else "one" if part.positions == 1 else part.at
+        alike.setdefault((*_work(part.reading), each), []).append(part)
+    for (*_, each), several in alike.items():
         first, reading = several[0], several[0].reading
         end = several[-1].at + several[-1].rows
         rows = x[first.at : end]
-        if reading.reduce != "none":
-            arrays: tuple[Tensor, ...] = (reduce_rows(rows, reading.reduce)[None],)
+        if each == "one":
+            arrays: tuple[Tensor, ...] = (rows.float(),)  # a single position is its own sum, maximum and last row
+        elif each != "rows":
+            how = "mean" if reading.reduce == "message" else reading.reduce
+            assert how != "none"
+            arrays = (reduce_rows(rows.reshape(first.positions, -1), how)[None],)
         elif reading.source is None:
             arrays = (rows,)
         elif reading.source.encoder is not None:
@@ -250,4 +321,4 @@ def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor
         there = tuple(one.to("cpu", non_blocking=True) for one in arrays)
         for part in several:
             start = part.at - first.at
-            yield part, tuple(one[start : start + part.rows] if reading.reduce == "none" else one for one in there)
+            yield part, tuple(one[start : start + part.rows] if each in ("rows", "one") else one for one in there)

@@ -104,8 +104,8 @@ class Registry:
             names = [joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)]
             if all(name in self._brought for name in names):
                 own |= {name: self._brought[name] for name in names}
-            elif dtype == FEATURE:
-                own[joined] = Arrow.feature(joined, data)
+            elif dtype.startswith(FEATURE):
+                own[joined] = Arrow.feature(joined, dtype.removeprefix(FEATURE), data)
             else:
                 own |= Arrow.several(names, numbers_of(dtype, data).reshape(len(names), -1))
         for arrow in own.values():

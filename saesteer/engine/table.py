@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo
+from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.readouts import Reading
 from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
 _KERNELS = layout.ANY | layout.LONE | layout.MANY
+_NOWHERE = np.empty(0, dtype=np.intp)
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
 
@@ -26,8 +30,7 @@ class Placement:
     rows: int  # where it is encoded whole: its features, and the inputs of its skip connection
     apart: bool  # whether those are two sites
     info: CoderInfo
-    bias: NDArray[np.float32]  # [F]
-    threshold: NDArray[np.float32]  # [F]; 0 for relu and topk, -inf for abstopk
+    numbers: NDArray[np.float32]  # [F, 2], bias and threshold; that is 0 for relu and topk, -inf for abstopk
     max_act: NDArray[np.float32] | None  # [F]
 
     @property
@@ -63,10 +66,10 @@ class Arrow:
     length: float
 
     @classmethod
-    def feature(cls, digest: bytes, data: bytes) -> "Arrow":
-        """A feature from the bytes that travel with a plan."""
-        numbers = np.frombuffer(data, "<f4").copy()  # torch takes no read-only memory
-        return cls(digest, numbers[1:].reshape(2, -1), float(numbers[0]))
+    def feature(cls, digest: bytes, dtype: str, data: bytes) -> "Arrow":
+        """A feature from the bytes that travel with a plan: its max_act as float32, and its rows in a dtype."""
+        rows = np.require(numbers_of(dtype, data[4:]), requirements="W")  # torch takes no read-only memory
+        return cls(digest, rows.reshape(2, -1), float(numbers_of("float32", data[:4])[0]))
 
     @classmethod
     def several(cls, digests: Sequence[bytes], vectors: NDArray[np.float32]) -> "dict[bytes, Arrow]":
@@ -95,6 +98,7 @@ class Row:
     at: NDArray[np.intp]  # indices of the words that take slots
     which: NDArray[np.intp]  # for each such word, the index of its use
     readings: tuple[Reading, ...] = ()  # what is made of the tensors that it captures
+    parts: bool = False  # whether an edit of a part waits for the end of the reasoning
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 
     @property
@@ -116,13 +120,13 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     words = np.zeros(begin + layout.ENTRY * len(wire.lines), dtype=np.int32)
     table = words[begin:].reshape(-1, layout.ENTRY)
     table[:] = wire.lines[:, : layout.ENTRY]
-    table[:, layout.GROUP_END] = wire.lines[:, GROUP] * layout.ENTRY + begin
+    table[:, layout.GROUP_END] = wire.lines[:, GROUP] + begin
     _link(table, wire, places, arrows)
 
     targets, flags, gates = (
         column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
     )
-    spans = words[layout.HEAD :][: layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
+    spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
     uses: dict[tuple[str, Arrow], int] = {}
     at, which = [], []
     first, doses, most, whole = 0, 0, 1, False
@@ -130,7 +134,8 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         end = first + count
         measured = changed and (wire.dose or limit > 0)
         dense = (0, 0, 0)
-        for line in range(first, end):
+        plain = not arrows and not reduce(or_, flags[first:end], 0) & (layout.RANKED | layout.RECONSTRUCT)
+        for line in () if plain else range(first, end):
             if targets[line] < 0:
                 at.append(line)
                 which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
@@ -147,14 +152,15 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         )
         spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
     # Not 0 where only hidden states are read: the device numbers the steps in which it lists somebody, like the host.
-    words[:3] = max(first, 1), most, whole
+    words[0], words[1], words[2] = max(first, 1), most, whole
     if limit > 0:
         # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
-    slots = begin + layout.ENTRY * np.array(at, dtype=np.intp) + layout.SLOT
-    row = Row(
-        words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, np.array(which, dtype=np.intp)
-    )
+    slots, used = _NOWHERE, _NOWHERE
+    if at:
+        slots, used = begin + layout.ENTRY * np.array(at, np.intp) + layout.SLOT, np.array(which, np.intp)
+    row = Row(words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, used)
+    row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters
     return row
 
@@ -162,7 +168,9 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
 def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence[Arrow]) -> None:
     """Put the dictionaries' slots and values into the entries [entries, ENTRY], and everything into its unit."""
     floats, targets, power = table.view(np.float32), wire.lines[:, TARGET], wire.lines[:, POWER]
-    size = np.ones(len(table))
+    flags = reduce(or_, table[:, layout.FLAGS].tolist(), 0)
+    in_units = any(power.tolist())
+    size = np.ones(len(table))  # of the unit of each
     for one, name in enumerate(wire.dictionaries):
         place = places.dictionaries[name]
         info, lines = place.info, (targets == one).nonzero()[0]
@@ -175,18 +183,18 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
             lines = lines[~held]
         if place.flags:
             table[lines, layout.FLAGS] |= place.flags
-        whole = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
-        ranged = lines if info.activation in RANKED else lines[whole]
-        if len(ranged):
+        if flags & layout.RECONSTRUCT or info.activation in RANKED:
+            whole = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
+            ranged = lines if info.activation in RANKED else lines[whole]
             table[ranged, layout.SIZE : layout.TOP_K + 1] = info.features, info.k or 0
             table[lines[whole], layout.SLOT] = place.number
             lines = lines[~whole]
         rows = rows_of_features(info, table[lines, layout.SLOT])
         table[lines, layout.SLOT] = place.base + rows
-        floats[lines, layout.BIAS], floats[lines, layout.THRESHOLD] = place.bias[rows], place.threshold[rows]
+        floats[lines, layout.BIAS : layout.THRESHOLD + 1] = place.numbers[rows]
         if info.activation == "groupmax":
             table[lines, layout.SIZE : layout.TOP_K + 1] = info.features // (info.k or 1), 1
-        if place.max_act is not None:
+        if in_units and place.max_act is not None:
             size[lines] = place.max_act[rows]
     if arrows:
         lines = (targets < 0).nonzero()[0]
@@ -194,7 +202,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         lines = lines[np.array([arrow.unit.ndim == 1 for arrow in arrows])[~targets[lines]]]
         read = lines[(table[lines, layout.FLAGS] & layout.READ).astype(bool)]
         floats[read, layout.MUL] *= size[read]
-    if power.any():
+    if in_units:
         law = floats[:, layout.ADD : layout.HIGH + 1]
         finite = np.isfinite(law)
         scaled = np.where(finite, law, 0.0) * (size**power)[:, None]

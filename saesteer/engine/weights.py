@@ -186,7 +186,8 @@ def fill(
 
     max_act = None if coder.max_act is None else array(coder.max_act)
     total = rows_of(info, whole=whole)
-    return Placement(base, out, number, total, apart, info, array(coder.b_enc), array(_threshold(coder)), max_act)
+    numbers = array(torch.stack([coder.b_enc.float(), _threshold(coder).float()], dim=1))
+    return Placement(base, out, number, total, apart, info, numbers, max_act)
 
 
 def has_norm(info: CoderInfo) -> bool:

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -25,17 +24,30 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Feature, Plan, Read, Readout, Whole
+from saesteer.planning.plan import (
+    END,
+    Catalog,
+    Change,
+    Clamps,
+    Condition,
+    Direction,
+    Feature,
+    Plan,
+    Read,
+    Readout,
+    Whole,
+)
+from saesteer.planning.readouts import together
 
 # A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector or a feature's rows ~index in Wire.digests
 POWER = TARGET + 1  # ADD, LOW and HIGH are in units of the target's max_act or length to this power: 0, 1 or -1
-GROUP = POWER + 1  # index of the line behind the entry's group, for GROUP_END
+GROUP = POWER + 1  # GROUP_END, counted from the row's first entry
 LINE = GROUP + 1
-FEATURE = "feature"  # in place of a dtype: its max_act or 1, encoder row and decoder row, as float32
+FEATURE = "feature "  # in front of a dtype: its max_act or 1 as float32, then encoder row and decoder row
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _FLOAT = Struct("<f").pack
-_LINE = Struct("<9i7f3i").pack  # makes one line; many times as fast as numpy for a few lines
+_LINE = Struct("<9i7f2i").pack  # makes one line; many times as fast as numpy for a few lines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,27 +72,33 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         catalog: the catalog that it was planned with.
         dose: whether to measure doses.
     """
-    if not (plan or plan.readouts):
+    if not (plan or plan.readouts or plan.measures):
         return {"plan": b"", "vectors": []}
     targets = _Targets(catalog)
-    here: defaultdict[str, list[list[tuple[Any, ...]]]] = defaultdict(list)  # by site its groups, without GROUP
-    reads: tuple[Condition | Read, ...] = (*plan.conditions, *plan.reads)
-    for one in reads:
+    here: defaultdict[str, list[list[bytes]]] = defaultdict(list)  # by site the lines of its groups, without GROUP
+    for one in plan.inputs:
         if not here[one.site]:
             here[one.site].append([])
         here[one.site][0].append(targets.gate(one) if isinstance(one, Condition) else targets.read(one))
     edits = 0
     for group in plan.groups:
-        entries = [targets.change(change, group.site, edits + at) for at, change in enumerate(group.changes)]
-        here[group.site].append([*chain.from_iterable(entries)])
-        edits += len(entries)
+        members: list[bytes] = []
+        for part in group.parts:
+            if isinstance(part, Clamps):
+                members += targets.clamps(part, group.site, edits)
+                edits += len(part.features)
+            else:
+                members += targets.change(part, group.site, edits)
+                edits += 1
+        here[group.site].append(members)
     changed = {group.site for group in plan.groups}
     captured: defaultdict[str, int] = defaultdict(int)
-    for readout in plan.readouts:
+    for readout in (*plan.readouts, *plan.measures):
         if readout.op is not None:
             captured[readout.op] |= layout.AFTER if readout.after else layout.BEFORE
             here[readout.op]  # it may have no lines
-    readouts = [targets.readout(one) for one in plan.readouts]
+    readouts = [targets.readout(several) for several in together(plan.readouts, catalog)]
+    readouts += [targets.readout([one], number) for number, one in enumerate(plan.measures)]
     sites: dict[str, list[Any]] = {}
     lines: list[bytes] = []
     for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
@@ -90,8 +108,8 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         numbers[1] += len(here[site])
         numbers[2] |= site in changed
         for members in here[site]:
-            end = len(lines) + len(members)
-            lines += [_LINE(*words, end) for words in members]
+            end = (layout.ENTRY * (len(lines) + len(members))).to_bytes(4, "little")
+            lines += [line + end for line in members]
     about = [[site, *numbers] for site, numbers in sites.items()]
     head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose, readouts]).encode()
     return {
@@ -103,7 +121,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
 def decode(plan: bytes) -> Wire:
     """The inverse of ``encode`` for a plan that is not empty."""
     at = 4 + int.from_bytes(plan[:4], "little")
-    sites, dictionaries, vectors, edits, dose, readouts = json.loads(plan[4:at])
+    sites, dictionaries, vectors, edits, dose, readouts = json.loads(str(plan[4:at], "ascii"))
     digests = [plan[at + DIGEST * n : at + DIGEST * (n + 1)] for n in range(vectors)]
     lines = np.frombuffer(plan, "<i4", offset=at + DIGEST * vectors).reshape(-1, LINE)
     return Wire(sites, dictionaries, digests, edits, dose, readouts, lines)
@@ -119,25 +137,39 @@ class _Targets:
         self.brought: dict[int, InlineVector | tuple[float, ...]] = {}  # by id: equal ones are the same object, or few
         self.rows: dict[str, FeatureRow] = {}  # by digest
 
-    def gate(self, one: Condition) -> tuple[Any, ...]:
+    def gate(self, one: Condition) -> bytes:
         """The entry that writes a condition's bit."""
         source = self._source(one.target, one.site)
         power = -isinstance(one.target, Direction)  # bounds on x · v; the table has bounds on x · v / |v|
         bias = self._bias(one.target)
         low, high = _finite(one.above - bias), _finite(one.below - bias)
         law = -1.0, 0.0, low, high, source.bias, source.threshold, 1.0
-        return source.slot, 0, 0, END, layout.GATE | source.flags, one.bit, 0, 0, 0, *law, source.target, power
+        flags = layout.GATE | source.flags
+        return _LINE(source.slot, 0, 0, END, flags, one.bit, 0, 0, 0, *law, source.target, power)
 
-    def read(self, one: Read) -> tuple[Any, ...]:
+    def read(self, one: Read) -> bytes:
         """The entry that fills a register, or keeps a reconstruction."""
         source = self._source(one.target, one.site)
         # Of a vector, the entry's f is x · v / |v|: the worker multiplies MUL by |v|.
         shift = one.scale * self._bias(one.target) + one.shift
         law = one.scale, shift, one.low, one.high, source.bias, source.threshold, 1.0
         flags = source.flags | layout.READ | layout.RECONSTRUCT * isinstance(one.target, Whole)
-        return source.slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, source.target, 0
+        return _LINE(source.slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, source.target, 0)
 
-    def change(self, one: Change, site: str, column: int) -> list[tuple[Any, ...]]:
+    def clamps(self, part: Clamps, site: str, column: int) -> list[bytes]:
+        """The entries of several changes: those of the first, with other features, values and columns."""
+        first = self.change(part.first, site, column)
+        many = len(part.features)
+        lines = np.frombuffer(bytearray(b"".join(first * many)), "<i4").reshape(many, len(first), -1)
+        lines[:, :, layout.SLOT] = np.array(part.features)[:, None]
+        lines[:, :, layout.FLAGS] += np.arange(many, dtype=np.int32)[:, None] << layout.COUNTER
+        values = np.array(part.values)[:, None]
+        word, values = (layout.MUL, values - 1.0) if part.scales else (layout.ADD, values)
+        lines.view("<f4")[:, :, word] = values
+        data, size = lines.tobytes(), len(first[0])
+        return [data[at : at + size] for at in range(0, len(data), size)]
+
+    def change(self, one: Change, site: str, column: int) -> list[bytes]:
         """The entries of a change, one for each window; ``column`` is its place among the counts."""
         source = self._source(one.target, site, held=one.held is not None)
         flags = source.flags | layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
@@ -145,6 +177,7 @@ class _Targets:
         if not isinstance(one.target, Feature | Direction):
             flags, low, high = layout.RECONSTRUCT, 0.0, 0.0
         flags |= column << layout.COUNTER
+        flags |= layout.ANSWER * (one.part == "answer") | layout.REASONING * (one.part == "reasoning")
         held, factor = 0, 0
         if one.held:
             flags, held = flags | layout.HELD, one.held.register
@@ -153,17 +186,21 @@ class _Targets:
         # The table holds f' − f, so that a large f loses no digits: mul · f + add.
         law = one.scale - 1.0, one.shift, low, high, source.bias, source.threshold, one.gain
         behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
-        return [(source.slot, 0, lo, hi, *behind) for lo, hi in one.windows]
+        return [_LINE(source.slot, 0, lo, ~hi if one.part == "answer" else hi, *behind) for lo, hi in one.windows]
 
-    def readout(self, one: Readout) -> list[Any]:
-        """What the worker must know of a readout: as ``Engine`` takes it apart."""
-        source, bias = 0, 0.0
+    def readout(self, several: Sequence[Readout], watched: int | None = None) -> list[Any]:
+        """What the worker must know of readouts whose rows travel as one, or of what rules watch.
+
+        ``Engine`` takes it apart.
+        """
+        one, source, bias = several[0], 0, 0.0
         if one.dictionary is not None:
             source = self.dictionaries.setdefault(one.dictionary, len(self.dictionaries))
         elif one.probe is not None:
             source, bias = self._source(one.probe, str(one.site)).target, self._bias(one.probe)
-        about = [one.kind, one.op, one.after, one.windows, one.last, one.reduce]
-        return [*about, source, bias, one.top_k, one.features]
+        ops = [same.op for same in several if same.op is not None]
+        about = [one.kind, ops, one.after, one.windows, one.last, one.reduce]
+        return [*about, source, bias, one.top_k, one.features, one.starts, watched]
 
     def _bias(self, target: object) -> float:
         named = isinstance(target, Direction) and isinstance(target.vector, str)
@@ -210,7 +247,7 @@ def _finite(value: float) -> float:
 def _rows(row: FeatureRow) -> list[Any]:
     """The feature's max_act and rows, as a vector travels."""
     head = _FLOAT(1.0 if row.max_act is None else row.max_act)
-    return [FEATURE, bytes.fromhex(row.digest[: 2 * DIGEST]), b"".join([head, row.rows.data])]
+    return [FEATURE + row.dtype, bytes.fromhex(row.digest[: 2 * DIGEST]), head + row.data]
 
 
 def _brought(vector: InlineVector | tuple[float, ...]) -> list[Any]:

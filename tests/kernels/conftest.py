@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 
     import saesteer.kernels.edit.launch
     import saesteer.kernels.read.select
+    import saesteer.kernels.step.border
     import saesteer.kernels.step.map
     import saesteer.kernels.step.publish  # noqa: F401
 
