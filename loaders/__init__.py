@@ -32,6 +32,7 @@ from saesteer.loaders.formats import (
     saelens,
     sparsify,
 )
+from saesteer.loaders.neuronpedia import sources_at
 
 __all__ = ["FORMATS", "describe", "load"]
 
@@ -75,14 +76,13 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
         what = "is a cross-layer transcoder, whose decoders stay in their files"
         raise LoadError(f"{place}: {what}; expected a request that names its features, or another dictionary")
     coder = max_act.added(path, build(found, name, dtype))
-    return replace(coder, info=replace(coder.info, source=str(place)))
+    return replace(coder, info=_placed(place, coder.info))
 
 
 def describe(place: str | Path, *, site: str | None = None, hashed: bool = True) -> CoderInfo:
     """What ``load(place).info`` would be, read from headers and small JSON alone.
 
-    The fingerprint covers the whole files, which are read for it once: see ``cache.py``. Skip transcoders are
-    described, too, though they are not loaded.
+    The fingerprint covers the whole files, which are read for it once.
 
     Args:
         place: as in ``load``.
@@ -100,7 +100,15 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
 def told(place: str | Path, path: Path, info: CoderInfo) -> CoderInfo:
     """The facts of the files at a path, with the place that was given and what is known from files next to them."""
     found = max_act.known(path, info)
-    return replace(found, source=str(place), fingerprint=found.fingerprint if info.fingerprint else "")
+    return replace(_placed(place, found), fingerprint=found.fingerprint if info.fingerprint else "")
+
+
+def _placed(place: str | Path, info: CoderInfo) -> CoderInfo:
+    """The facts with the place, and with what the place says about its model and its names at Neuronpedia."""
+    known = sources_at(place)
+    addresses = dict.fromkeys((*info.addresses, *(one.address for one in known)))
+    model = info.model or (known[0].model if known else None)
+    return replace(info, source=str(place), model=model, addresses=tuple(addresses))
 
 
 def choose(path: Path, site: str | None) -> tuple[str, Draft]:

@@ -50,6 +50,13 @@ def from_transformer_lens(name: str) -> str | None:
     return "embed" if name == "hook_embed" else _site(r"blocks\.(\d+)\.(.+)", _TRANSFORMER_LENS, name)
 
 
+def to_transformer_lens(site: str) -> str | None:
+    """The inverse: ``resid_post.20`` -> ``blocks.20.hook_resid_post``; None for a site that has no such name."""
+    kind, _, layer = site.partition(".")
+    hook = next((name for name, meant in _TRANSFORMER_LENS.items() if meant == kind), None)
+    return f"blocks.{layer}.{hook}" if hook and layer else None
+
+
 def pair(read: str | None, written: str | None) -> tuple[str | None, str | None]:
     """The sites that two TransformerLens names mean; None for a name that is not there, or has no site."""
     site_in, site_out = (from_transformer_lens(name) if name else None for name in (read, written))

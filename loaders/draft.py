@@ -81,7 +81,6 @@ class Draft:
     # Only of a cross-layer transcoder: what w_dec (and length_out) are for each next layer that its features write.
     later: tuple[Mapping[str, str], ...] | None = None
     decoders: Arrays | None = None  # the file of the decoders, if they have one of their own
-
     k: int | None = None
     in_norm: InNorm = "none"
     sites: Sites = (None, None)
@@ -90,6 +89,7 @@ class Draft:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True
     model: str | None = None
+    addresses: tuple[str, ...] = ()
     l0: float | None = None
 
     def __post_init__(self) -> None:

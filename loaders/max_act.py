@@ -2,8 +2,9 @@
 
 They are in ``FILE.max_act`` next to a file, or ``saesteer.max_act`` in a folder: a safetensors file with max_act [F],
 whose metadata names the dictionary that was measured, so other weights under the same name do not get its values, and
-says what made them: ``calibrate`` replaces what ``label`` made, never the other way around. No weight file has this
-suffix. If a dictionary's own file has max_act, that is used. Knows no format.
+says what made them. Those of ``calibrate`` count most, then those in the dictionary's own file, then those of
+``label``: ``calibrate`` replaces what ``label`` made, never the other way around. No weight file has this suffix.
+Knows no format.
 """
 
 from __future__ import annotations
@@ -71,18 +72,20 @@ def set_aside(path: Path) -> Iterator[None]:
 
 
 def known(path: Path, info: CoderInfo) -> CoderInfo:
-    """The info, with the values next to the dictionary if there are any; raises LoadError."""
-    if info.has_max_act or not beside(path).is_file():
+    """The info, with the values next to the dictionary if there are any that count; raises LoadError."""
+    if not beside(path).is_file():
         return info
     by = _open(path, info).metadata.get("by", CALIBRATION)
     if by not in (CALIBRATION, LABELS):
         raise wrong(beside(path), "by", repr(by[:60]), f"{CALIBRATION} or {LABELS}")
+    if by == LABELS and info.has_max_act:
+        return info
     both = hashlib.sha256(f"{info.fingerprint} {fingerprint([beside(path)])}".encode()).hexdigest()
     return replace(info, has_max_act=True, max_act_by=by, fingerprint=both)
 
 
 def added(path: Path, coder: SparseCoder) -> SparseCoder:
-    """The dictionary, with the values next to it if there are any; raises LoadError."""
+    """The dictionary, with the values next to it if there are any that count; raises LoadError."""
     info = known(path, coder.info)
     if info is coder.info:
         return coder
@@ -95,14 +98,14 @@ def values(path: Path, info: CoderInfo, b_dec: Tensor, threshold: Tensor | None)
 
     Args:
         path: the dictionary's path.
-        info: its facts, which do not know the values.
+        info: its facts without the values.
         b_dec: [d_out], as the loader makes it.
         threshold: [F], as the loader makes it.
 
     Raises:
         LoadError: the values were measured on other weights, or cannot be read.
     """
-    if info.has_max_act or not beside(path).is_file():
+    if not beside(path).is_file():
         return None
     return _values(_open(path, info), _digest(info, b_dec, threshold))
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
-from saesteer.dictionaries.rows import FeatureRow, feature_rows
+from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
 from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
@@ -30,11 +30,13 @@ from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
 from saesteer.loaders.files import fetch, state_of
 
 _FLOAT32 = Struct("<f").unpack
+_EXPONENTS = {torch.float32: ("<u4", 0x7F800000), torch.bfloat16: ("<u2", 0x7F80), torch.float16: ("<u2", 0x7C00)}
 _NUMBERS = ("b_enc", "threshold", "max_act")
 # Fields of a draft that change no number of a row. With a value in any other field, a row is no plain one.
 _HARMLESS = {
     *("weights", "keys", "optional", "ignored", "transposed", "configs", "sizes", "unmistakable", "below_zero"),
-    *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model", "l0"),
+    *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model"),
+    *("addresses", "l0"),
 }
 
 
@@ -48,7 +50,7 @@ class RowFile:
     def __init__(self, path: Path, draft: Draft, info: CoderInfo) -> None:
         self.info = info
         self._path, self._draft = path, draft
-        self._own = replace(info, has_max_act="max_act" in draft.present)
+        self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None)
         self._plain = _plain(draft, info)
         self._beside: Tensor | None = None  # the maximum activations next to the file, once somebody needs them
         self._lock = Lock()
@@ -69,14 +71,14 @@ class RowFile:
             LoadError: a file has changed or vanished since it was opened, or a value of the row is wrong.
         """
         if self._plain is not None:
-            beside = self._max_act()[row].item() if self.info.has_max_act != self._own.has_max_act else None
+            beside = None if self.info.max_act_by is None else self._max_act()[row].item()
             with self._opened() as descriptors:
                 found = self._plain.read(descriptors[self._draft.weights.path], row, dtype, beside)
             if found is not None:
                 return (found,)
         wanted = torch.float32 if self.info.in_norm == "layer_norm" else dtype  # it is centred before it is rounded
         coder = self.row(row, wanted)
-        return feature_rows(coder, coder.w_dec[:0] if self.info.targets is None else self.later(row, wanted))
+        return feature_rows(coder, coder.w_dec[:0] if self.info.targets is None else self.later(row, wanted), dtype)
 
     def row(self, row: int, dtype: torch.dtype | None) -> SparseCoder:
         """Row ``row`` of the dictionary that ``load`` gives in this dtype, as a dictionary of one feature.
@@ -90,7 +92,7 @@ class RowFile:
         assert 0 <= row < self.info.features, row
         with self._opened() as descriptors:
             found = row_of(self._draft, self._own, row, dtype, descriptors)
-        if self.info.has_max_act == self._own.has_max_act:
+        if self.info.max_act_by is None:
             return found
         return replace(found, info=replace(found.info, has_max_act=True), max_act=self._max_act()[row : row + 1])
 
@@ -176,14 +178,21 @@ class _Plain(NamedTuple):
         None where a number is not finite or below 0: the builder knows what to do, or to say.
         """
         at = row if self.order is None else int(self.order[row])
-        both = bytearray(self.w_enc.read(descriptor, at)) + self.w_dec.read(descriptor, at)
-        rows = torch.frombuffer(both, dtype=self.w_enc.dtype).to(dtype).float().view(2, -1).numpy()
+        data = self.w_enc.read(descriptor, at) + self.w_dec.read(descriptor, at)
+        if self.w_enc.dtype is not dtype:
+            data = bytes_of(torch.frombuffer(bytearray(data), dtype=self.w_enc.dtype), dtype)
         bias, threshold, max_act = (one if one is None else one.number(descriptor, at) for one in self.numbers)
         assert bias is not None
-        threshold, max_act = 0.0 if threshold is None else threshold, beside if max_act is None else max_act
-        finite = math.isfinite(bias + threshold + (max_act or 0.0)) and np.isfinite(rows).all()
+        threshold, max_act = 0.0 if threshold is None else threshold, max_act if beside is None else beside
+        finite = math.isfinite(bias + threshold + (max_act or 0.0)) and _are_finite(data, dtype)
         right = finite and min(threshold, max_act or 0.0) >= 0
-        return FeatureRow(rows, bias, threshold, max_act) if right else None
+        return FeatureRow(data, str(dtype).removeprefix("torch."), bias, threshold, max_act) if right else None
+
+
+def _are_finite(data: bytes, dtype: torch.dtype) -> bool:
+    """Whether little-endian numbers are neither infinite nor NaN, whose exponents have every bit."""
+    word, exponent = _EXPONENTS[dtype]
+    return not ((np.frombuffer(data, word) & exponent) == exponent).any()
 
 
 def _plain(draft: Draft, info: CoderInfo) -> _Plain | None:

@@ -5,9 +5,9 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, feature_ids, can_reconstruct; and measured, which nothing reads. A file without
-metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it is not transposed like
-other formats with the same keys.
+feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct; and measured, which nothing reads. A file
+without metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it is not
+transposed like other formats with the same keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from saesteer.errors import LoadError
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import wrong
+from saesteer.loaders.neuronpedia import addresses
 from saesteer.loaders.write import write_arrays
 
 NAME = "saesteer"
@@ -82,6 +83,7 @@ def _one(file: Path) -> Draft | None:
         feature_ids=_feature_ids(file, about),
         can_reconstruct=_one_of(file, about, "can_reconstruct", ("true", "false"), "true") == "true",
         model=about.get("model"),
+        addresses=addresses(about.get("addresses")),
     )
 
 
@@ -115,6 +117,7 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
     document = {
         "format": NAME,
         "activation": info.activation,
+        "addresses": " ".join(info.addresses) or None,
         "can_reconstruct": json.dumps(info.can_reconstruct),
         "feature_ids": None if info.feature_ids is None else json.dumps(info.feature_ids),
         "feature_unit": info.feature_unit,

@@ -28,6 +28,7 @@ from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import flag, read_json, section, text, whole_number, wrong
+from saesteer.loaders.neuronpedia import addresses
 
 FILES = ("cfg.json", "sae_weights.safetensors")
 # architecture -> the activation that it becomes, and its arrays besides W_enc, W_dec and b_dec
@@ -103,6 +104,7 @@ def draft(place: Path) -> Draft | None:
         sites=(site, _named(config, about, "_out") if transcoder else site),
         feature_unit="raw" if in_norm == "none" else "normalised",
         model=text(config, about, "model_name"),
+        addresses=addresses(about.get("neuronpedia_id")),
     )
 
 

@@ -4,6 +4,7 @@
     one array [layers, d]             row i belongs to layer i; at least two rows
     arrays [d] named by their layer   12, layer.12, layers.12, layer_12 or direction.12; all of one width
     bias, a scalar next to them       makes a probe: x . v + bias
+    function, in the metadata         of a probe in a .safetensors file: linear, sigmoid or tanh
 
 Layers count from 0, as in ``resid_post.12``. llama.cpp adds GGUF's direction.N after its layer N, counted from 0, and
 never uses N = 0. A .pt file holds a tensor or a dict of tensors; nothing else is unpickled. All values become float32.
@@ -17,13 +18,14 @@ import zipfile
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 
-from saesteer.dictionaries.vectors import Vector, VectorSet, vector_set
+from saesteer.dictionaries.vectors import Function, Vector, VectorSet, vector_set
 from saesteer.errors import LoadError
 from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.files import fetch, readable, wrong
@@ -32,6 +34,7 @@ from saesteer.loaders.vectors import gguf
 MAX_FILE_BYTES = 64 << 20  # 126 layers of 16,384 in float32 are 8 MB
 MAX_WIDTH = 1 << 17
 BIAS = "bias"
+FUNCTION = "function"
 
 Array = NDArray[np.float32]
 Rows = dict[int | None, Vector]  # by layer; None: for any site
@@ -43,12 +46,13 @@ _HEADERS = {(1, 0): _FORMAT.read_array_header_1_0, (2, 0): _FORMAT.read_array_he
 _ONLY = "the array's own name"  # for the one array of a file without names
 
 
-def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
+def read_vectors(place: str | Path, *, bias: float | None = None, function: Function | None = None) -> VectorSet:
     """The vectors of a file.
 
     Args:
         place: a .safetensors, .npy, .gguf (control vector) or .pt file, or one on the hub as ``org/repo/file``.
         bias: a probe's bias, in place of the file's, which is 0 if it has none.
+        function: a probe's function, in place of the file's, which is linear if it has none.
 
     Raises:
         LoadError: naming the file, the array, what is there and what was expected.
@@ -62,6 +66,7 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
         raise LoadError(f"{path}: {size} bytes; expected vectors, of at most {MAX_FILE_BYTES} bytes")
     with readable(str(path), f"a complete {path.suffix} file"):
         arrays = dict(READERS[path.suffix](path))
+        given: Function = _function(path) if path.suffix == ".safetensors" else "linear"
     own = _scalar(path, arrays.pop(BIAS)) if BIAS in arrays else 0.0
     rows = _rows(path, arrays)
     for layer, row in rows.items():
@@ -72,7 +77,15 @@ def read_vectors(place: str | Path, *, bias: float | None = None) -> VectorSet:
             raise wrong(path, at, "all zeros", "a direction; leave out a layer without one")
     if bias is not None and not math.isfinite(bias):
         raise LoadError(f"{place}: bias {bias}; expected a finite number")
-    return vector_set(rows, own if bias is None else bias)
+    return vector_set(rows, own if bias is None else bias, function or given)
+
+
+def _function(path: Path) -> Any:
+    with safe_open(path, "np") as file:
+        found = (file.metadata() or {}).get(FUNCTION, "linear")
+    if found not in get_args(Function):
+        raise wrong(path, "the metadata", f"{FUNCTION} {found[:40]!r}", f"one of {', '.join(get_args(Function))}")
+    return found
 
 
 def _scalar(path: Path, array: Array) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
+from saesteer.config.origins import addresses_of, origin_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -51,15 +52,22 @@ class Assets:
         infos = {key: _placed(key, one, whole[key]) if key in whole else rows[key] for key, one in sources.items()}
         for name, layers in sets.items():
             check_set(name, config.dictionaries[name], infos, layers)
-        vectors = {name: read_vectors(source.path, bias=source.bias) for name, source in config.vectors.items()}
-        for site in (*config.sites, *config.reads):
+        vectors = {
+            name: read_vectors(one.path, bias=one.bias, function=one.function) for name, one in config.vectors.items()
+        }
+        for site in (*config.sites, *config.kept):
             if site.partition(".")[0] not in SERVED_KINDS:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
-        modules = read_modules(config.modules, dictionaries=[*config.dictionaries, *rows, *rows.sets], vectors=vectors)
+        known = [*config.dictionaries, *rows, *rows.sets, *addresses_of(infos)]
+        modules = read_modules(config.modules, dictionaries=known, vectors=vectors)
         if config.default_module not in (None, *modules):
             found = f"got {config.default_module!r}, expected the name of a module, one of: {listing(modules)}"
             raise ConfigError(f"default_module: {found}")
         return cls(config, infos, vectors, modules, rows, sets)
+
+    def info(self, dictionary: str, layer: int | None = None) -> CoderInfo:
+        """The header of a dictionary; of a set, of the one at a layer."""
+        return self.infos[dictionary if layer is None else member(dictionary, layer)]
 
     def sites(self, layers: int, other_widths: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """Canonical names of all instrumented sites of a model, in the order of a forward pass.
@@ -70,7 +78,7 @@ class Assets:
         """
         kinds = {width: kind for kind, width in (other_widths or {}).items()}
         wanted = [reading_site(str(info.site_in)) for info in self.infos.values()]
-        wanted += expand_sites([*self.config.sites, *self.config.reads], layers)
+        wanted += expand_sites([*self.config.sites, *self.config.kept], layers)
         for vectors in self.vectors.values():
             wanted += [f"{kinds.get(vectors.width, 'resid_post')}.{layer}" for layer in vectors.layers or ()]
         found = {canonical(site) for site in wanted}
@@ -86,7 +94,7 @@ class Assets:
         kinds = {width: kind for kind, width in (other_widths or {}).items()}
         layers = 1 + max((parse(site)[1] for site in sites), default=0)
         wanted = {reading_site(canonical(str(info.site_in))) for info in self.infos.values() if not info.by_rows}
-        wanted |= {canonical(site) for site in expand_sites(self.config.reads, layers)}
+        wanted |= {canonical(site) for site in expand_sites(self.config.kept, layers)}
         for vectors in self.vectors.values():
             if vectors.layers is not None and len(vectors.layers) == 1:
                 wanted.add(f"{kinds.get(vectors.width, 'resid_post')}.{vectors.layers[0]}")
@@ -97,13 +105,29 @@ class Assets:
         info = self.infos[name]
         return reading_site(canonical(str(info.site_in))), op_site(canonical(str(info.site_out)), sites)
 
-    def catalog(self, *, width: int, layers: int, other_widths: Mapping[str, int] | None = None) -> Catalog:
+    def refuse_others(self, model: str) -> None:
+        """Refuse dictionaries of another model than the served one, a hub id or a folder.
+
+        Raises:
+            ConfigError: there is one, beyond doubt.
+        """
+        refuse_others(self.infos, model, self.config.dictionaries_of)
+
+    def catalog(
+        self,
+        *,
+        width: int,
+        layers: int,
+        other_widths: Mapping[str, int] | None = None,
+        model: str | None = None,
+    ) -> Catalog:
         """What requests may name on a server with this model.
 
         Args:
             width: width of the model's stream.
             layers: number of the model's layers.
             other_widths: of the kinds of sites that are not as wide, by kind.
+            model: its hub id or folder, by which addresses are checked; None: unknown.
 
         Raises:
             ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
@@ -121,6 +145,8 @@ class Assets:
         for site in sites:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
+        declared = self.config.dictionaries_of
+        origins = {name: origin_of(name, info, model, declared) for name, info in self.infos.items()}
         catalog = Catalog(
             dictionaries=_both(self.infos, self.rows),
             sites=frozenset(sites),
@@ -134,8 +160,10 @@ class Assets:
             other_widths=others,
             sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),
+            addresses=addresses_of(self.infos),
+            origins={name: one for name, one in origins.items() if one is not None},
         )
-        check_modules(catalog)
+        check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
         return catalog
 
     def memory(self, size: int) -> list[str]:
@@ -163,7 +191,16 @@ class Assets:
         Files count by their content, so machines that keep the same files in different places agree.
         """
         facts = [
-            replace(self.config, dictionaries={}, dictionary_folder=None, vectors={}, modules={}).to_json(),
+            replace(
+                self.config,
+                dictionaries={},
+                dictionary_folder=None,
+                vectors={},
+                modules={},
+                consumers={},
+                capture_folder=None,
+                dictionaries_of=(),
+            ).to_json(),
             self.config.dictionary_folder is None,
             {name: replace(info, source="").to_json() for name, info in self.infos.items()},
             {name: found.fingerprint for name, found in self.vectors.items()},

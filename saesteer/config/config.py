@@ -6,6 +6,7 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
      "vectors": {"happy": {"path": "happy.gguf"}, "sentiment": {"path": "probe.npy", "bias": -0.5}},
      "modules": {"golden-gate": "golden-gate.json", "calm": {"edits": [...]}},
      "default_module": "calm", "sites": ["resid_post.all"], "reads": ["resid_post.12"], "max_read_mib": 64,
+     "consumers": {"filesystem": {"folder": "runs"}}, "capture": ["resid_post.12"], "capture_folder": "rows",
      "max_edits": 64, "pool_rows": 64, "inline_rows": 1,
      "max_dose": 0.5, "max_dose_action": "clamp"}
 """
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
+from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
 from saesteer.language.fields import Check, fail, optional, show
@@ -30,10 +32,14 @@ LIMITS = {
     "inline_rows": (0, 1, 64),
     "registers": (1, 64, 4096),
     "graph_sets": (1, 3, 3),
+    "max_results": (0, 1024, 65536),
+    "max_results_mib": (1, 1024, 1 << 20),
+    "result_seconds": (1, 3600, 7 * 86400),
 }
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
+_MOST_MODELS = 64
 ROWS = "rows:"  # before a place: the dictionary stays in its file
 
 
@@ -60,10 +66,11 @@ class DictionarySource:
 
 @dataclass(frozen=True, slots=True)
 class VectorSource:
-    """Where vectors are: a file or ``org/repo/file``, and a probe's bias that replaces the file's."""
+    """Where vectors are: a file or ``org/repo/file``, and a probe's bias and function that replace the file's."""
 
     path: str
     bias: float | None = None
+    function: Function | None = None
 
 
 def _word(value: Any, at: str) -> str:
@@ -81,6 +88,15 @@ def _dose(value: Any, at: str) -> float:
     if not 0 < fields.number(value, at) <= MAX_DOSE:
         fail(at, "out_of_range", f"got {show(value)}, expected a number above 0, {MAX_DOSE:.0f} at most")
     return float(value)
+
+
+def _share(value: Any, at: str) -> float:
+    if not 0 < fields.number(value, at) <= 1:
+        fail(at, "out_of_range", f"got {show(value)}, expected a share above 0, 1 at most, such as 0.9")
+    return float(value)
+
+
+_function = fields.one_of(*get_args(Function))
 
 
 def _action(value: Any, at: str) -> Any:
@@ -110,6 +126,11 @@ def _module(value: Any, at: str) -> str | dict[str, Any]:
     if not isinstance(value, Mapping):
         fail(at, "wrong_type", f"got {show(value)}, expected the path of a JSON file or a spec")
     return dict(value)
+
+
+def _options(value: Any, at: str) -> dict[str, Any]:
+    """The options of a consumer, which checks them itself; null stands for none."""
+    return dict(fields.mapping({} if value is None else value, at))
 
 
 def _named(check: Check) -> Check:
@@ -167,14 +188,15 @@ OPTIONS: dict[str, Option] = {
         fields.list_of(_site, _MOST_SITES),
         "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
         "Repeatable.",
-        ("LLM",),
     ),
     "max_read_mib": _limit("max_read_mib", "--max-read-mib", "MiB that one request may read out", ("LLM",)),
     "max_edits": _limit("max_edits", "--max-edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",
         "NAME=FILE",
-        _named(_source(VectorSource, VectorSource, path=_word, bias=optional(fields.number))),
+        _named(
+            _source(VectorSource, VectorSource, path=_word, bias=optional(fields.number), function=optional(_function))
+        ),
         "Vectors and their name in requests: .safetensors, .npy, .gguf (control vector) or .pt. Repeatable.",
     ),
     "modules": Option(
@@ -191,12 +213,22 @@ OPTIONS: dict[str, Option] = {
         "Times that full CUDA graphs are captured: with all ops, without, and with those of dictionaries",
         ("LLM",),
     ),
+    "max_results": _limit("max_results", "--max-results", "Results that are kept to be fetched by a handle", ("LLM",)),
+    "max_results_mib": _limit("max_results_mib", "--max-results-mib", "MiB of all results that are kept", ("LLM",)),
+    "result_seconds": _limit("result_seconds", "--result-seconds", "Seconds that a result is kept", ("LLM",)),
     "dictionary_folder": Option(
         "--dictionary-folder",
         "FOLDER",
         optional(_word),
         "Every dictionary below a folder, by rows; its path there is its name. Only --sites give it sites.",
         ("LLM",),
+    ),
+    "dictionaries_of": Option(
+        "--dictionaries-of",
+        "MODEL,...",
+        fields.list_of(fields.text, _MOST_MODELS),
+        "Models whose dictionaries fit the served one, where its name does not say it, such as gemma-2-2b for a "
+        "fine-tune. Repeatable.",
     ),
     "default_module": Option(
         "--default-module",
@@ -217,6 +249,53 @@ OPTIONS: dict[str, Option] = {
         "What to do with a larger change: scale it down to the limit, or end its request with an error; default clamp.",
         ("LLM",),
     ),
+    "consumers": Option(
+        "--consumer",
+        "NAME[=JSON]",
+        _named(_options),
+        "A consumer that requests may name, with its options as a JSON object. Repeatable.",
+        ("LLM",),
+    ),
+    "capture": Option(
+        "--capture",
+        "SITE,...",
+        fields.list_of(_site, _MOST_SITES),
+        "Sites whose rows of every request's tokens go to --capture-folder, without being in answers. Repeatable.",
+        ("LLM",),
+    ),
+    "capture_folder": Option(
+        "--capture-folder", "FOLDER", optional(_word), "Where --capture writes its shards.", ("LLM",)
+    ),
+    "fail_fast": Option(
+        "--fail-fast/--no-fail-fast",
+        None,
+        fields.flag,
+        "End a request with an error once its hidden states or logits are not finite, or its answer begins with the "
+        "same token 16 times; off by default.",
+        ("LLM",),
+    ),
+    "memory_guard": Option(
+        "--memory-guard",
+        None,
+        optional(_share),
+        "Refuse new requests with 503 while more than this share of the machine's or container's memory is in use, "
+        "such as 0.9; default: never.",
+        (),
+    ),
+    "playground": Option(
+        "--playground/--no-playground",
+        None,
+        optional(fields.flag),
+        "Serve a page at /saesteer/ to try features on: search, sliders, plain and steered answers; on for `demo`.",
+        (),
+    ),
+    "neuronpedia": Option(
+        "--neuronpedia",
+        None,
+        fields.flag,
+        "Serve the routes of Neuronpedia's inference server, for its front end and its clients.",
+        (),
+    ),
 }
 
 
@@ -235,10 +314,26 @@ class SaesteerConfig:
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
     registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
     graph_sets: int = LIMITS["graph_sets"][1]  # times that full CUDA graphs are captured, each with fewer ops
+    max_results: int = LIMITS["max_results"][1]  # that are kept to be fetched by a handle
+    max_results_mib: int = LIMITS["max_results_mib"][1]  # MiB of all of them together
+    result_seconds: int = LIMITS["result_seconds"][1]  # that each of them is kept
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
+    dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
     default_module: str | None = None  # the module that every request uses first, unless it opts out
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
+    consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that requests may name, with options
+    capture: tuple[str, ...] = ()  # sites whose rows go, for every request, to consumers with the option "all"
+    capture_folder: str | None = None  # and into shards here
+    fail_fast: bool = False  # whether a request ends once what it computes is not sound
+    memory_guard: float | None = None  # share of the memory above which new requests are refused; None: never
+    playground: bool | None = None  # whether the page at /saesteer/ is served; None: the operator has not said
+    neuronpedia: bool = False  # whether the routes of Neuronpedia's inference server are served
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The sites whose tensors are kept because the operator names them."""
+        return *self.reads, *self.capture
 
     @classmethod
     def from_json(cls, raw: Any) -> "SaesteerConfig":
@@ -263,6 +358,10 @@ class SaesteerConfig:
             if raw.get("max_dose_action") is not None and made.max_dose is None:
                 found = f"got {show(made.max_dose_action)} without {KEY}.max_dose, expected both or neither"
                 fail(f"{KEY}.max_dose_action", "conflict", found)
+            taken = made.capture_folder is not None or any(one.get("all") is True for one in made.consumers.values())
+            if taken != bool(made.capture):
+                found = "needs both the sites and --capture-folder, or a consumer with the option all"
+                fail(f"{KEY}.capture", "conflict", f"{found}, expected both or neither")
         except SpecError as exc:
             raise ConfigError(str(exc)) from exc
         return made

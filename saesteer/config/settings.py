@@ -19,6 +19,7 @@ file is resolved there:
     max_dose_action: refuse
 """
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,8 +28,9 @@ from typing import Any
 
 import yaml
 
-from saesteer.config.config import OPTIONS, SaesteerConfig
+from saesteer.config.config import OPTIONS, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
+from saesteer.language.address import PREFIX
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -38,20 +40,26 @@ def read_settings(
     sites: Sequence[str] = (),
     *,
     reads: Sequence[str] = (),
+    dictionaries_of: Sequence[str] = (),
     vectors: Sequence[str] = (),
     modules: Sequence[str] = (),
+    consumers: Sequence[str] = (),
+    capture: Sequence[str] = (),
     file: str | Path | None = None,
     **limits: float | str | None,
 ) -> SaesteerConfig:
     """The operator's settings.
 
     Args:
-        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``.
+        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``, or ``np:MODEL/SOURCE[@SITE]``, which is its own name.
         sites: names; each argument holds one, or several separated by commas.
         reads: names of sites, like ``sites``.
+        dictionaries_of: names of models, like ``sites``.
         vectors: each ``NAME=FILE``.
         modules: each ``NAME=FILE``; the file holds a spec as JSON.
-        file: a YAML file; the other arguments override it, except that sites and reads add up.
+        consumers: each ``NAME``, or ``NAME=`` and its options as a JSON object.
+        capture: names of sites, like ``sites``.
+        file: a YAML file; the other arguments override it, except that lists of sites and models add up.
         **limits: ``max_edits``, ``max_dose`` and the other limits of ``saesteer.config``; None: not given.
 
     Raises:
@@ -59,14 +67,16 @@ def read_settings(
     """
     told = SaesteerConfig() if file is None else _read(Path(file))
     words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
-    for name, given in (("sites", sites), ("reads", reads)):
-        words[name] = [*getattr(told, name), *(site for word in given for site in word.split(",") if site)]
+    lists = {"sites": sites, "reads": reads, "capture": capture, "dictionaries_of": dictionaries_of}
+    for name, given in lists.items():
+        words[name] = [*getattr(told, name), *(one for word in given for one in word.split(",") if one)]
     for name, places, example in (
         ("dictionaries", dictionaries, "PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
         ("vectors", vectors, "FILE, such as happy=happy.gguf"),
         ("modules", modules, "FILE, such as golden-gate=golden-gate.json"),
     ):
         words[name] = {**getattr(told, name), **_named(OPTIONS[name].flag, places, f"NAME={example}")}
+    words["consumers"] = {**told.consumers, **_consumers(consumers)}
     return told.changed(words)
 
 
@@ -74,12 +84,23 @@ def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
         name, equals, place = word.partition("=")
+        if not equals and (source := DictionarySource.from_argument(word)).path.startswith(PREFIX):
+            name, equals, place = source.path, "=", word  # its address is its name
         if not (name and equals and place):
             raise ConfigError(f"{flag} {word}: expected {form}")
         if name in found:
             raise ConfigError(f"{flag} {word}: the name {name!r} is taken by another {flag}")
         found[name] = place
     return found
+
+
+def _consumers(words: Sequence[str]) -> dict[str, Any]:
+    form = """NAME or NAME={options as JSON}, such as 'filesystem={"folder": "runs"}'"""
+    given = _named("--consumer", [word if "=" in word else f"{word}={{}}" for word in words], form)
+    try:
+        return {name: json.loads(options) for name, options in given.items()}
+    except ValueError as exc:
+        raise ConfigError(f"--consumer {' '.join(words)}: not JSON ({exc}), expected {form}") from exc
 
 
 def _read(file: Path) -> SaesteerConfig:
@@ -105,6 +126,7 @@ def _read(file: Path) -> SaesteerConfig:
         told,
         dictionaries={name: replace(one, path=beside(one.path)) for name, one in told.dictionaries.items()},
         dictionary_folder=told.dictionary_folder and beside(told.dictionary_folder),
+        capture_folder=told.capture_folder and beside(told.capture_folder),
         vectors={name: replace(one, path=beside(one.path)) for name, one in told.vectors.items()},
         modules={name: beside(one) if isinstance(one, str) else one for name, one in told.modules.items()},
     )

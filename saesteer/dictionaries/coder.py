@@ -58,6 +58,7 @@ class CoderInfo:
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True  # False: features or the output bias are missing, so only deltas mean something
     model: str | None = None  # the language model that it was trained on, if the files say
+    addresses: tuple[str, ...] = ()  # MODEL/SOURCE at Neuronpedia, as far as its files or its place say it
     skip: bool = False  # y += x @ w_skip.T as well
     l0: float | None = None  # active features of a token, as whoever trained it measured, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
@@ -122,6 +123,7 @@ class CoderInfo:
         """A JSON object with every field."""
         document = {field.name: getattr(self, field.name) for field in fields(self)}
         document["feature_ids"] = None if self.feature_ids is None else list(self.feature_ids)
+        document["addresses"] = list(self.addresses)
         return document
 
     @classmethod
@@ -137,6 +139,7 @@ class CoderInfo:
         try:
             if (ids := values.get("feature_ids")) is not None:
                 values["feature_ids"] = tuple(ids)
+            values["addresses"] = tuple(values.get("addresses", ()))
             return cls(**values)
         except (TypeError, AssertionError) as exc:
             raise LoadError(f"dictionary info: {exc}; expected the fields of CoderInfo") from exc
@@ -183,7 +186,8 @@ class SparseCoder:
     def pre(self, x: Tensor) -> Tensor:
         """Pre-activations ``in_norm(x) @ w_enc.T + b_enc``.
 
-        in_norm: ``none`` x;  ``layer_norm`` (x - mean(x)) / (std(x, ddof=1) + 1e-5);  ``l2_sqrt_d`` x * sqrt(d) / |x|.
+        in_norm: ``none`` x;  ``layer_norm`` (x - mean(x)) / (std(x, ddof=1) + 1e-5);
+        ``l2_sqrt_d`` ``x * sqrt(d) / |x|``.
 
         Args:
             x: [..., d_in], any float dtype.
@@ -201,8 +205,8 @@ class SparseCoder:
         """Feature activations of ``p = pre(x)``; features that are not active are exactly 0.
 
         ``relu`` p where p > 0;  ``jumprelu`` p where p > threshold (strict);  ``topk`` p where p > 0 and p is among the
-        k largest of its token, ties going to the lowest row;  ``abstopk`` p where |p| is among the k largest, whatever
-        its sign;  ``groupmax`` p where p > 0 and p is the largest of its group of F / k neighbouring rows.
+        k largest of its token, ties going to the lowest row;  ``abstopk`` p where ``|p|`` is among the k largest,
+        whatever its sign;  ``groupmax`` p where p > 0 and p is the largest of its group of F / k neighbouring rows.
 
         Args:
             x: [..., d_in], any float dtype.
@@ -226,7 +230,7 @@ class SparseCoder:
         """The reconstruction ``y = f @ w_dec + b_dec``, with the input norm undone and the skip connection added.
 
         un_norm with the statistics of ``like``: ``none`` y;  ``layer_norm`` y * std(like, ddof=1) + mean(like);
-        ``l2_sqrt_d`` y * |like| / sqrt(d). A skip transcoder adds ``like @ w_skip.T``.
+        ``l2_sqrt_d`` ``y * |like| / sqrt(d)``. A skip transcoder adds ``like @ w_skip.T``.
 
         Args:
             f: [..., F].

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from saesteer.errors import ConfigError
 from saesteer.language.inline import InlineVector
 
+Function = Literal["linear", "sigmoid", "tanh"]
 Vector = NDArray[np.float32]  # [d], read-only
 
 
@@ -24,9 +26,10 @@ class VectorSet:
 
     rows: Mapping[int | None, Vector]  # by layer, ascending; or one row with the key None, for any site
     width: int  # d
-    fingerprint: str  # hex sha256 of the float32 rows, their layers and the bias, whatever dtype was stored
+    fingerprint: str  # hex sha256 of the float32 rows, their layers, bias and function, whatever dtype was stored
     digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
     bias: float = 0.0  # a probe reads x · v + bias
+    function: Function = "linear"  # what a probe makes of that
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -46,29 +49,33 @@ class VectorSet:
         return (long / np.linalg.norm(long)).astype(np.float32)
 
 
-def vector_set(rows: Mapping[int | None, Vector], bias: float = 0.0) -> VectorSet:
+def vector_set(rows: Mapping[int | None, Vector], bias: float = 0.0, function: Function = "linear") -> VectorSet:
     """A set of checked rows, which become read-only.
 
     Args:
         rows: ``[d]`` each, by layer; finite and not zero.
         bias: a probe's bias.
+        function: of a probe.
     """
     layers = sorted(rows, key=lambda one: -1 if one is None else one)
     width = rows[layers[0]].size
     digests = {layer: hashlib.sha256(rows[layer].data).hexdigest() for layer in layers}
     for layer in layers:
         rows[layer].flags.writeable = False
-    fingerprint = hashlib.sha256(repr((width, bias, digests)).encode()).hexdigest()
+    facts = (width, bias, digests) if function == "linear" else (width, bias, digests, function)
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     kept = {layer: rows[layer] for layer in layers}
-    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias)
+    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias, function)
 
 
-def from_inline(value: tuple[float, ...] | InlineVector, *, bias: float = 0.0) -> VectorSet:
+def from_inline(
+    value: tuple[float, ...] | InlineVector, *, bias: float = 0.0, function: Function = "linear"
+) -> VectorSet:
     """A vector from a request; float32 bytes are viewed, not copied. A bias makes it a probe.
 
     The request language has checked it: its values are finite, and no row is zero.
     """
-    return vector_set(rows_of(value), bias)
+    return vector_set(rows_of(value), bias, function)
 
 
 def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Vector]:

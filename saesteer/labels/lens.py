@@ -43,3 +43,24 @@ def _head(model: Any) -> Tensor:
     told = (norm(signs.to(out.dtype)[None, None]) - norm(-signs.to(out.dtype)[None, None]))[0, 0]
     head: Tensor = out.float() * (told.float() * signs / 2)
     return head - head.mean(-1, keepdim=True) if isinstance(norm, torch.nn.LayerNorm) else head
+
+
+@torch.no_grad()
+def logits_of(hidden: Tensor, model: Any, tokens: Tensor | None = None) -> Tensor:
+    """What lm_head makes of rows that have passed the final norm, with the cap that Gemma 2 puts on it.
+
+    Args:
+        hidden: [n, d_model].
+        model: a Transformers causal language model.
+        tokens: ids; None: the whole vocabulary.
+
+    Returns:
+        [n, tokens] float32.
+    """
+    head = model.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if tokens is not None:
+        weight, bias = weight[tokens], None if bias is None else bias[tokens]
+    logits = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

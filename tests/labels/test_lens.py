@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saesteer.labels.lens import lens
+from saesteer.labels.lens import lens, logits_of
 from saesteer.models.families import find_trunk
 from tests.tiny import VOCABULARY, WIDTH, made
 
@@ -27,3 +27,16 @@ def test_it_is_what_the_head_makes_of_the_row(name: str) -> None:
         assert unlikely == logits.argsort().tolist()
     short = list(lens(rows, model, 3))
     assert short == [(likely[:3], unlikely[:3]) for likely, unlikely in found]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-2"])
+def test_logits_are_the_models_own(name: str) -> None:
+    model = made(name).float()
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        trunk, _ = find_trunk(model, "transformers")
+        hidden, expected = trunk(ids).last_hidden_state[0], model(ids).logits[0]
+    torch.testing.assert_close(logits_of(hidden, model), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(hidden, model, torch.tensor([3, 1])), expected[:, [3, 1]], atol=1e-5, rtol=1e-5
+    )

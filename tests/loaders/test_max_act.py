@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from saesteer.commands.inspect import report
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.files import fetch
+from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
 from tests.loaders import writers
 from tests.loaders.every import CASES
@@ -27,10 +29,7 @@ def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
     path = fetch(place)
     max_act.write(path, coder, values(coder.info.features), tokens=1000)
     after = describe(place)
-    if before.has_max_act:  # the file's own stands
-        assert after == before
-        assert torch.equal(load(place).max_act, coder.max_act)  # type: ignore[arg-type]
-        return
+    assert after.max_act_from == max_act.CALIBRATION
     assert after.has_max_act
     assert after.fingerprint != before.fingerprint
     for dtype in (None, torch.bfloat16):
@@ -38,6 +37,32 @@ def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
         assert found.max_act is not None and torch.equal(found.max_act, values(coder.info.features))
         assert found.info.fingerprint == after.fingerprint
     assert "max_act       known" in report(place)
+    # Those of labels count only where the file has none of its own.
+    max_act.write(path, coder, values(coder.info.features), tokens=None, by=max_act.LABELS)
+    if before.has_max_act:
+        assert describe(place) == before
+        assert torch.equal(load(place).max_act, coder.max_act)  # type: ignore[arg-type]
+    else:
+        assert describe(place).max_act_from == load(place).info.max_act_from == max_act.LABELS
+
+
+def test_rows_have_the_values_that_count(tmp_path: Path) -> None:
+    """The file has values of its own."""
+    measured = values(3)
+    coder = SparseCoder(
+        *(torch.ones(3, 4), torch.zeros(3), torch.ones(3, 4), torch.zeros(4)),
+        CoderInfo("saesteer", 4, 4, 3, "relu", site_in="resid_post.1", site_out="resid_post.1", has_max_act=True),
+        max_act=torch.full((3,), 9.0),
+    )
+    own.write(tmp_path / "d.safetensors", coder)
+    for by, expected in ((None, 9.0), (max_act.LABELS, 9.0), (max_act.CALIBRATION, 1.0)):
+        if by is not None:
+            max_act.write(tmp_path / "d.safetensors", coder, measured, tokens=None, by=by)
+        file = open_rows(tmp_path / "d.safetensors")
+        row = file.row(2, None)
+        assert row.max_act is not None and row.max_act.item() == expected
+        assert file.feature(2, torch.float32)[0].max_act == expected
+        assert file.info.max_act_from == (max_act.CALIBRATION if expected == 1.0 else "file")
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import TABLE, Source, _table, resolved, source_of
 from tools import neuronpedia_table
 
-NAME = "np:gemma-2-2b/20-gemmascope-res-16k"
+ADDRESS = "gemma-2-2b/20-gemmascope-res-16k"
+NAME = f"np:{ADDRESS}"
 PLACE = "google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71"
 
 
 def test_a_name_leads_to_a_place() -> None:
-    assert source_of(NAME) == Source(PLACE, "gemma-2-2b", None)
+    assert source_of(NAME) == Source(PLACE, "gemma-2-2b", None, ADDRESS)
     assert resolved(NAME) == PLACE
     assert [resolved(place) for place in ("org/repo", Path("a"))] == ["org/repo", Path("a")]
     assert source_of("gemma-2-2b/20-gemmascope-res-16k") is None

@@ -51,7 +51,7 @@ def coders(draw: st.DrawFn) -> SparseCoder:
         skip_first=draw(st.integers(0, 3)),
         feature_ids=draw(ids),
         can_reconstruct=draw(st.booleans()),
-        model=draw(st.none() | st.text(max_size=5)),
+        model=draw(st.none() | st.text(min_size=1, max_size=5)),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))

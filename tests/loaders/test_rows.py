@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.coder import RANKED, SparseCoder
-from saesteer.dictionaries.rows import FeatureRow, feature_rows
+from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
@@ -36,7 +36,7 @@ def same_row(one: SparseCoder, whole: SparseCoder, row: int) -> None:
 def same_feature(found: RowFile, row: int, dtype: torch.dtype) -> None:
     """What a request takes of a row, read as fast as its file allows, is what the row says; of a square SAE."""
     one, layered = found.row(row, torch.float32 if found.info.in_norm == "layer_norm" else dtype), found.info.targets
-    expected = feature_rows(one, one.w_dec[:0] if layered is None else found.later(row, dtype))
+    expected = feature_rows(one, one.w_dec[:0] if layered is None else found.later(row, dtype), dtype)
     ours = found.feature(row, dtype)
     assert [one.digest for one in ours] == [one.digest for one in expected]
     for mine, theirs in zip(ours, expected, strict=True):
@@ -112,9 +112,10 @@ def test_a_row_that_takes_no_arithmetic_is_the_row_of_the_whole(
     wanted = data.draw(kinds)
     [ours] = found.feature(row, wanted)
     whole = load(file, dtype=wanted)
-    matrices = torch.stack([whole.w_enc[row], whole.w_dec[row]]).float().numpy()
+    matrices = bytes_of(torch.stack([whole.w_enc[row], whole.w_dec[row]]), wanted)
     threshold, largest = (None if one is None else one[row].item() for one in (whole.threshold, whole.max_act))
-    expected = FeatureRow(matrices, whole.b_enc[row].item(), 0.0 if threshold is None else threshold, largest)
+    law = whole.b_enc[row].item(), 0.0 if threshold is None else threshold, largest
+    expected = FeatureRow(matrices, str(wanted).removeprefix("torch."), *law)
     assert ours.digest == expected.digest
     same_row(found.row(row, wanted), whole, row)
 

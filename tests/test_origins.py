@@ -1,0 +1,215 @@
+"""Which dictionaries belong to the served model, and by which addresses they can be named, from files to a request."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from saesteer import clamp, describe, hf, load
+from saesteer.commands import reading
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.origins import fit
+from saesteer.config.settings import read_settings
+from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.language.spec import from_json
+from saesteer.loaders.formats import own
+from saesteer.loaders.neuronpedia import sources_at
+from saesteer.planning.applied import applied
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
+from saesteer.plugin.door import frontend
+from tests.loaders import writers
+
+ADDRESS = "gemma-2-2b/20-gemmascope-res-16k"
+CLAMP = {"op": "clamp", "feature": f"{ADDRESS}/3", "value": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("trained", "served", "expected"),
+    [
+        ("gemma-2-2b", "google/gemma-2-2b", "same"),
+        ("gemma-2-2b", "/models/gemma-2-2b/", "same"),
+        ("gemma-2-2b", "/hf/hub/models--google--gemma-2-2b/snapshots/c5ebcd40d208330abc697524c919956e692655cf", "same"),
+        ("gemma-2-2b", "google/gemma-2-2b-it", "base"),
+        ("gemma-2-2b-it", "google/gemma-2-2b", "other"),
+        ("gemma-2-2b-it", "google/gemma-2-2b-it", "same"),
+        ("gemma-2-9b", "google/gemma-2-2b", "other"),
+        ("gemma-2-2b", "me/my-gemma", "unknown"),
+        ("my-gemma", "google/gemma-2-2b", "unknown"),
+        ("llama3.1-8b", "meta-llama/Llama-3.1-8B", "same"),
+        ("llama3.1-8b", "meta-llama/Meta-Llama-3.1-8B-Instruct", "base"),
+        ("deepseek-r1-distill-llama-8b", "meta-llama/Llama-3.1-8B", "other"),
+        ("gpt2-small", "openai-community/gpt2", "same"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B", "base"),
+        ("qwen3-8b", "Qwen/Qwen3-8B-Base", "unknown"),
+        ("google/gemma-3-4b-pt", "google/gemma-3-4b-it", "base"),
+        ("pythia-70m-deduped", "EleutherAI/pythia-70m-deduped", "same"),
+    ],
+)
+def test_models_are_compared_by_name(trained: str, served: str, expected: str) -> None:
+    assert fit(trained, served) == expected
+
+
+def saelens(folder: Path, model: str | None = "gemma-2-2b", **more: Any) -> Path:
+    """A dictionary at resid_post.3 whose files name a model and Neuronpedia's source."""
+    cfg = writers.saelens_cfg("jumprelu")
+    about = cfg.get("metadata", cfg)
+    about |= {"model_name": model} | more
+    return writers.saelens(folder, cfg, writers.raw())
+
+
+def catalog(place: Path | str, served: str | None, name: str = "d", **options: Any) -> Catalog:
+    told = {"dictionaries": {name: str(place)}, **options}
+    return Assets.open(SaesteerConfig.from_json(told)).catalog(width=writers.D, layers=30, model=served)
+
+
+def test_files_say_model_and_address(tmp_path: Path) -> None:
+    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
+    info = describe(place)
+    assert (info.model, info.addresses) == ("gemma-2-2b", (ADDRESS,)) == (load(place).info.model, info.addresses)
+    own.write(tmp_path / "copy.safetensors", load(place))
+    assert describe(tmp_path / "copy.safetensors").addresses == (ADDRESS,)
+    for odd in (None, 3, "no address", {"a": 1}):
+        assert describe(saelens(tmp_path / "b", neuronpedia_id=odd)).addresses == ()
+
+
+def test_a_place_on_the_hub_says_its_addresses() -> None:
+    place = "google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71"
+    cached = f"/x/hub/models--google--gemma-scope-2b-pt-res/snapshots/fd571b/{place.partition('res/')[2]}"
+    for one in (place, f"{place}/params.npz", cached, f"{cached}/params.npz", f"np:{ADDRESS}"):
+        assert [found.address for found in sources_at(one)] == [ADDRESS], one
+    assert sources_at("/data/layer_20") == sources_at("org/repo") == []
+    twice = "google/gemma-scope-2b-pt-res/layer_5/width_1m/average_l0_114"
+    assert len(sources_at(twice)) == 2
+
+
+def test_an_address_names_a_loaded_dictionary(tmp_path: Path) -> None:
+    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
+    spec = from_json({"edits": [CLAMP]})
+    for served, trained_on in (("google/gemma-2-2b", None), ("google/gemma-2-2b-it", "gemma-2-2b")):
+        known = catalog(place, served)
+        [entry] = applied(plan(spec, known, 9), known)
+        assert (entry["dictionary"], entry["feature"], entry.get("trained_on")) == ("d", 3, trained_on)
+    with pytest.raises(SpecError, match="not known to be gemma-2-2b"):
+        plan(spec, catalog(place, "/models/mine"), 9)
+    known = catalog(place, "/models/mine", dictionaries_of=["google/gemma-2-2b"])
+    [entry] = applied(plan(spec, known, 9), known)
+    assert entry["trained_on"] == "gemma-2-2b"
+
+
+def test_the_operator_declares_an_address_by_the_name(tmp_path: Path) -> None:
+    """Its files say neither model nor source."""
+    place = saelens(tmp_path / "a", model=None)
+    spec = from_json({"edits": [CLAMP]})
+    assert plan(spec, catalog(place, "google/gemma-2-2b", f"np:{ADDRESS}"), 9).groups
+    with pytest.raises(SpecError, match="not known to be gemma-2-2b"):
+        plan(spec, catalog(place, None, f"np:{ADDRESS}"), 9)
+    assert plan(from_json({"edits": [CLAMP | {"dictionary": "d", "feature": 3}]}), catalog(place, None), 9).groups
+    with pytest.raises(SpecError, match="which no dictionary of this server has") as caught:
+        plan(spec, catalog(place, "google/gemma-2-2b"), 9)
+    assert "dictionaries by name: d" in str(caught.value)
+
+
+def test_a_module_may_use_an_address(tmp_path: Path) -> None:
+    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
+    known = catalog(place, "google/gemma-2-2b", modules={"m": {"edits": [CLAMP]}})
+    assert plan(from_json({"edits": [{"op": "use", "module": "m"}]}), known, 9).groups
+    with pytest.raises(ConfigError, match=r"module 'm': saesteer\.edits\[0\]\.dictionary: got 'np:a/b'"):
+        catalog(place, "google/gemma-2-2b", modules={"m": {"edits": [CLAMP | {"feature": "a/b/3"}]}})
+
+
+def test_transformers_take_addresses(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": writers.D, "num_hidden_layers": 5, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=64))
+    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
+    model.config.name_or_path = "google/gemma-2-2b-it"
+    known = hf.Model(model, dictionaries={"d": place})
+    doses = [
+        known.doses([3, 1, 4, 1], steer=one) for one in (clamp(feature=f"{ADDRESS}/3", value=8.0), clamp("d", 3, 8.0))
+    ]
+    assert doses[0] == doses[1] and doses[0][0]["max"] > 0
+    model.config.name_or_path = ""
+    with pytest.raises(SpecError, match="not known to be gemma-2-2b"):
+        hf.Model(model, dictionaries={"d": place}).doses([3, 1], steer=CLAMP)
+    declared = hf.Model(model, dictionaries={"d": place}, dictionaries_of=["gemma-2-2b"])
+    assert declared.doses([3, 1, 4, 1], steer=CLAMP | {"value": 8.0}) == doses[0]
+
+
+def start(place: Path, served: str, **options: Any) -> None:
+    """What a server does at start with the dictionary."""
+    shape = SimpleNamespace(num_hidden_layers=30)
+    model = SimpleNamespace(model=served, hf_text_config=shape, get_hidden_size=lambda: writers.D)
+    assets = Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": str(place)}, **options}))
+    frontend._names(
+        assets,
+        SimpleNamespace(
+            model_config=model, parallel_config=None, structured_outputs_config=SimpleNamespace(reasoning_parser="")
+        ),
+    )
+
+
+def test_a_dictionary_of_another_model_is_refused_at_start(tmp_path: Path) -> None:
+    place = saelens(tmp_path / "a", model="gemma-2-9b")
+    for served in ("google/gemma-2-2b", "google/gemma-2-2b-it"):
+        with pytest.raises(ConfigError) as caught:
+            start(place, served)
+        assert str(caught.value) == (
+            f"dictionary 'd' was trained on gemma-2-9b, and this server's model is {served}; expected a dictionary of "
+            "this model or its base; --dictionaries-of gemma-2-9b serves it all the same"
+        )
+        start(place, served, dictionaries_of=["gemma-2-9b"])
+    for served in ("google/gemma-2-9b", "google/gemma-2-9b-it", "me/my-gemma", str(tmp_path)):
+        start(place, served)
+    for model in (None, "somebody/else"):  # nothing is known, so it is served as ever
+        start(saelens(tmp_path / "b", model=model), "google/gemma-2-2b")
+
+
+def test_commands_that_read_take_any_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def run(place: str, batches: Any, *, dictionaries: Any, options: dict[str, Any], verbose: bool) -> Any:
+        asked.update(options)
+        return [[]]
+
+    monkeypatch.setattr(reading, "run", run)
+    place = saelens(tmp_path / "a", model="gemma-2-9b-it", neuronpedia_id=ADDRESS)
+    reading.read("m", SaesteerConfig.from_json({"dictionaries": {"d": str(place)}}), {}, [[1, 2]], {})
+    assert asked["dictionaries_of"] == ["gemma-2-2b", "gemma-2-9b-it"]
+
+
+def test_a_source_without_a_row_in_the_table(tmp_path: Path) -> None:
+    row = {"modelId": "m", "id": "7-new", "hfRepoId": "org/repo", "hfFolderId": "layer_7", "saelensRelease": None}
+    file = tmp_path / "source.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    for place in (f"np:{file}", f"np:{tmp_path}"):
+        [found] = sources_at(place)
+        assert (found.place, found.model, found.address) == ("org/repo/layer_7", "m", "m/7-new")
+    file.write_text(json.dumps(row | {"hfFolderId": None}))
+    assert sources_at(f"np:{file}")[0].place == "org/repo"
+    for change, words in (
+        ({"hfRepoId": None}, "hfRepoId: 'None'; expected a text"),
+        ({"id": 7}, "id: '7'; expected a text"),
+        ({"hfRepoId": "../etc"}, "expected org/repo and a folder"),
+        ({"hfFolderId": "../../x"}, "expected org/repo and a folder"),
+        ({"id": "a/b"}, "expected org/repo and a folder"),
+    ):
+        file.write_text(json.dumps(row | change))
+        with pytest.raises(LoadError, match=words):
+            sources_at(f"np:{file}")
+    for text in ("", "[]", "{" * 10**6, '{"a": 1}\n{"a": 2}'):
+        file.write_text(text)
+        with pytest.raises(LoadError, match=r"source\.jsonl"):
+            sources_at(f"np:{file}")
+
+
+def test_an_address_is_its_own_name_on_the_command_line() -> None:
+    config = read_settings([f"np:{ADDRESS}", f"rows:np:{ADDRESS}x@resid_post.3", "gs=org/repo"])
+    assert list(config.dictionaries) == [f"np:{ADDRESS}", f"np:{ADDRESS}x", "gs"]
+    second = config.dictionaries[f"np:{ADDRESS}x"]
+    assert (second.path, second.site, second.rows) == (f"np:{ADDRESS}x", "resid_post.3", True)
+    assert read_settings(dictionaries_of=["a,b", "c"]).dictionaries_of == ("a", "b", "c")
