@@ -8,15 +8,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, Literal
 
+from saesteer.language import address
 from saesteer.language.fields import (
     INT32_MAX,
+    Check,
     Record,
     by,
     fail,
     flag,
     integer,
     list_of,
-    mapping,
     number,
     one_of,
     optional,
@@ -35,6 +36,7 @@ NAMES = ("dictionary", "vector", "probe", "module")  # the fields that may hold 
 
 Mode = Literal["set", "add", "scale", "min", "max"]
 ClampUnit = Literal["raw", "max_act"]
+Part = Literal["reasoning", "answer"]  # of the generated tokens
 Interval = tuple[int, int | None]
 
 _feature = integer(0, INT32_MAX)
@@ -87,7 +89,7 @@ def messages(value: Any, at: str) -> tuple[Message, ...]:
 intervals = list_of(interval, MAX_POSITIONS, least=("empty_scope", "[start, end]"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scope(Record):
     """The tokens that an edit touches. ``saesteer.planning.windows`` turns a scope into absolute positions.
 
@@ -101,8 +103,11 @@ class Scope(Record):
     positions: tuple[Interval, ...] | None = field(default=None, metadata=by(optional(intervals)))
     skip_first: int | None = field(default=None, metadata=by(optional(integer(0, INT32_MAX - 1))))
     messages: tuple[Message, ...] | None = field(default=None, metadata=by(optional(messages)))
+    part: Part | None = field(default=None, metadata=by(optional(one_of("reasoning", "answer"))))
 
     def _whole(self, at: str) -> None:
+        if self.part is not None and (self.prompt or self.generated is False or self.messages is not None):
+            fail(f"{at}.part", "conflict", "names generated tokens, expected no messages and no other flag")
         if self.prompt is False and self.generated is False:
             fail(at, "empty_scope", "prompt and generated are both false, expected one of them to be true")
         if self.messages is not None and not (not self.generated if self.prompt is None else self.prompt):
@@ -113,7 +118,15 @@ class Scope(Record):
             )
 
 
-@dataclass(frozen=True, slots=True)
+GENERATED = Scope(generated=True)  # of what reads or watches by default, so that prompts stay cached
+
+
+def scoped(default: Scope) -> Check:
+    """A scope; null is the default."""
+    return lambda value, at: default if value is None else read(Scope, value, at)
+
+
+@dataclass(frozen=True)
 class Source(Record):
     """A feature or a probe, whose value at the same token is read before any edit of its site."""
 
@@ -121,6 +134,10 @@ class Source(Record):
     feature: int | None = field(default=None, metadata=by(optional(_feature)))
     probe: str | None = field(default=None, metadata=by(optional(text)))
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+
+    @classmethod
+    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+        return address.one(given, at)
 
     def _whole(self, at: str) -> None:
         if self.probe is not None and (self.dictionary, self.feature, self.layer) != (None, None, None):
@@ -131,7 +148,7 @@ class Source(Record):
             fail(f"{at}.feature", "missing_field", "is missing, expected next to dictionary")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gate(Source):
     """One condition of a `when`: a feature or probe strictly above a bound, below one, or both."""
 
@@ -148,7 +165,7 @@ class Gate(Source):
             fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Strength(Source):
     """A strength of each token: min(max(slope · p + bias, min), max), where p is the feature or the probe."""
 
@@ -170,7 +187,9 @@ _READ = (Strength, Mapping)  # as a union, it would be made again in each call
 
 def strength(value: Any, at: str) -> float | Strength:
     """A number, or what is read to make one."""
-    return read(Strength, value, at) if isinstance(value, _READ) else number(value, at)
+    if value.__class__ is float or not isinstance(value, _READ):  # most are numbers, and a Mapping is slow to rule out
+        return number(value, at)
+    return read(Strength, value, at)
 
 
 _scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))
@@ -185,7 +204,7 @@ def gates(value: Any, at: str) -> tuple[Gate, ...]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Edit(Record):
     """One change that a request asks for."""
 
@@ -230,7 +249,7 @@ class Edit(Record):
         return {"op": self.op, **Record.to_json(self)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenEdit(Edit):
     """An edit of the tokens of a scope, where the conditions hold."""
 
@@ -239,7 +258,7 @@ class TokenEdit(Edit):
     scope: Scope = field(default=Scope(), metadata=by(record(Scope, null=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VectorEdit(TokenEdit):
     """An edit along a vector, at one site or several."""
 
@@ -247,7 +266,7 @@ class VectorEdit(TokenEdit):
     site: tuple[str, ...] = field(metadata=by(sites, single=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Clamp(TokenEdit):
     """Changes one feature from f to f'; a group of neighbouring clamps makes x' = x + Σ (f' − f) d."""
 
@@ -261,6 +280,10 @@ class Clamp(TokenEdit):
     only_if_active: bool = field(default=False, metadata=by(flag))
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
+    @classmethod
+    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+        return address.one(given, at)
+
     def _whole(self, at: str) -> None:
         if self.mode == "scale" and self.unit == "max_act":
             fail(f"{at}.unit", "conflict", "got max_act with mode scale, expected raw: a factor has no unit")
@@ -268,7 +291,7 @@ class Clamp(TokenEdit):
             fail(f"{at}.value", "conflict", f"is read, with mode {self.mode}; expected a number, or mode add")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Add(VectorEdit):
     """x' = x + scale · v; with norm match, v is first scaled to the length of x."""
 
@@ -283,7 +306,7 @@ class Add(VectorEdit):
             fail(f"{at}.scales", "conflict", "is one number for each layer, expected a kind alone as site")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cap(VectorEdit):
     """p = x · v̂; x' = x + strength · (clip(p, min, max) − p) · v̂."""
 
@@ -300,7 +323,7 @@ class Cap(VectorEdit):
             fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ablate(VectorEdit):
     """x' = x − strength · (x · v̂) · v̂; strength 1 removes, 2 mirrors, −1 doubles."""
 
@@ -309,7 +332,7 @@ class Ablate(VectorEdit):
     strength: float = field(default=1.0, metadata=by(number))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reconstruct(TokenEdit):
     """Puts the dictionary's reconstruction in place of x, with the group of clamps directly before it."""
 
@@ -320,7 +343,7 @@ class Reconstruct(TokenEdit):
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Use(Edit):
     """Applies the edits of a registered module, every delta multiplied by scale."""
 
@@ -330,15 +353,5 @@ class Use(Edit):
     scale: float | Strength = field(default=1.0, metadata=by(strength))
 
 
+# By op; the rules, which change nothing, are in rules.py.
 OPS: dict[str, type[Edit]] = {one.op: one for one in (Clamp, Add, Cap, Ablate, Reconstruct, Use)}
-_op = one_of(*OPS)
-
-
-def edit(value: Any, at: str) -> Edit:
-    """Reads an edit from its JSON object; ``op`` says which kind it is."""
-    if isinstance(value, Edit):
-        return value
-    mapping(value, at)
-    if "op" not in value:
-        fail(f"{at}.op", "missing_field", f"is missing, expected one of {', '.join(OPS)}")
-    return read(OPS[_op(value["op"], f"{at}.op")], value, at, extra="op")

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from heapq import nlargest
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
+from types import NoneType
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.sites import KINDS, canonical, parse
@@ -32,6 +33,7 @@ Code = Literal[
     "not_finite",  # NaN or infinity
     "not_served",  # correct, but this version cannot do it
     "out_of_range",
+    "results_full",  # the server keeps as many results as it may
     "too_large",  # it may read more bytes than the server brings home for one request
     "too_many",  # over a limit on size or count
     "unknown_field",
@@ -43,6 +45,9 @@ Code = Literal[
     "zero_vector",  # a vector without a direction
 ]
 CODES: tuple[str, ...] = get_args(Code)
+
+_NUMBERS = (int, float)
+_PLAIN = (*_NUMBERS, str, bool, NoneType)
 
 Check = Callable[[Any, str], Any]
 R = TypeVar("R", bound="Record")
@@ -117,8 +122,9 @@ def flag(value: Any, at: str) -> bool:
 
 def number(value: Any, at: str) -> float:
     """A finite number within float32, not a boolean. −0.0 becomes 0.0, since equal specs have equal JSON."""
-    # Real is slow to ask, and most numbers are of these two types.
-    if value.__class__ not in (float, int) and (isinstance(value, bool) or not isinstance(value, Real)):
+    if value.__class__ is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:  # as most are; false for NaN
+        return value + 0.0
+    if value.__class__ not in _NUMBERS and (isinstance(value, bool) or not isinstance(value, Real)):
         fail(at, "wrong_type", f"got {show(value)}, expected a number")
     if value != value or value in (float("inf"), float("-inf")):
         fail(at, "not_finite", f"got {show(float(value))}, expected a finite number")
@@ -232,9 +238,12 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
-    """An object with known fields, checked when it is made, in Python or from JSON."""
+    """An object with known fields, checked when it is made, in Python or from JSON.
+
+    Records have no slots: one is made of a dict of its values, in a third of the time.
+    """
 
     label: ClassVar[str]  # the path of a record that is not part of a spec yet
 
@@ -248,8 +257,17 @@ class Record:
                 object.__setattr__(self, one.name, one.metadata["check"](value, f"{at}.{key}"))
         self._whole(at)
 
+    @classmethod
+    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+        """A JSON object without short forms that stand for other fields; most records have none."""
+        return given
+
     def _whole(self, at: str) -> None:
         """Refuses values that are right alone and contradict each other."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, since neither a record nor what it holds ever changes: vLLM copies what a request brings."""
+        return self
 
     def to_json(self) -> dict[str, Any]:
         """The canonical JSON object: fields with their default value are left out."""
@@ -275,22 +293,66 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     """
     if isinstance(value, cls):
         return value
-    mapping(value, at)
+    value = cls._spelled_out(mapping(value, at), at)
     known = table(cls)
     for key in value:
         if key not in known and (key != extra or extra is None):
             known_field(key, at, [*([extra] if extra else []), *known])
-    made, put = object.__new__(cls), object.__setattr__
-    given = []
-    for key, one in known.items():
-        if key in value:
-            given.append((key, one))
-        elif one.default is MISSING:
-            fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
-        else:
-            put(made, one.name, one.default)
-    for key, one in given:
-        put(made, one.name, one.metadata["check"](value[key], f"{at}.{key}"))
+    defaults, required = _blank(cls)
+    if not required <= value.keys():
+        key = next(key for key in known if key in required and key not in value)
+        fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
+    return _made(cls, defaults, value, [key for key in known if key in value], at)
+
+
+def read_like(before: R, was: Mapping[str, Any], value: Any, at: str) -> R | None:
+    """A record that differs in numbers alone from the one before it in a list; only they are checked.
+
+    Args:
+        before: the record before it.
+        was: the JSON object of that record.
+        value: that of the new one.
+        at: its path.
+
+    Returns:
+        None if it differs in more, or a number is wrong, so ``read`` is needed.
+    """
+    if value.__class__ is not dict or value.keys() != was.keys():
+        return None
+    new = []
+    for key, one in value.items():
+        other = was[key]
+        if one.__class__ in _NUMBERS and other.__class__ in _NUMBERS:
+            new.append(key)
+        elif one is not other and not (one == other if one.__class__ is str else _same(one, other)):
+            return None
+    try:
+        return _made(type(before), before.__dict__, value, new, at)
+    except SpecError:  # not always of the first wrong field
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON; 1, 1.0 and true are not."""
+    kind = one.__class__
+    if kind is not other.__class__:
+        return False
+    if kind is dict:
+        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
+    if kind is list:
+        return len(one) == len(other) and all(map(_same, one, other))
+    return kind in _PLAIN and bool(one == other)
+
+
+def _made(cls: type[R], others: Mapping[str, Any], given: Mapping[str, Any], keys: Iterable[str], at: str) -> R:
+    """A record with the values given under some keys, which are checked, and the others."""
+    known = table(cls)
+    made = object.__new__(cls)
+    values = made.__dict__
+    values.update(others)
+    for key in keys:
+        one = known[key]
+        values[one.name] = one.metadata["check"](given[key], f"{at}.{key}")
     made._whole(at)
     return made
 
@@ -324,3 +386,14 @@ def table(cls: type[Record]) -> dict[str, Field[Any]]:
     if cls not in _TABLES:
         _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
     return _TABLES[cls]
+
+
+_BLANKS: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
+
+
+def _blank(cls: type[Record]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The default values of a record by their names in Python, and the keys of the fields without one."""
+    if cls not in _BLANKS:
+        defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}
+        _BLANKS[cls] = defaults, frozenset(key for key, one in table(cls).items() if one.default is MISSING)
+    return _BLANKS[cls]

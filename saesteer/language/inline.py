@@ -52,7 +52,7 @@ def _bytes(value: Any, at: str) -> bytes:
         fail(at, "wrong_type", f"is not base64 ({error}), expected the bytes of the vector in base64")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InlineVector(Record):
     """One vector ``[d]``, or one row per layer ``[layers, d]``, as little-endian bytes.
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from saesteer.language.edits import Interval, Scope, intervals, layer
+from saesteer.language import address
+from saesteer.language.edits import GENERATED, Interval, Scope, intervals, layer, scoped
 from saesteer.language.fields import (
     INT32_MAX,
-    Check,
     Record,
     by,
     fail,
@@ -39,7 +39,6 @@ MAX_PARAMETERS = 2**16  # characters of JSON, of all consumers together
 MAX_NESTED = 32  # lists and objects inside one another, in the parameters of a consumer
 TOP_K = 8  # where a read neither says top_k nor names features
 
-GENERATED = Scope(generated=True)  # of features and probes by default, so that prompts stay cached
 EVERYTHING = Scope()
 _WORDS = {"all": EVERYTHING, "prompt": Scope(prompt=True), "generated": GENERATED}  # of `positions`
 _LISTS = ("features", "probes", "activations")  # the reads of `return` that are lists
@@ -49,25 +48,20 @@ Cached = Literal["recompute", "skip"]
 Reduce = Literal["none", "mean", "max", "last", "message"]
 
 
-def _scope(default: Scope) -> Check:
-    """A scope; null is the default."""
-    return lambda value, at: default if value is None else read(Scope, value, at)
-
-
 _cached = by(one_of("recompute", "skip"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenRead(Record):
     """A read at a site, of the tokens of a scope."""
 
     _: KW_ONLY
-    scope: Scope = field(default=GENERATED, metadata=by(_scope(GENERATED)))
+    scope: Scope = field(default=GENERATED, metadata=by(scoped(GENERATED)))
     at: Moment = field(default="before", metadata=by(one_of("before", "after")))  # the request's own edits of the site
     cached: Cached = field(default="recompute", metadata=_cached)  # what happens to prompt tokens in the prefix cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FeatureRead(TokenRead):
     """Returns the strongest features of each token, features by name, or both."""
 
@@ -77,6 +71,10 @@ class FeatureRead(TokenRead):
     top_k: int | None = field(default=None, metadata=by(optional(integer(1, MAX_TOP_K))))
     features: tuple[int, ...] = field(default=(), metadata=by(list_of(integer(0, INT32_MAX), MAX_NAMED, key=int)))
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+
+    @classmethod
+    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+        return address.several(given, at)
 
     def _whole(self, at: str) -> None:
         if self.top_k == TOP_K and not self.features:
@@ -88,7 +86,7 @@ class FeatureRead(TokenRead):
         return self.top_k or (0 if self.features else TOP_K)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProbeRead(TokenRead):
     """Returns the score of each token by a probe; in JSON, the probe's name alone stands for it as well."""
 
@@ -105,7 +103,7 @@ def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ActivationRead(TokenRead):
     """Returns the tensor at a site.
 
@@ -115,7 +113,7 @@ class ActivationRead(TokenRead):
     label: ClassVar[str] = "activations"
 
     site: str = field(metadata=by(site))
-    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(_scope(EVERYTHING)))
+    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))
     reduce: Reduce = field(default="none", metadata=by(one_of("none", "mean", "max", "last", "message")))
     transport: Literal["inline", "handle"] = field(
         default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
@@ -132,7 +130,7 @@ class ActivationRead(TokenRead):
         object.__setattr__(self, "positions", None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HiddenRead(Record):
     """Returns what lm_head multiplies, for the tokens of a scope."""
 
@@ -142,7 +140,7 @@ class HiddenRead(Record):
     cached: Cached = field(default="recompute", kw_only=True, metadata=_cached)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Consumer:
     """A consumer that gets what the request reads, with its parameters as JSON text, since a spec can be hashed."""
 
@@ -217,7 +215,7 @@ def _place(one: ProbeRead | ActivationRead) -> str | None:
     return None if one.site is None else canonical(one.site)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Return(Record):
     """What a request wants back from its own forward pass."""
 

@@ -1,7 +1,8 @@
 """The request language: a whole spec, from JSON and to JSON, and the functions that build edits. Knows no server.
 
 ``from_json`` returns a spec that is well-formed in every field. ``saesteer.planning`` checks that its names exist, and
-finds the tokens that it touches. The edits are in edits.py, the reads in returns.py, the error codes in fields.py.
+finds the tokens that it touches. The edits are in edits.py, the rules in rules.py, the reads in returns.py, the error
+codes in fields.py.
 """
 
 import json
@@ -26,17 +27,19 @@ from saesteer.language.edits import (
     Scope,
     Strength,
     Use,
-    edit,
 )
-from saesteer.language.fields import Record, by, fail, flag, list_of, read, record, show
+from saesteer.language.fields import Record, by, fail, list_of, mapping, one_of, read, read_like, record, show
+from saesteer.language.fields import flag as boolean
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.rules import RULES, Flag, Stop
 
 __all__ = [
     "MAX_CHARACTERS",
     "MAX_EDITS",
     "MAX_POSITIONS",
     "OPS",
+    "RULES",
     "Ablate",
     "ActivationRead",
     "Add",
@@ -45,6 +48,7 @@ __all__ = [
     "Consumer",
     "Edit",
     "FeatureRead",
+    "Flag",
     "Gate",
     "HiddenRead",
     "InlineVector",
@@ -54,6 +58,7 @@ __all__ = [
     "Return",
     "Scope",
     "Spec",
+    "Stop",
     "Strength",
     "Use",
     "Vector",
@@ -62,8 +67,10 @@ __all__ = [
     "as_spec",
     "cap",
     "clamp",
+    "flag",
     "from_json",
     "reconstruct",
+    "stop",
     "use",
 ]
 
@@ -80,12 +87,28 @@ def _version(value: Any, at: str) -> int:
     return value
 
 
+_OPS: dict[str, type[Edit]] = {**OPS, **RULES}
+_op = one_of(*_OPS)
+
+
+def _edit(value: Any, at: str) -> Edit:
+    """An edit or a rule; ``op`` says which kind it is."""
+    if isinstance(value, Edit):
+        return value
+    mapping(value, at)
+    if "op" not in value:
+        fail(f"{at}.op", "missing_field", f"is missing, expected one of {', '.join(_OPS)}")
+    return read(_OPS[_op(value["op"], f"{at}.op")], value, at, extra="op")
+
+
 def _edits(value: Any, at: str) -> tuple[Edit, ...]:
     total = 0
+    before: tuple[Edit, Mapping[str, Any]] | None = None
 
     def counted(one: Any, path: str) -> Edit:
-        nonlocal total
-        found = edit(one, path)
+        nonlocal total, before
+        found = (read_like(*before, one, path) if before else None) or _edit(one, path)
+        before = (found, one) if one.__class__ is dict else None
         total += len(found.scope.positions or ())
         if total > MAX_POSITIONS:
             fail(
@@ -99,7 +122,7 @@ def _edits(value: Any, at: str) -> tuple[Edit, ...]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spec(Record):
     """Everything that a request asks for."""
 
@@ -107,7 +130,7 @@ class Spec(Record):
 
     edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
     returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
-    defaults: bool = field(default=True, metadata=by(flag))  # whether the server's default module applies
+    defaults: bool = field(default=True, metadata=by(boolean))  # whether the server's default module applies
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
     def _whole(self, at: str) -> None:
@@ -175,9 +198,9 @@ AnyVector = str | Sequence[float] | InlineVector | Mapping[str, Any]
 
 
 def clamp(
-    dictionary: str,
-    feature: int,
-    value: Number,
+    dictionary: str | None = None,
+    feature: int | str | None = None,
+    value: Number | None = None,
     mode: Mode = "set",
     unit: ClampUnit = "raw",
     only_if_active: bool = False,
@@ -188,8 +211,8 @@ def clamp(
     """Clamps one feature of a dictionary: sets it, adds to it, scales it, or bounds it by min or max.
 
     Args:
-        dictionary: the dictionary's name on the server.
-        feature: the feature's index.
+        dictionary: the dictionary's name on the server; left out where ``feature`` is an address.
+        feature: the feature's index, or its address at Neuronpedia, ``gemma-2-2b/20-gemmascope-res-16k/3124``.
         value: in the dictionary's unit; with ``unit="max_act"`` in multiples of the feature's largest known activation.
         mode: ``set`` f' = v, ``add`` f' = f + v, ``scale`` f' = f · v, ``min`` f' = max(f, v), ``max`` f' = min(f, v).
         unit: of the value.
@@ -201,8 +224,9 @@ def clamp(
     Raises:
         SpecError: a value is wrong.
     """
-    law = _any(value), mode, unit, only_if_active
-    return Clamp(dictionary, feature, *law, layer=layer, when=_any(when), scope=_any(scope))
+    place = {"dictionary": dictionary, "feature": feature, "value": value, "layer": layer}
+    law = {"mode": mode, "unit": unit, "only_if_active": only_if_active, "when": when, "scope": scope}
+    return read(Clamp, {key: one for key, one in (place | law).items() if one is not None}, Clamp.op)
 
 
 def add(
@@ -274,6 +298,29 @@ def use(module: str, scale: Number = 1.0) -> Use:
         SpecError: a value is wrong.
     """
     return Use(module, _any(scale))
+
+
+def stop(when: When, run: int = 1, scope: Within = None) -> Stop:
+    """Ends the request once the conditions have held for ``run`` tokens in a row; ``for`` in JSON.
+
+    Args:
+        when: a condition or several, such as ``{"probe": "risk", "above": 0.5}``.
+        run: tokens in a row.
+        scope: the tokens that are watched; by default the generated ones.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Stop(run, when=_any(when), scope=_any(scope))
+
+
+def flag(when: When, run: int = 1, scope: Within = None) -> Flag:
+    """Marks the answer where the conditions have first held for ``run`` tokens in a row; arguments as ``stop``.
+
+    Raises:
+        SpecError: a value is wrong.
+    """
+    return Flag(run, when=_any(when), scope=_any(scope))
 
 
 def _any(value: Any) -> Any:

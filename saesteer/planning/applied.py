@@ -4,10 +4,12 @@ Knows plans and fingerprints; the counts come from the device (``counts`` in ker
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from saesteer.dictionaries.vectors import fingerprint_of
-from saesteer.planning.plan import END, Catalog, Change, Direction, Feature, Plan
+from saesteer.planning.plan import END, Catalog, Change, Clamps, Direction, Feature, Plan, behind
+from saesteer.planning.windows import of_part
 
 _LETTERS = 16  # an answer shows this many letters of a fingerprint
 
@@ -20,16 +22,44 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
         catalog: the catalog that it was planned with.
     """
     found = []
-    for site, change in ((group.site, change) for group in plan.groups for change in group.changes):
+    for site, part in ((group.site, part) for group in plan.groups for part in group.parts):
+        change, several = (part.first, part.features) if isinstance(part, Clamps) else (part, ())
         entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
+        if origin := _origin(change, catalog):
+            entry["trained_on"] = origin
         if change.unit == "max_act" and isinstance(change.target, Feature):
             entry["max_act"] = getattr(catalog.dictionaries[change.target.dictionary], "max_act_from", None)
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
+        if change.part is not None:
+            entry["part"] = change.part
         found.append(entry)
+        found += [entry | {"edit": behind(change.field, n), "feature": several[n]} for n in range(1, len(several))]
     return found
 
 
-def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int) -> None:
+class Applied(Sequence[dict[str, Any]]):
+    """What ``applied`` gives, made once somebody asks for it: an answer needs it, and no request waits for it."""
+
+    def __init__(self, plan: Plan, catalog: Catalog) -> None:
+        self._of = plan, catalog
+
+    @cached_property
+    def _entries(self) -> list[dict[str, Any]]:
+        return applied(*self._of)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._entries[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Applied) and self._entries == other._entries
+
+    __hash__ = None  # type: ignore[assignment]  # its entries have none
+
+
+def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int, border: int = END) -> None:
     """Add the counts to the entries of one answer.
 
     Args:
@@ -37,11 +67,14 @@ def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int)
         counts: how many tokens each change has changed in forward passes of this request, in the same order.
         cached: how many tokens at the beginning the prefix cache had. The request that computed them edited them in
             the same way; the ones in an edit's windows are not counted again.
+        border: between the parts of the answer (windows.inside).
     """
     for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch have the length of its longest
         entry["tokens_edited"] = changed
+        first, last = of_part(entry.get("part"), border)
         entry["tokens_cached"] = sum(
-            max(0, min(cached, cached if end is None else end) - start) for start, end in entry["positions"]
+            max(0, min(cached, last, cached if end is None else end) - max(start, first))
+            for start, end in entry["positions"]
         )
 
 
@@ -60,6 +93,12 @@ def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
         if target in catalog.rows:
             return about | {"version": catalog.rows[target].digest[:_LETTERS]}
     return about | {"version": _short(catalog.dictionaries[target.dictionary])}
+
+
+def _origin(change: Change, catalog: Catalog) -> str | None:
+    """The model that the change's dictionary was trained on, if the server's own name does not say the same."""
+    found = None if isinstance(change.target, Direction) else catalog.origins.get(change.target.dictionary)
+    return found.model if found is not None and found.fit in ("base", "declared") else None
 
 
 def _short(of: object) -> str:

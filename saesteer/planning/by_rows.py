@@ -6,7 +6,7 @@ from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import steps
-from saesteer.planning.plan import Catalog, Condition, Feature, Plan, Read
+from saesteer.planning.plan import Catalog, Feature, Plan
 
 
 def is_by_rows(catalog: Catalog, name: str) -> bool:
@@ -16,10 +16,9 @@ def is_by_rows(catalog: Catalog, name: str) -> bool:
 
 def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
     """The features whose rows a plan needs, each with the path of its first mention."""
-    reads: tuple[Condition | Read, ...] = (*plan.conditions, *plan.reads)
-    changes = (change for group in plan.groups for change in group.changes)
+    parts = (part for group in plan.groups for part in group.parts)
     found: dict[Feature, str] = {}
-    for one in (*changes, *reads):
+    for one in (*parts, *plan.inputs):
         if isinstance(one.target, Feature) and is_by_rows(catalog, one.target.dictionary):
             found.setdefault(one.target, one.field)
     return found
@@ -29,7 +28,7 @@ def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
     """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
     try:
         default = catalog.default if spec.defaults else None
-        edits = [step.edit for step in steps(spec.edits, catalog.modules, default=default)]
+        edits = [edit for step in steps(spec.edits, catalog.modules, default=default) for edit in step.edits]
     except SpecError:
         return
     for edit in edits:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from saesteer.dictionaries.vectors import fingerprint_of, row_digests
 from saesteer.language.edits import Edit, Use, VectorEdit
+from saesteer.language.returns import Return
 from saesteer.language.spec import Spec
 from saesteer.planning.plan import Catalog, Direction
 
@@ -21,6 +22,7 @@ DIGEST = 16  # bytes of a vector's digest where it stands for the vector
 
 Kind = Literal["vector", "module"]
 Name = tuple[Kind, str]
+_NO_READS = Return()
 _KINDS: dict[str, Kind] = {"vector": "vector", "probe": "vector", "module": "module"}  # fields of changeable names
 
 
@@ -65,9 +67,9 @@ def module_digests(catalog: Catalog) -> dict[str, str]:
     return found
 
 
-def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec]) -> set[Name]:
-    """The vectors and modules that edits name, directly or through modules."""
-    found: set[Name] = set()
+def names_in(edits: Sequence[Edit], modules: Mapping[str, Spec], returns: Return = _NO_READS) -> set[Name]:
+    """The vectors and modules that edits name, directly or through modules, and the probes that ``return`` reads."""
+    found: set[Name] = {("vector", one.probe) for one in returns.probes}
     ahead = set(_direct(edits))
     while ahead:
         one = ahead.pop()

@@ -3,27 +3,35 @@ names of dictionaries or vectors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
-from saesteer.language.edits import Edit, Strength, Use
+from saesteer.language.edits import Clamp, Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.language.spec import MAX_EDITS, Return, Spec
+from saesteer.planning.plan import behind
 
 MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
-
+_NOTHING = Return()
 
 Found = tuple[str, Strength]
 
 
 class Step(NamedTuple):
-    """One edit that is not a `use`."""
+    """One edit that is not a `use`, or neighbouring clamps that differ in their features and values alone."""
 
-    edit: Edit
+    edit: Edit  # the first
     at: str  # its path in the request; inside a module, it follows the path of the module's name
     scale: float  # product of the scales of the modules that it stands in
     strength: Found | None  # its path and itself, where the edit's own strength or a scale is read
     run: int  # edits of different runs have a `use` between them
+    edits: Sequence[Edit]  # all of them
+
+    def part(self, start: int, end: int) -> "Step":
+        """Some of the edits."""
+        some = self.edits[start:end]
+        return self._replace(edit=some[0], at=behind(self.at, start), edits=some)
 
 
 def steps(
@@ -45,9 +53,14 @@ def steps(
     found = walk.walk(edits, "saesteer", 1.0, None, inside)
     if default is not None:
         found = chain(walk.use(Use(default), "saesteer.defaults", "saesteer.defaults", 1.0, None, inside), found)
-    for count, step in enumerate(found):
-        if count == MAX_EDITS:
-            fail(step.at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
+    room = MAX_EDITS
+    for step in found:
+        if len(step.edits) > room:
+            if room:
+                yield step.part(0, room)
+            at = behind(step.at, room)
+            fail(at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
+        room -= len(step.edits)
         yield step
 
 
@@ -60,13 +73,16 @@ class _Walk:
     def walk(
         self, edits: Sequence[Edit], at: str, scale: float, strength: Found | None, inside: tuple[str, ...]
     ) -> Iterator[Step]:
-        for i, edit in enumerate(edits):
-            here = f"{at}.edits[{i}]"
+        i = 0
+        for _, found in groupby(edits, _kind):
+            alike = [*found]
+            edit, here = alike[0], f"{at}.edits[{i}]"
             if isinstance(edit, Use):
                 self.run += 1
                 yield from self.use(edit, f"{here}.module", here, scale, strength, inside)
             else:
-                yield Step(edit, here, scale, _only(edit, here, strength), self.run)
+                yield Step(edit, here, scale, _only(edit, here, strength), self.run, alike)
+            i += len(alike)
 
     def use(
         self, edit: Use, at: str, here: str, scale: float, strength: Found | None, inside: tuple[str, ...]
@@ -82,7 +98,7 @@ class _Walk:
         if len(inside) == MAX_DEPTH:
             message = f"uses {show(name)}, {MAX_DEPTH + 1} modules deep, expected at most {MAX_DEPTH}"
             fail(at, "too_many", message)
-        if module.returns != Return():
+        if module.returns != _NOTHING:
             fail(at, "not_served", f"module {name!r} reads values out, which is not served by this version")
         if not module.defaults:
             fail(at, "conflict", f"module {name!r} has defaults false, which only a request may have")
@@ -95,6 +111,16 @@ class _Walk:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
         yield from self.walk(module.edits, at, product, strength, (*inside, name))
         self.run += 1
+
+
+_SHARED = attrgetter("dictionary", "layer", "mode", "unit", "only_if_active", "when", "scope")
+
+
+def _kind(edit: Edit) -> object:
+    """What neighbouring clamps of one step have in common. A min and a max may make a band, so each is a step."""
+    if edit.__class__ is Clamp and edit.value.__class__ is float and edit.mode not in ("min", "max"):
+        return _SHARED(edit)
+    return object()
 
 
 def _only(edit: Edit, at: str, outer: Found | None) -> Found | None:

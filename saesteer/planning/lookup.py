@@ -7,19 +7,31 @@ from collections.abc import Iterator, Sequence
 
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language import sites
+from saesteer.language.address import PREFIX
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.sites import canonical, parse
 from saesteer.planning.plan import Catalog, Dictionary, Direction, Feature, layer_of
 
 
-def dictionary_of(catalog: Catalog, name: str, layer: int | None, at: str) -> tuple[str, Dictionary]:
-    """The key of a dictionary in the catalog, and the dictionary; ``at`` is the path of the object that names it.
+def dictionary_of(
+    catalog: Catalog, name: str, layer: int | None, at: str, *, address: str = "feature"
+) -> tuple[str, Dictionary]:
+    """The key of a dictionary in the catalog, and the dictionary.
+
+    Args:
+        catalog: what the server has.
+        name: the dictionary's name or address.
+        layer: of a set.
+        at: the path of the object that names it.
+        address: the field of the object that holds an address, if the name is one.
 
     Raises:
         SpecError: there is no such dictionary, its file, opened now, cannot be served, a set is named without a layer,
-            or it has no dictionary of this layer.
+            it has no dictionary of this layer, or an address is of a model that may not be the served one.
     """
+    if name.startswith(PREFIX):
+        _check_address(catalog, name, f"{at}.{address}")
     key, layers = catalog.key(name, layer), catalog.sets.get(name)
     try:
         info = catalog.dictionaries.get(key)
@@ -49,6 +61,22 @@ def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at:
     key, info = dictionary_of(catalog, name, layer, at)
     check_feature(key, info, feature, f"{at}.feature")
     return Feature(key, feature), info
+
+
+def _check_address(catalog: Catalog, name: str, path: str) -> None:
+    """Refuse an address that no dictionary has, or one of a model that this server may not serve."""
+    key, known = catalog.key(name, None), catalog.addresses
+    if key not in catalog.dictionaries:
+        names = {catalog.named(one)[0] for one in catalog.dictionaries} - known.keys()
+        loaded = f"{listing(known)}; dictionaries by name: {listing(names)}"
+        found = f"got {show(name)}{closest(name, known)}, which no dictionary of this server has, expected"
+        fail(path, "unknown_name", f"{found} one of the addresses {loaded}")
+    origin = catalog.origins.get(key)
+    if origin is not None and origin.fit in ("other", "unknown"):
+        what = "is not" if origin.fit == "other" else "is not known to be"
+        found = f"got {show(name)}, but this server's model {what} {origin.model}"
+        hint = f"start it with --dictionaries-of {origin.model} if it fits"
+        fail(path, "not_served", f"{found}, expected dictionary and feature by name and number; {hint}")
 
 
 def check_feature(key: str, info: Dictionary, feature: int, path: str) -> None:

@@ -9,6 +9,7 @@ from itertools import chain
 
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
+from saesteer.language.returns import Return
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
 from saesteer.planning.plan import END, Catalog, Window
@@ -21,6 +22,19 @@ def named(spec: Spec) -> bool:
     """Whether a scope of the spec names messages."""
     reads = (scope for _, scope in spec.returns.scopes())
     return any(scope.messages is not None for scope in chain((edit.scope for edit in spec.edits), reads))
+
+
+def reads_prompt(returns: Return, prompt_len: int) -> bool:
+    """Whether a request reads tokens of its prompt; its scopes name no messages any more."""
+    found = (windows_of_read(scope, prompt_len) for _, scope in returns.scopes())
+    return any(windows and windows[0][0] < prompt_len for windows in found)
+
+
+def by_message(returns: Return) -> str | None:
+    """The path of the first read that is reduced to a row for each message; None: there is none."""
+    ours = (n for n, one in enumerate(returns.activations) if one.reduce == "message")
+    first = next(ours, None)
+    return None if first is None else f"saesteer.return.activations[{first}].reduce"
 
 
 def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str], spans: Spans) -> Spec:

@@ -3,12 +3,15 @@
 Everything here is plain Python. It does not know where a name lies in memory, nor the numbers of a vector.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from dataclasses import field as option
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from saesteer.language.fields import INT32_MAX
+from saesteer.dictionaries.vectors import Function
+from saesteer.language.edits import Part
+from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
 from saesteer.language.sites import op_site, parse
 from saesteer.language.spec import Spec
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from saesteer.dictionaries.rows import FeatureRow
 
 END = INT32_MAX  # the open end of a window
+CAPTURE = "capture"  # field of what nobody but the operator reads
+MOST_RULES = 64  # of one request, and different features and probes that they watch
 MOST_CONDITIONS = 31  # that edits of one request wait for at a time: the bits of an int32 without its sign
 
 Window = tuple[int, int]  # absolute positions [lo, hi)
@@ -81,16 +86,40 @@ class Vectors(Protocol):
     def bias(self) -> float:
         """The bias of a probe."""
 
+    @property
+    def function(self) -> Function:
+        """What a probe makes of x · v + bias."""
+
 
 def member(name: str, layer: int) -> str:
     """The key of the dictionary at a layer of a set, which messages show as well: ``gs@20``."""
     return f"{name}@{layer}"
 
 
+def behind(at: str, count: int) -> str:
+    """The path of the edit that stands so many places behind another in its list."""
+    head, _, number = at[:-1].rpartition("[")
+    return f"{head}[{int(number) + count}]"
+
+
 def layer_of(info: Dictionary) -> int | None:
     """The layer of a dictionary: that of the site where it reads."""
     site = info.site_in or info.site_out
     return None if site is None else parse(site)[1]
+
+
+Fit = Literal["same", "base", "declared", "other", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The language model that a dictionary was trained on, and what the server knows about it.
+
+    It is the served one, or the base of the served one; the operator says that it fits; or it is another, or unknown.
+    """
+
+    model: str
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +142,15 @@ class Catalog:
         default_factory=dict
     )  # what one request brings of files, once planned
     sets: Mapping[str, tuple[int, ...]] = option(default_factory=dict)  # the layers of each set, by its name
-
+    parts: bool = False  # whether a reasoning parser tells the parts of an answer
     reads: frozenset[str] | None = None  # sites whose op keeps its tensor for requests that read it; None: all
+    consumers: Mapping[str, Check] = option(default_factory=dict)  # by name, the check of a request's parameters
+    addresses: Mapping[str, str] = option(default_factory=dict)  # np:MODEL/SOURCE → a dictionary's key
+    origins: Mapping[str, Origin] = option(default_factory=dict)  # by a dictionary's key, where anything is known
 
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
-        return member(name, layer) if name in self.sets and layer is not None else name
+        return member(name, layer) if name in self.sets and layer is not None else self.addresses.get(name, name)
 
     def named(self, key: str) -> tuple[str, int | None]:
         """The inverse of ``key``: the name in requests, and the layer of a member of a set."""
@@ -202,15 +234,69 @@ class Change:
     gates: int = 0  # bits of the conditions that must all hold
     held: Read | None = None  # what read f or the reconstruction, where that is another site
     strength: Read | None = None  # what else multiplies the gain; None: 1
+    part: Part | None = None  # of the positions in the windows, only those in this part of the answer
     op: str = option(default="clamp", compare=False)  # op of the edit
 
 
 @dataclass(frozen=True, slots=True)
+class Clamps:
+    """Changes by neighbouring clamps of one dictionary in memory, alike but for features and values.
+
+    A request may bring hundreds: what they share is planned once, and what differs stays in arrays.
+    """
+
+    first: Change
+    features: tuple[int, ...]
+    values: tuple[float, ...]  # the scale of each change, or its shift
+    scales: bool  # whether the values are scales
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """Those of each change."""
+        return self.first.windows
+
+    @property
+    def part(self) -> Part | None:
+        """That of each change."""
+        return self.first.part
+
+    @property
+    def field(self) -> str:
+        """That of the first change."""
+        return self.first.field
+
+    @property
+    def target(self) -> Feature:
+        """That of the first change."""
+        assert isinstance(self.first.target, Feature)
+        return self.first.target
+
+    def each(self) -> Iterator[Change]:
+        """The changes, one by one."""
+        first, name = self.first, self.target.dictionary
+        for n, (feature, value) in enumerate(zip(self.features, self.values, strict=True)):
+            scale, shift = (value, first.shift) if self.scales else (first.scale, value)
+            yield replace(first, target=Feature(name, feature), field=behind(first.field, n), scale=scale, shift=shift)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Changes at one site that all read the same x, to which all their deltas are then added."""
 
     site: str  # canonical
-    changes: tuple[Change, ...]
+    parts: tuple[Change | Clamps, ...]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The changes, one by one."""
+        parts = ([*part.each()] if isinstance(part, Clamps) else [part] for part in self.parts)
+        return tuple(chain.from_iterable(parts))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and (self.site, self.changes) == (other.site, other.changes)
+
+    def __hash__(self) -> int:
+        return hash((self.site, self.changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +327,28 @@ class Readout:
     features: tuple[int, ...] = ()  # by their index in the dictionary
     probe: Direction | None = None  # as it was given, not at unit length; its bias is in the catalog
     reduce: Literal["none", "mean", "max", "last", "message"] = "none"
+    starts: tuple[int, ...] = ()  # where chat messages begin, each of which is reduced to a row by "message"
     inline: bool = True
     recompute: bool = True  # prompt tokens in the prefix cache are computed again; otherwise they are left out
+    captured: bool = False  # the operator captures its rows as well
+    part: Part | None = None  # as of a change
+
+    @property
+    def shown(self) -> bool:
+        """Whether the answer has it, because the request asks for it."""
+        return self.field != CAPTURE
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Fires once: at the first position at which all conditions have held for so many positions in a row."""
+
+    op: Literal["stop", "flag"]
+    field: str  # path of the rule in the request
+    windows: tuple[Window, ...]  # disjoint, ascending; a position outside ends a run
+    bounds: tuple[tuple[int, float, float], ...]  # number of a measure of the plan, and above < its value < below
+    run: int  # positions in a row
+    part: Part | None = None  # as of a change
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +360,13 @@ class Plan:
     reads: tuple[Read, ...] = ()
     relative: bool = option(default=False, compare=False)  # it may differ for a prompt of another length
     readouts: tuple[Readout, ...] = ()  # they change nothing: a plan with nothing else edits nothing
+    rules: tuple[Rule, ...] = ()  # as little
+    measures: tuple[Readout, ...] = ()  # what the rules watch; no answer has it
 
     def __bool__(self) -> bool:
         return bool(self.groups)
+
+    @property
+    def inputs(self) -> tuple[Condition | Read, ...]:
+        """What its edits read at each token before they act."""
+        return (*self.conditions, *self.reads)

@@ -5,17 +5,20 @@ Knows no weights, no tensors and no engine. Anything that is not served is refus
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
+from saesteer.language.rules import Flag, Rule, Stop
 from saesteer.language.spec import Return, Spec
+from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.expand import Step, steps
 from saesteer.planning.lookup import check_feature, dictionary_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
     END,
     Catalog,
     Change,
+    Clamps,
     Condition,
     Dictionary,
     Direction,
@@ -26,18 +29,22 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
-from saesteer.planning.readouts import readouts
+from saesteer.planning.readouts import check_part, readouts
 from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse
+from saesteer.planning.rules import Rules
 from saesteer.planning.windows import is_relative, windows
 
 __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
 
 
-class _Member(NamedTuple):
-    """A change before it is known where what it reads is kept."""
+_NOTHING = Return()
 
-    change: Change
+
+class _Member(NamedTuple):
+    """Changes before it is known where what they read is kept."""
+
+    part: Change | Clamps
     keys: tuple[Key, ...]  # of its conditions
     held: Key | None = None
     strength: Key | None = None
@@ -62,11 +69,17 @@ class _Growing:
     halves: dict[object, int] = field(default_factory=dict)  # a min or max without its other half → its place
 
 
-def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
-    """The groups, conditions and read-outs of a spec.
+def plan(spec: Spec, catalog: Catalog, prompt_len: int, starts: Sequence[int] | None = None) -> Plan:
+    """The groups, conditions, read-outs and rules of a spec.
 
     Entries are counted as they are made, and planning ends at the first entry above the limit: a request that the
     server refuses costs no more than one that it serves.
+
+    Args:
+        spec: the spec of the request.
+        catalog: what the server has.
+        prompt_len: the length of the prompt, in tokens.
+        starts: where the chat messages begin, and behind them the generation prompt; None: it is no chat.
 
     Raises:
         SpecError: a name is unknown, a feature is out of range or clamped twice at a position, a scope is empty, there
@@ -78,10 +91,10 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int) -> Plan:
     for step in steps(spec.edits, catalog.modules, default=default):
         _ADD[type(step.edit)](planner, step)
     found = planner.finish()
-    if spec.returns == Return():
-        return found
-    relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
-    return replace(found, readouts=readouts(spec.returns, catalog, prompt_len), relative=relative)
+    if spec.returns != _NOTHING:
+        relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
+        found = replace(found, readouts=readouts(spec.returns, catalog, prompt_len, starts), relative=relative)
+    return planner.rules.add_to(found)
 
 
 class _Planner:
@@ -91,6 +104,7 @@ class _Planner:
         self.catalog = catalog
         self.prompt_len = prompt_len
         self.reads = Reads(catalog)
+        self.rules = Rules(catalog)
         self.groups: list[_Growing] = []
         self.last: dict[str, _Growing] = {}  # by site; an edit at another site in between does not end a group
         self.entries = 0  # changes times windows, without conditions
@@ -113,11 +127,16 @@ class _Planner:
             reads, sites = reading_site(self.catalog, name, info, at), writing_sites(self.catalog, name, info, at)
             of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
             known = self._clamped[edit.dictionary, edit.layer] = _Clamped(name, info, reads, sites, of)
+        if len(step.edits) > 1 and not self._are_plain(step, known):
+            for n in range(len(step.edits)):
+                self.clamp(step.part(n, n + 1))
+            return
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
             target,
             self._windows(edit.scope, at, info.skip_first),
             at,
+            part=edit.scope.part,
             scale={"set": 0.0, "scale": value}.get(edit.mode, 1.0),
             shift=value if edit.mode in ("set", "add") else 0.0,
             low=value if edit.mode == "min" else float("-inf"),
@@ -127,10 +146,26 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
+        if len(step.edits) > 1:
+            features, values = zip(
+                *[(one.feature, one.value) for one in step.edits if isinstance(one, Clamp)], strict=True
+            )
+            self._join(known.reads, known.of, step, Clamps(change, features, values, edit.mode == "scale"))
+            return
         for number, site in enumerate(known.sites):
             held = None if known.reads == site else self.reads.feature(target, known.reads, site, at)
             there = replace(change, target=replace(target, target=number)) if number else change
             self._join(site, known.of, step, there, held, stands=known.sites[0])
+
+    def _are_plain(self, step: Step, known: _Clamped) -> bool:
+        """Whether clamps may be planned as one part; otherwise each is planned by itself, and may be refused."""
+        info = known.info
+        if known.sites != (known.reads,) or is_by_rows(self.catalog, known.key) or getattr(info, "feature_ids", None):
+            return False
+        most = len(step.edits) * len(self._windows(step.edit.scope, step.at, info.skip_first))
+        most += self.entries + len(self.reads) + len(step.edit.when) + (step.strength is not None)
+        edits: Sequence[Any] = step.edits
+        return most <= self.catalog.max_entries and max(one.feature for one in edits) < info.features
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -148,6 +183,7 @@ class _Planner:
                 target,
                 spans,
                 step.at,
+                part=edit.scope.part,
                 shift=scale * factor,
                 unit="vector" if plain else "stream",
                 gain=step.scale,
@@ -160,21 +196,22 @@ class _Planner:
         assert isinstance(edit, Cap)
         low = float("-inf") if edit.min is None else edit.min
         high = float("inf") if edit.max is None else edit.max
-        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+        spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
         for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
-            self._join(site, None, step, Change(target, spans, step.at, low=low, high=high, gain=gain, op=edit.op))
+            change = Change(target, spans, step.at, part=part, low=low, high=high, gain=gain, op=edit.op)
+            self._join(site, None, step, change)
 
     def ablate(self, step: Step) -> None:
         edit = step.edit
         assert isinstance(edit, Ablate)
-        spans, gain = self._windows(edit.scope, step.at), _gain(step, edit.strength)
+        spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
         for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
-            self._join(site, None, step, Change(target, spans, step.at, scale=0.0, gain=gain, op=edit.op))
+            self._join(site, None, step, Change(target, spans, step.at, part=part, scale=0.0, gain=gain, op=edit.op))
 
     def reconstruct(self, step: Step) -> None:
         edit, at = step.edit, step.at
         assert isinstance(edit, Reconstruct)
-        name, info = dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
+        name, info = dictionary_of(self.catalog, edit.dictionary, edit.layer, at, address="dictionary")
         if info.targets is not None:
             message = f"{name!r} is a cross-layer transcoder, which makes no layer's output alone"
             fail(f"{at}.dictionary", "not_served", f"{message}; expected clamps of its features")
@@ -188,18 +225,24 @@ class _Planner:
             message = f"is keep, but no clamp of {name!r} stands directly before it, so it does nothing"
             fail(f"{at}.error", "conflict", f"{message}; expected drop, or a clamp before it")
         for one in clamps.members if clamps else ():
-            if one.change.windows != spans:
-                fail(f"{at}.scope", "conflict", f"is not the same as in {one.change.field}, expected the same tokens")
+            if (one.part.windows, one.part.part) != (spans, edit.scope.part):
+                fail(f"{at}.scope", "conflict", f"is not the same as in {one.part.field}, expected the same tokens")
             if set(one.keys) != set(keys):
-                fail(f"{at}.when", "conflict", f"is not the same as in {one.change.field}, expected equal conditions")
+                fail(f"{at}.when", "conflict", f"is not the same as in {one.part.field}, expected equal conditions")
         if edit.error == "drop":
             _refuse_partial(name, info, at)
             reads, target = reading_site(self.catalog, name, info, at), Whole(name)
             held = None if reads == site else self.reads.whole(target, reads, site, at)
-            self._join(site, name, step, Change(target, spans, at, gain=step.scale, op=edit.op), held)
+            change = Change(target, spans, at, part=edit.scope.part, gain=step.scale, op=edit.op)
+            self._join(site, name, step, change, held)
             clamps = self.last[site]
         assert clamps is not None
         clamps.of = None  # what follows reads the reconstruction
+
+    def rule(self, step: Step) -> None:
+        edit = step.edit
+        assert isinstance(edit, Rule)
+        self.rules.note(edit, self._windows(edit.scope, step.at), step.at)
 
     def finish(self) -> Plan:
         """The plan, once all edits have been added."""
@@ -219,6 +262,7 @@ class _Planner:
         return self._known[key]
 
     def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
+        check_part(scope, self.catalog, at)
         if scope.messages is not None:
             message = "names chat messages, which only chat requests with nothing but text have"
             if ".module." in at:
@@ -233,7 +277,13 @@ class _Planner:
         return found
 
     def _join(
-        self, site: str, of: object, step: Step, change: Change, held: Key | None = None, stands: str | None = None
+        self,
+        site: str,
+        of: object,
+        step: Step,
+        part: Change | Clamps,
+        held: Key | None = None,
+        stands: str | None = None,
     ) -> None:
         """Put a change into the last group of its site, or begin another.
 
@@ -248,9 +298,9 @@ class _Planner:
         strength = (
             None if step.strength is None else self.reads.strength(step.strength[1], stands, step.strength[0], site)
         )
-        if not _made_band(group, step.edit, change, (*keys, strength)):
-            group.members.append(_Member(change, keys, held, strength))
-            self.entries += len(change.windows)
+        if not _made_band(group, step.edit, part, (*keys, strength)):
+            group.members.append(_Member(part, keys, held, strength))
+            self.entries += len(part.windows) * len(step.edits)
         most = self.catalog.max_entries
         if self.entries + len(self.reads) > most:
             at = step.at.removeprefix("saesteer.")  # a module's field begins with another word
@@ -266,17 +316,22 @@ _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
     Cap: _Planner.cap,
     Ablate: _Planner.ablate,
     Reconstruct: _Planner.reconstruct,
+    Stop: _Planner.rule,
+    Flag: _Planner.rule,
 }
 
 
-def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mapping[Key, Read]) -> Change:
-    change = member.change
+def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mapping[Key, Read]) -> Change | Clamps:
+    part = member.part
+    known: dict[str, Any] = {}
     if member.keys:
-        change = replace(change, gates=sum({conditions[key].bit for key in member.keys}))
-    if member.held is None and member.strength is None:
-        return change
-    held, strength = (None if key is None else reads[key] for key in (member.held, member.strength))
-    return replace(change, held=held, strength=strength)
+        known["gates"] = sum({conditions[key].bit for key in member.keys})
+    if member.held is not None or member.strength is not None:
+        held, strength = (None if key is None else reads[key] for key in (member.held, member.strength))
+        known |= {"held": held, "strength": strength}
+    if not known:
+        return part
+    return replace(part, first=replace(part.first, **known)) if isinstance(part, Clamps) else replace(part, **known)
 
 
 def _gain(step: Step, strength: float) -> float:
@@ -295,17 +350,19 @@ def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
         fail(f"{at}.dictionary", "not_served", f"{message}; expected another activation, or error keep")
 
 
-def _made_band(group: _Growing, edit: Edit, change: Change, keys: Sequence[Key | None]) -> bool:
+def _made_band(group: _Growing, edit: Edit, change: Change | Clamps, keys: Sequence[Key | None]) -> bool:
     """Join a min or max to its other half, with the same windows and gate, as a band; return whether there is one."""
     if not isinstance(edit, Clamp) or edit.mode not in _OTHER:
         return False
-    alike = change.target, change.windows, change.only_if_active, change.unit, frozenset(keys)
+    assert isinstance(change, Change)
+    alike = change.target, change.windows, change.part, change.only_if_active, change.unit, frozenset(keys)
     place = group.halves.pop((*alike, _OTHER[edit.mode]), None)
     if place is None:
         group.halves.setdefault((*alike, edit.mode), len(group.members))
         return False
     half = group.members[place]
-    group.members[place] = half._replace(change=_band(half.change, change))
+    assert isinstance(half.part, Change)
+    group.members[place] = half._replace(part=_band(half.part, change))
     return True
 
 

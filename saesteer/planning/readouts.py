@@ -4,42 +4,87 @@ Each read of ``saesteer.language.returns`` becomes one ``Readout`` (plan.py), or
 nothing, so they are in no key of the KV cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from saesteer.language import sites
 from saesteer.language.edits import Scope
-from saesteer.language.fields import fail
+from saesteer.language.fields import closest, fail, listing, step
 from saesteer.language.returns import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.rules import Watched
 from saesteer.language.sites import PREGAIN, canonical, parse
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import check_feature, dictionary_of, read_probe, reading_site
-from saesteer.planning.plan import Catalog, Readout, Window
+from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Readout, Window
 from saesteer.planning.windows import windows_of_read
 
 
-def readouts(returns: Return, catalog: Catalog, prompt_len: int) -> tuple[Readout, ...]:
+def readouts(
+    returns: Return, catalog: Catalog, prompt_len: int, starts: Sequence[int] | None = None
+) -> tuple[Readout, ...]:
     """The read-outs of a request, in the order of ``return``.
 
     Args:
         returns: what it asks for.
         catalog: what the server has.
         prompt_len: the length of the prompt, in tokens.
+        starts: where the chat messages begin, and behind them the generation prompt; None: it is no chat.
 
     Raises:
         SpecError: a name is unknown, a number is out of range, a site's tensor is not kept, a scope in the prompt holds
             no token, two reads are one, or this version does not serve the read.
     """
-    _refuse_consumers(returns)
     at = "saesteer.return"
     found = [_features(one, catalog, prompt_len, f"{at}.features[{i}]") for i, one in enumerate(returns.features)]
     found += [_probe(one, catalog, prompt_len, f"{at}.probes[{i}]") for i, one in enumerate(returns.probes)]
     found += [
-        _activation(one, catalog, prompt_len, f"{at}.activations[{i}]") for i, one in enumerate(returns.activations)
+        _activation(one, catalog, prompt_len, starts, f"{at}.activations[{i}]")
+        for i, one in enumerate(returns.activations)
     ]
     if returns.hidden:
-        found.append(_hidden(returns.hidden, prompt_len, f"{at}.hidden"))
+        found.append(_hidden(returns.hidden, catalog, prompt_len, f"{at}.hidden"))
     _refuse_twice(found)
+    _check_consumers(returns, catalog, f"{at}.consumers", reads=bool(found))
     return tuple(found)
+
+
+def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Readout, ...]]:
+    """The read-outs whose rows travel as one: neighbours in ``return`` that differ in nothing but their site.
+
+    A request that reads all layers has one row for each position then, not one for each layer.
+
+    Args:
+        found: the read-outs of a request.
+        catalog: the catalog that they were planned with: tensors of another width travel alone.
+    """
+
+    def alike(one: Readout) -> object:
+        if one.kind != "activation" or one.site is None:
+            return one
+        return catalog.width_at(one.site), one.field == CAPTURE, replace(one, field="", site=None, op=None)
+
+    for _, several in groupby(found, alike):
+        yield tuple(several)
+
+
+def captures(sites_: Sequence[str], own: Sequence[Readout]) -> tuple[Readout, ...]:
+    """The read-outs of a request, and behind them what only the operator captures: all tokens, at these sites.
+
+    Args:
+        sites_: canonical names.
+        own: what the request reads itself; a read of the same rows serves both.
+    """
+    added = [
+        Readout(
+            "activation", CAPTURE, site, sites.reading_site(site), False, ((0, END),), recompute=False, captured=True
+        )
+        for site in sites_
+    ]
+    rows = {replace(one, field=CAPTURE, inline=True, recompute=False, captured=True): one for one in own}
+    serving = {rows[one] for one in added if one in rows}
+    shared = (replace(one, captured=True) if one in serving else one for one in own)
+    return (*shared, *(one for one in added if one not in rows))
 
 
 def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:
@@ -49,8 +94,8 @@ def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:
     return lowest if lowest < prompt_len else None
 
 
-def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_tokens: int, itemsize: int) -> int:
-    """How many bytes a request may bring home, for one choice.
+def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_tokens: int, itemsize: int) -> list[int]:
+    """How many bytes each read-out of a request may bring home, for one choice.
 
     Args:
         found: its read-outs.
@@ -60,7 +105,7 @@ def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_to
         itemsize: bytes of one number of an activation.
     """
     end = prompt_len + max_tokens - 1
-    return sum(_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found)
+    return [_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]
 
 
 def refuse_above(limit: int, size: int) -> None:
@@ -83,7 +128,7 @@ def _rows(one: Readout, end: int) -> int:
     if one.last:
         return 1
     count = sum(max(0, min(high, end) - low) for low, high in one.windows)
-    return count if one.reduce == "none" else min(count, 1)
+    return count if one.reduce == "none" else min(count, len(one.starts) or 1)
 
 
 def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
@@ -96,17 +141,30 @@ def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
     return width * itemsize
 
 
+def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str) -> Readout:
+    """What a condition of a rule compares, before the request's edits of the site: a feature or a probe.
+
+    Args:
+        one: the condition.
+        windows: where it is watched.
+        catalog: what the server has.
+        at: path of the condition.
+
+    Raises:
+        SpecError: a name is unknown, a number is out of range, or a site's tensor is not kept.
+    """
+    if one.probe is not None:
+        site, op, probe = _probe_at(one.probe, one.site, catalog, at)
+        return Readout("probe", at, site, op, False, windows, probe=probe)
+    assert one.dictionary is not None and one.feature is not None
+    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at)
+    check_feature(key, catalog.dictionaries[key], one.feature, f"{at}.feature")
+    return Readout("features", at, site, op, False, windows, dictionary=key, features=(one.feature,))
+
+
 def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
-    key, info = dictionary_of(catalog, one.dictionary, one.layer, at)
-    if is_by_rows(catalog, key) or info.targets is not None:
-        message = f"reads {key!r}, which needs the whole dictionary, and this server reads only the rows of features"
-        hint = "start it with --dictionary NAME=PLACE, without rows:"
-        if info.targets is not None:
-            hint = "a cross-layer transcoder is always served by rows, expected another dictionary"
-        fail(f"{at}.dictionary", "not_served", f"{message}; {hint}")
-    op = reading_site(catalog, key, info, at)
-    _check_kept(catalog, op, op, f"{at}.dictionary")
-    site = canonical(str(info.site_in or info.site_out))
+    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary")
+    info = catalog.dictionaries[key]
     for i, feature in enumerate(one.features):
         check_feature(key, info, feature, f"{at}.features[{i}]")
     if one.top_k is not None and one.top_k > info.features:
@@ -118,26 +176,32 @@ def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> R
         site,
         op,
         _is_after(one.at, site, at),
-        _windows(one.scope, prompt_len, at),
+        _windows(one.scope, catalog, prompt_len, at),
         dictionary=key,
         top_k=min(one.strongest, info.features),
         features=one.features,
         recompute=one.cached == "recompute",
+        part=one.scope.part,
     )
 
 
 def _probe(one: ProbeRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
-    site, probe = read_probe(catalog, one.probe, one.site, at)
-    _refuse_pregain(site, f"{at}.probe" if one.site is None else f"{at}.site")
-    op = sites.reading_site(site)
-    _check_kept(catalog, op, site, f"{at}.probe" if one.site is None else f"{at}.site")
-    after, spans = _is_after(one.at, site, at), _windows(one.scope, prompt_len, at)
-    return Readout("probe", at, site, op, after, spans, probe=probe, recompute=one.cached == "recompute")
+    site, op, probe = _probe_at(one.probe, one.site, catalog, at)
+    after, spans = _is_after(one.at, site, at), _windows(one.scope, catalog, prompt_len, at)
+    recompute, part = one.cached == "recompute", one.scope.part
+    return Readout("probe", at, site, op, after, spans, probe=probe, recompute=recompute, part=part)
 
 
-def _activation(one: ActivationRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
-    _refuse_means_of_messages(one, at)
-    _refuse_handles(one, at)
+def _activation(
+    one: ActivationRead, catalog: Catalog, prompt_len: int, starts: Sequence[int] | None, at: str
+) -> Readout:
+    by_message = one.reduce == "message"
+    if by_message and starts is None:
+        message = "got message, but only chat requests with nothing but text have messages"
+        fail(f"{at}.reduce", "not_served", f"{message}; expected mean")
+    if one.scope.part is not None and one.reduce != "none":
+        # A step may compute tokens of both parts again, and reduces them together.
+        fail(f"{at}.reduce", "not_served", f"got {one.reduce} over a part of the answer, expected none")
     site = canonical(one.site)
     _refuse_pregain(site, f"{at}.site")
     op = sites.reading_site(site)
@@ -148,25 +212,61 @@ def _activation(one: ActivationRead, catalog: Catalog, prompt_len: int, at: str)
         site,
         op,
         _is_after(one.at, site, at),
-        _windows(one.scope, prompt_len, at),
+        _windows(one.scope, catalog, prompt_len, at),
         reduce=one.reduce,
+        starts=tuple(starts or ()) if by_message else (),
         inline=one.transport == "inline",
         recompute=one.cached == "recompute",
+        part=one.scope.part,
     )
 
 
-def _hidden(one: bool | HiddenRead, prompt_len: int, at: str) -> Readout:
+def _hidden(one: bool | HiddenRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
     if not isinstance(one, HiddenRead):
         return Readout("hidden", at, None, None, True, (), last=True)
-    spans = _windows(one.scope, prompt_len, at)
-    return Readout("hidden", at, None, None, True, spans, recompute=one.cached == "recompute")
+    spans = _windows(one.scope, catalog, prompt_len, at)
+    return Readout("hidden", at, None, None, True, spans, recompute=one.cached == "recompute", part=one.scope.part)
 
 
-def _windows(scope: Scope, prompt_len: int, at: str) -> tuple[Window, ...]:
+def _dictionary_at(
+    name: str, layer: int | None, catalog: Catalog, at: str, address: str = "feature"
+) -> tuple[str, str, str]:
+    """The key of a dictionary that is read, the site where it reads, and the site whose op keeps the tensor."""
+    key, info = dictionary_of(catalog, name, layer, at, address=address)
+    if is_by_rows(catalog, key) or info.targets is not None:
+        message = f"reads {key!r}, which needs the whole dictionary, and this server reads only the rows of features"
+        hint = "start it with --dictionary NAME=PLACE, without rows:"
+        if info.targets is not None:
+            hint = "a cross-layer transcoder is always served by rows, expected another dictionary"
+        fail(f"{at}.dictionary", "not_served", f"{message}; {hint}")
+    op = reading_site(catalog, key, info, at)
+    _check_kept(catalog, op, op, f"{at}.dictionary")
+    return key, canonical(str(info.site_in or info.site_out)), op
+
+
+def _probe_at(name: str, named: str | None, catalog: Catalog, at: str) -> tuple[str, str, Direction]:
+    """The site where a probe is read, the site whose op keeps the tensor, and the probe's row."""
+    site, probe = read_probe(catalog, name, named, at)
+    path = f"{at}.probe" if named is None else f"{at}.site"
+    _refuse_pregain(site, path)
+    op = sites.reading_site(site)
+    _check_kept(catalog, op, site, path)
+    return site, op, probe
+
+
+def check_part(scope: Scope, catalog: Catalog, at: str) -> None:
+    """Refuse a part of the answer where nobody tells it; ``at`` is the path of what has the scope."""
+    if scope.part is not None and not catalog.parts:
+        message = "names a part of the answer, and no reasoning parser is there to tell it"
+        fail(f"{at}.scope.part", "not_served", f"{message}; start the server with --reasoning-parser")
+
+
+def _windows(scope: Scope, catalog: Catalog, prompt_len: int, at: str) -> tuple[Window, ...]:
     """The positions of a read; generated tokens that will never be inputs are no mistake, an empty prompt scope is."""
     if scope.messages is not None:
         message = "names chat messages, which only chat requests with nothing but text have"
         fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
+    check_part(scope, catalog, at)
     found = windows_of_read(scope, prompt_len)
     if not found:
         message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one"
@@ -208,17 +308,14 @@ def _refuse_twice(found: Sequence[Readout]) -> None:
             fail(one.field, "duplicate", f"reads what {same} reads, expected it once")
 
 
-def _refuse_consumers(returns: Return) -> None:
-    if returns.consumers:
-        found = f"names {returns.consumers[0].name!r}, and this version serves no consumers"
-        fail("saesteer.return.consumers", "not_served", f"{found}, expected none")
-
-
-def _refuse_handles(one: ActivationRead, at: str) -> None:
-    if one.transport == "handle":
-        fail(f"{at}.as", "not_served", "got handle, which this version does not serve, expected inline")
-
-
-def _refuse_means_of_messages(one: ActivationRead, at: str) -> None:
-    if one.reduce == "message":
-        fail(f"{at}.reduce", "not_served", "got message, which this version does not serve, expected mean")
+def _check_consumers(returns: Return, catalog: Catalog, at: str, *, reads: bool) -> None:
+    for one in returns.consumers:
+        path = step(at, one.name)
+        if one.name not in catalog.consumers:
+            known = f"expected {listing(catalog.consumers)}: those that the operator switched on with --consumer"
+            fail(path, "unknown_name", f"is no consumer of this server{closest(one.name, catalog.consumers)}, {known}")
+        catalog.consumers[one.name](one.parameters, path)
+    if returns.consumers and any(scope.part for _, scope in returns.scopes()):
+        fail(at, "not_served", "is given with a scope that names a part of the answer, expected other scopes")
+    if returns.consumers and not reads:
+        fail(at, "conflict", "is given, but the request reads nothing for them, expected a read next to it")

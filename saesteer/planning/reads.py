@@ -4,9 +4,12 @@ Both are shared by all edits that ask for the same, and both are few: 31 bits an
 each is free again at sites after the last edit that needs it.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from typing import TypeVar
 
+from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Gate, Source, Strength
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
@@ -16,6 +19,33 @@ from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Directio
 # Site, what is read, and numbers: above and below of a condition; scale, shift, low and high of a read.
 Key = tuple[str, Feature | Direction | Whole, tuple[float, ...]]
 _PLAIN = 1.0, 0.0, float("-inf"), float("inf")
+G = TypeVar("G", bound=Gate)
+
+
+def score_of(function: Function, value: float) -> float:
+    """The x · v + bias of which a probe's function makes a value; infinite for one that it never reaches."""
+    if function == "linear":
+        return value
+    share = value if function == "sigmoid" else (value + 1) / 2  # tanh(s) = 2 · sigmoid(2s) − 1
+    if not 0 < share < 1:
+        return math.copysign(math.inf, share - 0.5)
+    return (math.log(share) - math.log1p(-share)) / (1 if function == "sigmoid" else 2)
+
+
+def bounds_of(gate: Gate, catalog: Catalog) -> tuple[float, float]:
+    """The bounds of a condition: on a feature, or on a probe's x · v + bias, without its function."""
+    above = float("-inf") if gate.above is None else gate.above
+    below = float("inf") if gate.below is None else gate.below
+    if gate.probe is None or gate.probe not in catalog.vectors:  # an unknown name is refused elsewhere
+        return above, below
+    function = catalog.vectors[gate.probe].function
+    return score_of(function, above), score_of(function, below)
+
+
+def with_paths(gates: Sequence[G], at: str) -> Iterator[tuple[G, str]]:
+    """The conditions of an edit or a rule, each with its path."""
+    paths = [f"{at}.when"] if len(gates) == 1 else [f"{at}.when[{i}]" for i in range(len(gates))]
+    return zip(gates, paths, strict=True)
 
 
 class _Shared:
@@ -43,6 +73,8 @@ class _Shared:
         Raises:
             SpecError: too many are needed at a time.
         """
+        if not self._last:
+            return {}
         free = [*range(self._most)][::-1]
         held: list[tuple[tuple[int, int], int]] = []  # places in use; the first to become free comes first
         places: dict[Key, int] = {}
@@ -80,13 +112,10 @@ class Reads:
         """
         if not gates:
             return ()
-        paths = [f"{at}.when"] if len(gates) == 1 else [f"{at}.when[{i}]" for i in range(len(gates))]
-        return tuple(self._gate(gate, site, path, until) for gate, path in zip(gates, paths, strict=True))
-
-    def _gate(self, gate: Gate, site: str, at: str, until: str) -> Key:
-        above = float("-inf") if gate.above is None else gate.above
-        below = float("inf") if gate.below is None else gate.below
-        return self._conditions.note((*self._source(gate, site, at), (above, below)), until, at)
+        return tuple(
+            self._conditions.note((*self._source(gate, site, path), bounds_of(gate, self.catalog)), until, path)
+            for gate, path in with_paths(gates, at)
+        )
 
     def feature(self, target: Feature, reads: str, site: str, at: str) -> Key:
         """The activation of a feature whose dictionary reads at another site than the edit's."""
@@ -102,6 +131,11 @@ class Reads:
         Raises:
             SpecError: a name is unknown, or what is read is only known later in the forward pass.
         """
+        if one.probe is not None and one.probe in self.catalog.vectors:
+            function = self.catalog.vectors[one.probe].function
+            if function != "linear":
+                message = f"reads {one.probe!r}, whose function is {function}, which this version cannot multiply by"
+                fail(f"{at}.probe", "not_served", f"{message}; expected a linear probe, or a condition")
         low = float("-inf") if one.min is None else one.min
         high = float("inf") if one.max is None else one.max
         return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), until, at)

@@ -4,15 +4,17 @@ Knows plans and catalogs, not how a plan is made.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+from saesteer.language.edits import Part
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import fit
-from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole
+from saesteer.planning.plan import Catalog, Clamps, Direction, Feature, Group, Plan, Whole
+
+_PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def refuse(found: Plan, catalog: Catalog) -> None:
@@ -24,9 +26,8 @@ def refuse(found: Plan, catalog: Catalog) -> None:
             after other edits, or the request brings too many vectors for a site.
     """
     for group in found.groups:
-        _refuse_twice(group.changes)
-    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
-    targets = [change.target for group in found.groups for change in group.changes] + [one.target for one in reads]
+        _refuse_twice(group)
+    targets = [part.target for group in found.groups for part in group.parts] + [one.target for one in found.inputs]
     named = {one.dictionary for one in targets if not isinstance(one, Direction)}
     by_rows = any(is_by_rows(catalog, name) for name in named)
     if by_rows:
@@ -38,15 +39,20 @@ def refuse(found: Plan, catalog: Catalog) -> None:
         _refuse_brought(found, catalog)
 
 
-def _refuse_twice(changes: Sequence[Change]) -> None:
+def _refuse_twice(group: Group) -> None:
     """Refuse to clamp a feature twice at a position."""
+    [first, *more] = group.parts
+    if not more and (not isinstance(first, Clamps) or len({*first.features}) == len(first.features)):
+        return
+    changes = group.changes
     if len({change.target for change in changes}) == len(changes):
         return
-    spans: defaultdict[Feature, list[tuple[int, int, int]]] = defaultdict(list)
+    spans: defaultdict[tuple[Feature, Part], list[tuple[int, int, int]]] = defaultdict(list)
     for place, change in enumerate(changes):
         if isinstance(change.target, Feature):
-            spans[change.target] += [(lo, hi, place) for lo, hi in change.windows]
-    for target, found in spans.items():
+            for part in _PARTS if change.part is None else (change.part,):  # one of both meets all others
+                spans[change.target, part] += [(lo, hi, place) for lo, hi in change.windows]
+    for (target, _), found in spans.items():
         found.sort()
         for (_, end, one), (start, _, two) in pairwise(found):
             if start < end:
@@ -60,9 +66,8 @@ def _refuse_twice(changes: Sequence[Change]) -> None:
 
 def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
     """Refuse what the rows of a few features cannot do."""
-    changes = ((change.field, change.target) for group in found.groups for change in group.changes)
-    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
-    for field, target in (*changes, *((one.field, one.target) for one in reads)):
+    changes = ((part.field, part.target) for group in found.groups for part in group.parts)
+    for field, target in (*changes, *((one.field, one.target) for one in found.inputs)):
         if isinstance(target, Direction) or not is_by_rows(catalog, target.dictionary):
             continue
         at, name = f"{field}.dictionary", target.dictionary
@@ -107,8 +112,7 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
         return None
 
     apart = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
-    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
-    for one in reads:
+    for one in found.inputs:
         if name := whole(one.target):
             settle(one.site, name, one.field)
             if one.site in apart:
@@ -135,9 +139,8 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
     if catalog.inline_rows is None:
         return
     brought: defaultdict[str, set[object]] = defaultdict(set)
-    changes = ((group.site, change) for group in found.groups for change in group.changes)
-    reads: tuple[Condition | Read, ...] = (*found.conditions, *found.reads)
-    for site, one in (*((read.site, read) for read in reads), *changes):
+    changes = ((group.site, part) for group in found.groups for part in group.parts)
+    for site, one in (*((read.site, read) for read in found.inputs), *changes):
         target = one.target
         if isinstance(target, Feature) and is_by_rows(catalog, target.dictionary):
             key, what = "feature", "feature {} that the request takes from files for {}"

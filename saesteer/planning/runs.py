@@ -15,28 +15,28 @@ from typing import Any
 
 from saesteer.language.sites import order
 from saesteer.planning.digests import digest_of
-from saesteer.planning.plan import Catalog, Change, Condition, Direction, Feature, Plan, Read, Whole, Window
+from saesteer.planning.plan import Catalog, Change, Clamps, Condition, Direction, Feature, Plan, Read, Whole, Window
 
-_LAW = Struct("<5d?").pack
+_LAW = Struct("<5d?iI").pack
 Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the hex digest of these edits
 
 
-def change_digests(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
-    """The digest of each change by its site and content, group by group, without its windows.
+def contents(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
+    """What each part of a group does, by its site and content, without its windows; group by group.
 
     A vector is identified by its numbers and not by its name, and so are rows from a file; a dictionary by its name,
     whose meaning is fixed while a server runs; a gate by what it reads and its bounds. The path of the edit in the
-    request does not matter.
+    request does not matter, nor whether clamps form one part or several.
 
     Args:
         plan: the plan of one request.
         catalog: the catalog that it was planned with.
     """
     waiting = _Waiting(plan.conditions, catalog)
-    return [[_digest(one, group.site, waiting, catalog) for one in group.changes] for group in plan.groups]
+    return [[_content(part, group.site, waiting, catalog) for part in group.parts] for group in plan.groups]
 
 
-def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
+def runs(plan: Plan, parts: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
     """The runs of positions with the same edits, ascending; positions without an edit are in none.
 
     A group that has no change at a position is left out there, but the groups before and after it remain separate: the
@@ -45,15 +45,15 @@ def runs(plan: Plan, changes: Sequence[Sequence[bytes]]) -> tuple[Run, ...]:
 
     Args:
         plan: the plan of one request.
-        changes: the ``change_digests`` of the plan.
+        parts: the ``contents`` of the plan.
     """
     groups: list[_Group] = []
     holding: defaultdict[tuple[Window, ...], list[tuple[_Group, int]]] = defaultdict(list)  # most edits share windows
-    for group, digests in sorted(zip(plan.groups, changes, strict=True), key=lambda pair: order(pair[0].site)):
-        made = _Group(digests)
+    for group, inside in sorted(zip(plan.groups, parts, strict=True), key=lambda pair: order(pair[0].site)):
+        made = _Group(inside)
         groups.append(made)
-        for place, change in enumerate(group.changes):
-            holding[change.windows].append((made, place))
+        for place, part in enumerate(group.parts):
+            holding[part.windows].append((made, place))
     toggles: defaultdict[int, list[tuple[_Group, int]]] = defaultdict(list)
     for windows, places in holding.items():
         for bound in chain.from_iterable(windows):
@@ -91,29 +91,29 @@ def meeting(found: Sequence[Run], start: int, end: int) -> list[Run]:
 
 
 class _Group:
-    """The changes of a group, and which of them hold at the current position.
+    """The parts of a group, and which of them hold at the current position.
 
     Args:
-        changes: the digests of the changes.
+        parts: their contents.
     """
 
-    __slots__ = ("_active", "_changes", "_digest")
+    __slots__ = ("_active", "_digest", "_parts")
 
-    def __init__(self, changes: Sequence[bytes]) -> None:
-        self._changes = changes
-        self._active = bytearray(len(changes))
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = parts
+        self._active = bytearray(len(parts))
         self._digest: bytes | None = b""
 
     def toggle(self, place: int) -> None:
-        """Switch a change on or off."""
+        """Switch a part on or off."""
         self._active[place] ^= 1
         self._digest = None
 
     def digest(self) -> bytes:
-        """The digest of the changes that hold; empty where there are none."""
+        """The digest of the parts that hold; empty where there are none."""
         if self._digest is None:
-            active = [*compress(self._changes, self._active)]
-            self._digest = hashlib.sha256(b"".join(active)).digest() if len(active) > 1 else b"".join(active)
+            active = b"".join(compress(self._parts, self._active))
+            self._digest = hashlib.sha256(active).digest() if active else b""
         return self._digest
 
 
@@ -136,13 +136,21 @@ class _Waiting:
         return sorted(found, key=repr)
 
 
-def _digest(change: Change, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
-    law = _LAW(change.scale, change.shift, change.low, change.high, change.gain, change.only_if_active)
-    gates = repr(waiting.of(change.gates, site)) if change.gates else ""
-    held, strength = (_number(read, catalog) if read else "" for read in (change.held, change.strength))
+def _content(part: Change | Clamps, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
+    one = part.first if isinstance(part, Clamps) else part
+    gates = repr(waiting.of(one.gates, site)) if one.gates else ""
+    held, strength = (_number(read, catalog) if read else "" for read in (one.held, one.strength))
+    feature, target = -1, _target(one.target, catalog)
+    if isinstance(one.target, Feature) and one.target not in catalog.rows:
+        feature, target = one.target.feature, ("feature", one.target.dictionary)
     # Only the last part, which may be a name, can contain the separator.
-    text = "\0".join((site, change.unit, gates, held, strength, *_target(change.target, catalog)))
-    return hashlib.sha256(law + text.encode()).digest()
+    text = "\0".join((site, one.unit, one.part or "", gates, held, strength, *target)).encode()
+    behind = one.low, one.high, one.gain, one.only_if_active
+    if not isinstance(part, Clamps):
+        return _LAW(one.scale, one.shift, *behind, feature, len(text)) + text
+    laws = [(value, one.shift) if part.scales else (one.scale, value) for value in part.values]
+    several = zip(laws, part.features, strict=True)
+    return b"".join([_LAW(*law, *behind, feature, len(text)) + text for law, feature in several])
 
 
 def _number(read: Read, catalog: Catalog) -> str:

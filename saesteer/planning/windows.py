@@ -7,7 +7,7 @@ The lengths of the answer and of the context are unknown: positions that are nev
 from collections.abc import Iterable
 from dataclasses import replace
 
-from saesteer.language.edits import Scope
+from saesteer.language.edits import Part, Scope
 from saesteer.planning.plan import END, Window
 
 
@@ -25,6 +25,8 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
     position before the start of the prompt means its start. A null end is open after a start that is not negative, and
     means the end of the prompt after a negative start: ``[-1, null]`` is the last prompt token, whatever follows.
 
+    A ``part`` stands for all generated positions here: where it begins or ends is only known once they are generated.
+
     Without ``positions``, the edit leaves alone the first ``skip_first`` positions of the dictionary's format, and
     always position 0; ``positions`` may name them. The scope's own ``skip_first`` also applies to ``positions``.
 
@@ -37,7 +39,7 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
         spans: Iterable[Window] = [(max(1, skip_first), END)]
     else:
         spans = [_resolve(start, end, prompt_len) for start, end in scope.positions]
-    prompt = scope.prompt if scope.prompt is not None else not scope.generated
+    prompt = scope.prompt if scope.prompt is not None else not (scope.generated or scope.part)
     generated = scope.generated if scope.generated is not None else not scope.prompt
     low = max(scope.skip_first or 0, 0 if prompt else prompt_len)
     high = END if generated else prompt_len
@@ -57,9 +59,25 @@ def windows_of_read(scope: Scope, prompt_len: int) -> tuple[Window, ...]:
     return windows(scope if scope.positions else replace(scope, positions=((0, None),)), prompt_len)
 
 
+def inside(part: Part | None, position: int, border: int) -> bool:
+    """Whether a generated token is in a part of the answer.
+
+    Args:
+        part: the part; None: the whole answer.
+        position: of the token.
+        border: position of the token that ends the reasoning, the last one of it; END: it is not there yet.
+    """
+    return part is None or (position <= border) == (part == "reasoning")
+
+
+def of_part(part: Part | None, border: int) -> Window:
+    """The positions of a part, of which only generated ones count; arguments as of ``inside``."""
+    return (0 if part != "answer" else border + 1, END if part != "reasoning" else min(border, END - 1) + 1)
+
+
 def is_relative(scope: Scope) -> bool:
     """Whether the windows of a scope depend on the length of the prompt."""
-    flags = scope.prompt is not None or scope.generated is not None
+    flags = scope.prompt is not None or scope.generated is not None or scope.part is not None
     return flags or any(start < 0 or (end is not None and end < 0) for start, end in scope.positions or ())
 
 

@@ -14,6 +14,7 @@ from saesteer.language.spec import (
     Cap,
     Clamp,
     FeatureRead,
+    Flag,
     Gate,
     HiddenRead,
     InlineVector,
@@ -22,6 +23,7 @@ from saesteer.language.spec import (
     Return,
     Scope,
     Spec,
+    Stop,
     Strength,
     Use,
 )
@@ -59,7 +61,14 @@ chat_scopes = st.builds(
     skip_first=st.none() | st.integers(0, 20),
     messages=named_messages.map(tuple),
 )
-all_scopes = scopes | chat_scopes
+part_scopes = st.builds(
+    Scope,
+    generated=st.none() | st.just(True),
+    positions=st.none() | st.lists(intervals, min_size=1, max_size=4).map(tuple),
+    skip_first=st.none() | st.integers(0, 20),
+    part=st.sampled_from(["reasoning", "answer"]),
+)
+all_scopes = scopes | chat_scopes | part_scopes
 
 
 @st.composite
@@ -147,7 +156,14 @@ ablates = st.builds(Ablate, vectors, placed, numbers, when=whens, scope=all_scop
 errors = st.sampled_from(["keep", "drop"])
 reconstructs = st.builds(Reconstruct, names, errors, layer=layers, when=whens, scope=all_scopes)
 uses = st.builds(Use, names, strengths)
-edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses)
+rules = st.builds(
+    lambda rule, **fields: rule(**fields),
+    st.sampled_from([Stop, Flag]),
+    run=st.integers(1, 2**31 - 1),
+    when=st.lists(gates(), min_size=1, max_size=3).map(tuple),
+    scope=all_scopes,
+)
+edits = st.one_of(clamps(), adds, caps(), ablates, reconstructs, uses, rules)
 
 moments: dict[str, Any] = {"at": st.sampled_from(["before", "after"]), "cached": st.sampled_from(["recompute", "skip"])}
 words_of_positions = st.sampled_from(["all", "prompt", "generated"])

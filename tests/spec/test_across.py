@@ -8,7 +8,7 @@ from saesteer.language.spec import Spec, add, clamp, reconstruct
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.plan import Catalog, Feature
 from saesteer.planning.planner import Plan, plan
-from saesteer.planning.runs import change_digests
+from saesteer.planning.runs import contents
 from tests.spec.test_plan import Info, P, refusal
 
 LAYERS = range(5, 8)
@@ -94,10 +94,10 @@ def test_blocks_are_kept_apart_by_each_decoder_row() -> None:
 
     found = planned(of(6))
     rows: Any = {Feature("clt@6", 3, target): Row(f"{target}") for target in range(2)}
-    before = change_digests(found, replace(CATALOG, rows=rows))
-    after = change_digests(found, replace(CATALOG, rows=rows | {Feature("clt@6", 3, 1): Row("other")}))
+    before = contents(found, replace(CATALOG, rows=rows))
+    after = contents(found, replace(CATALOG, rows=rows | {Feature("clt@6", 3, 1): Row("other")}))
     assert before[0] == after[0] and before[1] != after[1]
-    read = change_digests(found, replace(CATALOG, rows=rows | {Feature("clt@6", 3): Row("other")}))
+    read = contents(found, replace(CATALOG, rows=rows | {Feature("clt@6", 3): Row("other")}))
     assert before[0] != read[0] and before[1] != read[1], "both read the encoder's row"
 
 

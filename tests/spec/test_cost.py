@@ -20,8 +20,10 @@ from saesteer.config.modules import read_modules
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields as checks
 from saesteer.language.edits import Gate, Mode, Scope, Strength
+from saesteer.language.rules import Watched
 from saesteer.language.spec import (
     OPS,
+    RULES,
     ActivationRead,
     FeatureRead,
     InlineVector,
@@ -309,7 +311,19 @@ def test_a_suggestion_is_looked_for_among_few_names(monkeypatch: pytest.MonkeyPa
 
 def test_defaults_are_right_as_they_are() -> None:
     """A field at its default is not checked again in each of a request's records."""
-    for cls in (*OPS.values(), Gate, Strength, Scope, Spec, Return, FeatureRead, ActivationRead, InlineVector):
+    for cls in (
+        *OPS.values(),
+        *RULES.values(),
+        Watched,
+        Gate,
+        Strength,
+        Scope,
+        Spec,
+        Return,
+        FeatureRead,
+        ActivationRead,
+        InlineVector,
+    ):
         for one in fields(cls):
             if one.default is not MISSING:
                 assert one.metadata["check"](one.default, one.name) == one.default, (cls, one.name)

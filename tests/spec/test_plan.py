@@ -70,6 +70,7 @@ class Set:
     width: int = 4
     digests: Mapping[int | None, str] = field(default_factory=dict)
     bias: float = 0.0
+    function: Any = "linear"
 
 
 OPEN = Catalog(_Everything(Info(features=2**31 - 1)), None, 64, _Everything(Set()), {})

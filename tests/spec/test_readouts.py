@@ -7,14 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from saesteer.consumers.lines import Logging
 from saesteer.errors import SpecError
 from saesteer.language.edits import Scope
 from saesteer.language.spec import Return, Spec, clamp, from_json
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.plan import END, Catalog, Direction, Plan, Readout
 from saesteer.planning.planner import plan
-from saesteer.planning.readouts import declared, first_recomputed, readouts, refuse_above
-from saesteer.planning.runs import change_digests, runs
+from saesteer.planning.readouts import readouts
+from saesteer.planning.runs import contents, runs
 from saesteer.planning.windows import windows_of_read
 from tests.spec.strategies import returns
 from tests.spec.test_messages import PROMPT, ROLES, spans
@@ -49,9 +50,8 @@ INFOS = {
 VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "wide": Set(width=7), "early": Set((3,))}
 SITES = frozenset({"resid_post.15", "resid_post.20", "resid_mid.15", "mlp_in.15", "z.15", "resid_post.16"})
 KEPT = SITES - {"resid_post.16"}
-CATALOG = Catalog(
-    INFOS, SITES, 64, VECTORS, width=4, other_widths={"z": 7}, sets={"clt": (5,), "set": (15, 20)}, reads=KEPT
-)
+MORE: dict[str, Any] = {"sets": {"clt": (5,), "set": (15, 20)}, "consumers": {"logging": Logging({}).check}}
+CATALOG = Catalog(INFOS, SITES, 64, VECTORS, width=4, other_widths={"z": 7}, reads=KEPT, **MORE)
 
 
 def planned(catalog: Catalog = CATALOG, prompt_len: int = P, **wanted: Any) -> tuple[Readout, ...]:
@@ -132,6 +132,10 @@ def test_every_site_is_kept_where_nothing_else_is_said() -> None:
     assert planned(replace(CATALOG, sites=None, reads=None), activations=[{"site": "mlp_out.3"}])[0].op == "mlp_out.3"
 
 
+def test_a_handle_takes_the_place_of_the_numbers() -> None:
+    assert [planned(**tensor(**{"as": how}))[0].inline for how in ("inline", "handle")] == [True, False]
+
+
 def features(**more: Any) -> dict[str, Any]:
     return {"features": [{"dictionary": "gs15", **more}]}
 
@@ -189,8 +193,10 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], list[str]]] = [
      ["saesteer.return.features[0] reads"]),
     ("probe-twice", "probes[1]", "duplicate", {"probes": ["one", {"probe": "one", "site": "resid_post.15"}]}, []),
     ("means-of-messages", "activations[0].reduce", "not_served", tensor(reduce="message"), ["expected mean"]),
-    ("handle", "activations[0].as", "not_served", tensor(**{"as": "handle"}), ["expected inline"]),
-    ("consumers", "consumers", "not_served", {"consumers": {"logging": {}}}, ["'logging'"]),
+    ("parameter", "consumers.logging.tag", "unknown_field", probe() | {"consumers": {"logging": {"tag": 1}}}, []),
+    ("consumers-of-nothing", "consumers", "conflict", {"consumers": {"logging": {}}}, ["reads nothing"]),
+    ("consumer", "consumers.loging", "unknown_name", {"consumers": {"loging": {}}},
+     ["did you mean 'logging'", "--consumer"]),
 ]  # fmt: skip
 
 
@@ -253,12 +259,12 @@ def test_reads_are_in_no_key_and_edit_nothing() -> None:
     edits = (clamp("gs15", 1, 8.0), clamp("gs20", 2, 1.0, scope={"generated": True}))
     reading, alone = (plan(Spec(edits, returns), CATALOG, P) for returns in (everything(), Return()))
     assert len(reading.readouts) == 4 and replace(reading, readouts=()) == alone
-    for digests in [change_digests(alone, CATALOG)]:
-        assert change_digests(reading, CATALOG) == digests
+    for digests in [contents(alone, CATALOG)]:
+        assert contents(reading, CATALOG) == digests
         assert runs(reading, digests) == runs(alone, digests) != ()
     only = plan(Spec(returns=everything()), CATALOG, P)
     assert only.readouts and not only
-    assert runs(only, change_digests(only, CATALOG)) == ()
+    assert runs(only, contents(only, CATALOG)) == ()
 
 
 def test_doses_are_no_reads() -> None:
@@ -297,80 +303,6 @@ def test_messages_of_reads_make_no_entries() -> None:
     spec = Spec(returns=everything(messages=["user"]))
     narrow = replace(CATALOG, max_entries=1)
     assert resolve(spec, narrow, PROMPT, ROLES, spans) == resolve(spec, CATALOG, PROMPT, ROLES, spans)
-
-
-def test_the_first_position_that_is_computed_again() -> None:
-    def first(*scopes: tuple[Any, str], prompt_len: int = P) -> int | None:
-        wanted = [
-            {"site": site, "scope": scope, "cached": cached}
-            for site, (scope, cached) in zip(sorted(KEPT), scopes, strict=False)
-        ]
-        return first_recomputed(planned(activations=wanted), prompt_len)
-
-    assert first() is None
-    assert first(({"generated": True}, "recompute")) is None
-    assert first(({}, "recompute")) == 0
-    assert first(({}, "skip")) is None
-    assert first(({"positions": [[-1, None]]}, "recompute"), ({}, "skip")) == P - 1
-    assert first(({"positions": [[7, 9], [4, 5]]}, "recompute"), ({"positions": [[6, 7]]}, "recompute")) == 4
-    assert first_recomputed(planned(hidden=True), P) is None
-    assert first_recomputed(planned(hidden={"scope": {"positions": [[3, 4]]}}), P) == 3
-
-
-near_windows = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=4).map(
-    lambda pairs: tuple((10 * n + low % 8, 10 * n + low % 8 + min(length, 2)) for n, (low, length) in enumerate(pairs))
-)
-drawn = st.builds(
-    Readout,
-    st.sampled_from(["features", "probe", "activation", "hidden"]),
-    st.just("x"),
-    st.sampled_from(["resid_post.3", "z.3", None]),
-    st.none(),
-    st.booleans(),
-    near_windows | near_windows.map(lambda found: (*found, (60, END))),
-    top_k=st.integers(0, 9),
-    features=st.lists(st.integers(0, 99), max_size=3).map(tuple),
-    reduce=st.sampled_from(["none", "mean", "max", "last"]),
-    recompute=st.booleans(),
-)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.lists(drawn, max_size=4), st.integers(1, 70), st.integers(1, 30), st.sampled_from([2, 4]))
-def test_declared_bytes_are_those_of_each_number(
-    found: list[Readout], prompt_len: int, max_tokens: int, itemsize: int
-) -> None:
-    """Position by position, in a sequence whose last token is never an input."""
-    total = 0
-    lowest = None
-    for readout in found:
-        rows = 0
-        for position in range(prompt_len + max_tokens - 1):
-            if any(low <= position < high for low, high in readout.windows):
-                rows += 1 if readout.reduce == "none" or rows == 0 else 0
-                if position < prompt_len and readout.recompute:
-                    lowest = position if lowest is None else min(lowest, position)
-        for _ in range(rows):
-            if readout.kind == "features":
-                total += readout.top_k * (4 + 4) + 4 * len(readout.features)
-            elif readout.kind == "probe":
-                total += 4
-            else:
-                total += itemsize * (7 if readout.site == "z.3" else 4)
-    assert declared(found, CATALOG, prompt_len, max_tokens, itemsize) == total
-    assert first_recomputed(found, prompt_len) == lowest
-
-
-def test_the_last_hidden_state_is_one_row() -> None:
-    assert declared(planned(hidden=True), CATALOG, P, 1, 2) == 4 * 2
-    assert declared(planned(**features()), CATALOG, P, 1, 2) == 0, "the only generated token is never an input"
-
-
-def test_more_bytes_than_the_limit_are_refused() -> None:
-    refuse_above(100, 100)
-    with pytest.raises(SpecError, match=r"may bring home 101 bytes, expected at most 100.*--max-read-mib") as caught:
-        refuse_above(100, 101)
-    assert (caught.value.field, caught.value.code) == ("saesteer.return", "too_large")
 
 
 def told(wanted: Return, prompt_len: int) -> tuple[tuple[Readout, ...], SpecError | None]:

@@ -14,7 +14,7 @@ from saesteer.planning.applied import applied
 from saesteer.planning.messages import resolve
 from saesteer.planning.plan import Catalog, Plan, member
 from saesteer.planning.planner import plan
-from saesteer.planning.runs import change_digests, runs
+from saesteer.planning.runs import contents, runs
 from tests.spec.test_plan import Info
 
 LAYERS = (7, 15, 20)
@@ -70,7 +70,7 @@ def test_a_layer_of_a_set_is_a_dictionary(found: list[Any]) -> None:
         assert one == other
         return
     assert repr(one).replace("gs@", "gs-") == repr(other).replace("gs-3", "gs@3")
-    digests = [runs(found, change_digests(found, catalog)) for found, catalog in ((one, SET), (other, APART))]
+    digests = [runs(found, contents(found, catalog)) for found, catalog in ((one, SET), (other, APART))]
     assert [run[:2] for run in digests[0]] == [run[:2] for run in digests[1]]
 
 
@@ -95,7 +95,7 @@ def test_block_keys_differ_by_layer() -> None:
         {member("gs", n): Info("resid_post.15") for n in (15, 20)}, None, 64, sets={"gs": (15, 20)}
     )  # equal in all but the layer
     found = [plan(from_json({"edits": [clamp("gs", 3, 1.0, layer=n)]}), alike, 9) for n in (15, 20)]
-    [[[one]], [[other]]] = [change_digests(one, alike) for one in found]
+    [[[one]], [[other]]] = [contents(one, alike) for one in found]
     assert one != other
 
 

@@ -1,0 +1,61 @@
+"""Rules of a request: what ends it or marks its answer when conditions hold for some tokens in a row. Knows no server.
+
+A rule stands among the edits and changes no tensor. ``saesteer.planning.rules`` finds when it fires.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from saesteer.language.edits import GENERATED, MAX_CONDITIONS, Edit, Gate, Scope, TokenEdit, scoped
+from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, optional, read, site
+
+
+@dataclass(frozen=True)
+class Watched(Gate):
+    """One condition of a rule: that of an edit, and a site for a probe whose layer does not say where to read."""
+
+    site: str | None = field(default=None, kw_only=True, metadata=by(optional(site)))
+
+    def _whole(self, at: str) -> None:
+        Gate._whole(self, at)
+        if self.site is not None and self.probe is None:
+            fail(f"{at}.site", "conflict", "stands next to a feature, whose dictionary has its site; expected a probe")
+
+
+def _watched(value: Any, at: str) -> Watched:
+    return read(Watched, value.to_json() if type(value) is Gate else value, at)
+
+
+_several = list_of(_watched, MAX_CONDITIONS, least=("missing_field", "condition"))
+
+
+def _conditions(value: Any, at: str) -> tuple[Watched, ...]:
+    """One condition, or a list of conditions that must all hold."""
+    found: tuple[Watched, ...] = _several(value, at) if isinstance(value, list | tuple) else (_watched(value, at),)
+    return found
+
+
+@dataclass(frozen=True)
+class Rule(TokenEdit):
+    """Fires at the first token at which its conditions have held for ``run`` neighbouring tokens of its scope."""
+
+    run: int = field(default=1, metadata=by(integer(1, INT32_MAX), key="for"))
+    when: tuple[Watched, ...] = field(kw_only=True, metadata=by(_conditions, single=True))
+    scope: Scope = field(default=GENERATED, kw_only=True, metadata=by(scoped(GENERATED)))
+
+
+@dataclass(frozen=True)
+class Stop(Rule):
+    """Ends the request: the token that is sampled at the firing position is its last one."""
+
+    op: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True)
+class Flag(Rule):
+    """Marks the answer with the firing position."""
+
+    op: ClassVar[str] = "flag"
+
+
+RULES: dict[str, type[Edit]] = {one.op: one for one in (Stop, Flag)}

@@ -1,0 +1,278 @@
+"""What a request has read, as its answer has it: the same on a server and on Transformers. Knows bytes, and no tensor.
+
+Rows are kept by absolute position, so what is computed twice, behind a preemption, counts once. A position is told when
+its token is known to be an input: those behind the last sampled token are not.
+
+What is read comes as blobs: the number of the readout in its request, spans of positions, then bytes of arrays.
+"""
+
+from base64 import b64encode
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.dictionaries.vectors import Function
+from saesteer.planning.plan import END, Catalog, Readout
+from saesteer.planning.readouts import together
+from saesteer.planning.windows import inside
+
+# Kind of a readout → where answers have it.
+WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
+
+
+Keep = Callable[[Mapping[str, Any], bytes], str]  # an entry without its data, and the data → its handle
+
+
+class Reported(NamedTuple):
+    """A readout, and how an answer names it."""
+
+    readout: Readout
+    about: Mapping[str, Any]  # how every entry of the answer begins
+    dtype: str  # of tensors: bfloat16, float16 or float32
+    function: Function = "linear"  # of a probe
+    beside: tuple[Mapping[str, Any], ...] = ()  # ``about`` of those whose rows travel with this one's, behind them
+
+
+def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Reported, ...]:
+    """The readouts of a plan, with the names that requests use.
+
+    Args:
+        found: of the plan.
+        catalog: the catalog that it was planned with.
+        dtype: of the model.
+    """
+    made = []
+    for one, *others in together(found, catalog):
+        beside = tuple(_about(other, catalog) for other in others)
+        made.append(Reported(one, _about(one, catalog), dtype, _function(one, catalog), beside))
+    return tuple(made)
+
+
+def _function(one: Readout, catalog: Catalog) -> Function:
+    name = None if one.probe is None else one.probe.vector
+    return catalog.vectors[name].function if isinstance(name, str) else "linear"
+
+
+def _about(one: Readout, catalog: Catalog) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if one.dictionary is not None:
+        name, layer = catalog.named(one.dictionary)
+        found = {"dictionary": name} | ({} if layer is None else {"layer": layer})
+    if one.probe is not None:
+        found = {"probe": one.probe.vector}
+    if one.site is not None:
+        found |= {"site": one.site, "at": "after" if one.after else "before"}
+    return found | ({} if one.reduce == "none" else {"reduce": one.reduce})
+
+
+class Rows:
+    """What one choice has read, by readout and position.
+
+    Args:
+        readouts: of the plan, of which the answer has those that the request asks for.
+        fields: of the answer, into which it is told.
+        keep: for each tensor that the answer names by a handle, in order, what keeps it.
+    """
+
+    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], keep: Iterable[Keep] = ()) -> None:
+        self._fields = fields
+        self._readouts = [_KINDS[one.readout.kind](one) for one in readouts]
+        self._told = [one for one in self._readouts if one.readout.shown]
+        keepers: Iterator[Keep] = iter(keep)
+        for one in self._told:
+            one.keep = None if one.readout.inline else [next(keepers) for _ in one.abouts]
+        for one in self._told:
+            fields.setdefault(one.word, [])
+
+    def add(self, blobs: Iterable[Sequence[Any]]) -> None:
+        """Keeps what has come."""
+        blobs = [*blobs]
+        for number in {blob[0] for blob in blobs}:
+            self._readouts[number].last.clear()  # the answer has gone on
+        for number, spans, *data in blobs:
+            if self._readouts[number].readout.shown:
+                self._readouts[number].add([tuple(span) for span in spans], data)
+
+    def tell(self, prompt: int, generated: int, *, final: bool, border: int = END) -> None:
+        """Adds an entry to the answer's fields for each readout that has something new; at the end, for each.
+
+        Args:
+            prompt: tokens of the prompt.
+            generated: tokens that the answer has so far, of which the last has not been an input.
+            final: whether this is the answer's end.
+            border: between the parts of the answer (windows.inside).
+
+        Raises:
+            OSError: a tensor could not be kept.
+        """
+        for one in self._told:
+            self._fields[one.word] += one.told(prompt + generated - 1, border, final=final)
+
+
+class _Kind:
+    """One readout of a choice, or several whose rows travel as one: a row holds theirs side by side."""
+
+    keep: Sequence[Keep] | None = None  # of each; None: the answer has the data
+
+    def __init__(self, reported: Reported) -> None:
+        self.readout, about, self.dtype, self.function, beside = reported
+        self.abouts = about, *beside
+        self.word = WORDS[self.readout.kind]
+        self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that nobody was told yet
+        self._told = 0  # positions below this one were told
+        self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
+        self._parts: list[tuple[list[tuple[int, int]], bytes]] = []  # of a reduction
+        self._first = True
+
+    def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
+        """Keeps rows, or a part of a reduction in place of those that it computes again."""
+        if self.readout.last:
+            self.last[spans[-1][0]] = data[0]
+            return
+        if self.readout.reduce != "none":
+            self._parts = [part for part in self._parts if part[0][0][0] < spans[0][0]]
+            self._parts.append((spans, data[0]))
+            return
+        positions = [at for lo, hi in spans for at in range(lo, hi)]
+        sizes = [len(one) // len(positions) for one in data]
+        for row, at in enumerate(positions):
+            if at >= self._told:
+                self._rows[at] = tuple(
+                    one[size * row : size * (row + 1)] for one, size in zip(data, sizes, strict=True)
+                )
+
+    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
+        """What is new of the positions below ``end``."""
+        if self.readout.last or self.readout.reduce != "none":
+            return self.sent(self.whole(end)) if final else []
+        if self.keep is not None and not final:
+            return []
+        part = self.readout.part
+        for at in [at for at in self._rows if at < end and not inside(part, at, border)] if part else ():
+            del self._rows[at]
+        positions = sorted(at for at in self._rows if at < end)
+        if not positions and not (final and self._first):
+            return []
+        rows = [self._rows.pop(at) for at in positions]
+        self._told, self._first = max([self._told, *(at + 1 for at in positions[-1:])]), False
+        return self.sent(self.rows(positions, rows))
+
+    def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
+        """The entries of the answer, with their numbers as text or with handles in their place."""
+        data = content.pop("data", None)
+        if data is None:
+            return [{**self.abouts[0], **content}]
+        rows, width = content["shape"]
+        content["shape"] = [rows, width // len(self.abouts)]
+        found = []
+        for at, (about, own) in enumerate(zip(self.abouts, apart(data, rows, len(self.abouts)), strict=True)):
+            entry = {**about, **content}
+            handle = None if self.keep is None else self.keep[at](entry, own)
+            found.append(entry | ({"handle": handle} if handle else {"data": b64encode(own).decode()}))
+        return found
+
+    def whole(self, end: int) -> dict[str, Any]:
+        """The reduction, or the last row."""
+        if self.readout.last:
+            row = ([at for at in self.last if at < end] or [*self.last])[-1:]
+            data = b"".join(self.last[at] for at in row)
+            return _tensor(row, data, self.dtype, [len(row)])
+        parts = [part for part in self._parts if part[0][0][0] < end]
+        if self.readout.reduce == "message":
+            return self.by_message(parts)
+        positions = sum(hi - lo for spans, _ in parts for lo, hi in spans)
+        if not parts:
+            return _tensor([], b"", "float32", [0]) | {"tokens": 0}
+        numbers = np.stack([np.frombuffer(data, "<f4") for _, data in parts])
+        how = self.readout.reduce
+        if how == "mean":
+            reduced = (numbers.sum(0, dtype=np.float64) / positions).astype(np.float32)
+        else:
+            reduced = numbers.max(0) if how == "max" else numbers[-1]
+        spans = [span for part, _ in parts for span in part]
+        return _tensor([spans[0][0], spans[-1][1]], reduced.tobytes(), "float32", [1]) | {"tokens": positions}
+
+    def by_message(self, parts: list[tuple[list[tuple[int, int]], bytes]]) -> dict[str, Any]:
+        """The mean of each chat message that has tokens among the parts; no part has tokens of two."""
+        found: dict[int, tuple[list[tuple[int, int]], list[bytes]]] = {}
+        for part, data in parts:
+            spans, sums = found.setdefault(bisect_right(self.readout.starts, part[0][0]) - 1, ([], []))
+            spans += part
+            sums.append(data)
+        tokens = [sum(hi - lo for lo, hi in spans) for spans, _ in found.values()]
+        means = [
+            np.stack([np.frombuffer(one, "<f4") for one in sums]).sum(0, dtype=np.float64) / count
+            for (_, sums), count in zip(found.values(), tokens, strict=True)
+        ]
+        positions = [[spans[0][0], spans[-1][1]] for spans, _ in found.values()]
+        data = b"".join(one.astype(np.float32).tobytes() for one in means)
+        return _tensor(positions, data, "float32", [len(means)]) | {"messages": [*found], "tokens": tokens}
+
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+        """The rows as the answer has them: a tensor."""
+        return _tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
+
+
+def apart(data: bytes, rows: int, count: int) -> list[bytes]:
+    """What each of several readouts has of rows in which they stand side by side, equally wide."""
+    if count == 1 or not rows:
+        return [data] * count
+    numbers = np.frombuffer(data, np.uint8).reshape(rows, count, -1)
+    return [np.ascontiguousarray(numbers[:, at]).tobytes() for at in range(count)]
+
+
+def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float32]:
+    """What a probe's function makes of its products."""
+    if function == "linear":
+        return numbers
+    long = numbers.astype(np.float64)
+    found = np.tanh(long) if function == "tanh" else (1 + np.tanh(long / 2)) / 2  # no exp overflows
+    return found.astype(np.float32)
+
+
+class _Features(_Kind):
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+        """For each position its strongest features with their activations, and the named ones."""
+        found = []
+        for at, (indices, strengths, named) in zip(positions, rows, strict=True):
+            row: dict[str, Any] = {"position": at}
+            if self.readout.top_k:
+                row["top"] = [
+                    [feature, strength]
+                    for feature, strength in zip(_ints(indices), _floats(strengths), strict=True)
+                    if feature >= 0
+                ]
+            if self.readout.features:
+                names = map(str, self.readout.features)
+                row["features"] = dict(zip(names, _floats(named), strict=True))
+            found.append(row)
+        return {"rows": found}
+
+
+class _Probe(_Kind):
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+        """The score at each position, as the probe's function has it."""
+        scores: NDArray[np.float32] = np.frombuffer(b"".join(data for (data,) in rows), "<f4")
+        return {"positions": positions, "scores": _floats(score(scores, self.function).tobytes())}
+
+
+_KINDS: Mapping[str, type[_Kind]] = {"features": _Features, "probe": _Probe, "activation": _Kind, "hidden": _Kind}
+
+
+def _tensor(positions: list[Any], data: bytes, dtype: str, rows: list[int]) -> dict[str, Any]:
+    size = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
+    width = len(data) // (size * rows[0]) if rows[0] else 0
+    return {"positions": positions, "dtype": dtype, "shape": [rows[0], width], "data": data}
+
+
+def _ints(data: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(data, "<i4").tolist()
+    return found
+
+
+def _floats(data: bytes) -> list[float]:
+    numbers: NDArray[np.float32] = np.frombuffer(data, "<f4")
+    return [float(f"{number:.7g}") for number in numbers.tolist()]  # float32 has no more digits

@@ -1,0 +1,104 @@
+"""Neighbouring clamps that are alike mean what each would mean alone: the same plan, entries, keys and errors."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from saesteer.engine.wire import encode
+from saesteer.errors import SpecError
+from saesteer.language import spec
+from saesteer.language.spec import from_json
+from saesteer.planning import expand
+from saesteer.planning.applied import applied
+from saesteer.planning.plan import Clamps
+from saesteer.planning.planner import Catalog, plan
+from saesteer.planning.runs import contents, runs
+from tests.spec.test_kinds import INFOS, SITES, VECTORS
+
+FEW = 12  # entries that a request may have
+NUMBERS = st.sampled_from([0, 1, 1.0, -0.0, 2.5, True, "3", None, float("nan"), 1e39])
+SCOPES = st.sampled_from(
+    [{"generated": True}, {"positions": [[2, 4], [6, 8]]}, {"skip_first": 1}, {"skip_first": True}]
+)
+FIRST = {"op": "clamp", "dictionary": "gs15", "feature": 0, "value": 1.0}
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> list[Any]:
+    """Clamps, most of which differ from the one before in a feature, a value, or one thing more."""
+    found: list[Any] = []
+    values_first = {key: FIRST[key] for key in reversed(FIRST)}
+    usual, rare = st.integers(0, 20), st.sampled_from([99, 100, -1, 2.0, True])
+    for _ in range(draw(st.integers(1, 10))):
+        one = deepcopy(found[-1] if found else draw(st.sampled_from([FIRST, values_first])))
+        one["feature"] = draw(st.one_of(usual, usual, usual, rare))
+        key, values = draw(st.sampled_from([*CHANGES.items(), *2 * [("value", st.floats(-9, 9))]]))
+        if draw(st.booleans()):
+            one[key] = draw(values)
+        elif draw(st.integers(0, 9)) == 0:
+            one.pop(key, None)
+        found.append(one)
+    return found
+
+
+CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    "value": NUMBERS,
+    "mode": st.sampled_from(["set", "add", "scale", "min", "max"]),
+    "scope": SCOPES,
+    "only_if_active": st.sampled_from([True, False, 1]),
+    "dictionary": st.sampled_from(["gs15", "gs20", "nobody"]),
+    "when": st.just({"dictionary": "gs15", "feature": 3, "above": 1.0}),
+    "layer": st.sampled_from([15, 20, None]),
+    "op": st.sampled_from(["reconstruct", "clamp"]),
+}
+
+
+def outcome(work: Callable[[], object]) -> object:
+    """What it gives, or the words of its refusal."""
+    try:
+        return work()
+    except SpecError as error:
+        return error.field, error.code, str(error)
+
+
+@settings(max_examples=400, deadline=None)
+@given(neighbours())
+@example([FIRST, {"op": "clamp", "dictionary": "gs15", "value": float("nan"), "feature": -1}])
+def test_edits_are_read_as_if_each_stood_alone(found: list[Any]) -> None:
+    together = outcome(lambda: from_json({"edits": found}).edits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec, "read_like", lambda *rest: None)
+        assert repr(outcome(lambda: from_json({"edits": found}).edits)) == repr(together)
+
+
+@settings(max_examples=400, deadline=None)
+@given(neighbours(), st.booleans())
+@example([{"op": "clamp", "dictionary": "gs15", "feature": n % 7, "value": n} for n in range(9)], False)
+@example([{"op": "clamp", "dictionary": "gs15", "feature": n, "value": n} for n in range(FEW + 1)], True)
+def test_a_plan_is_the_plan_of_each_by_itself(found: list[Any], in_module: bool) -> None:
+    module = outcome(lambda: from_json({"edits": found}))
+    if isinstance(module, tuple):
+        return
+    catalog = Catalog(INFOS, SITES, FEW, VECTORS, {"m": module}, 4)  # type: ignore[dict-item]
+    asked = from_json({"edits": [{"op": "use", "module": "m", "scale": 2.0}] if in_module else found})
+
+    def everything() -> object:
+        made = plan(asked, catalog, 10)
+        return made, encode(made, catalog), runs(made, contents(made, catalog)), applied(made, catalog)
+
+    together = outcome(everything)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expand, "_kind", lambda one: object())
+        assert outcome(everything) == together
+
+
+def test_many_alike_are_one_part() -> None:
+    clamps = [{"op": "clamp", "dictionary": "gs15", "feature": n, "value": n} for n in range(FEW)]
+    [group] = plan(from_json({"edits": clamps}), Catalog(INFOS, SITES, FEW, VECTORS), 10).groups
+    [part] = group.parts
+    assert isinstance(part, Clamps) and part.features == (*range(FEW),)
+    assert [change.field for change in group.changes] == [f"saesteer.edits[{n}]" for n in range(FEW)]
