@@ -4,66 +4,37 @@ A request's other fields (temperature, max_tokens, ...) go into the body unchang
 is sent. If the server refuses, RequestRefused has the field, the code and the message.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote
 
 import httpx
 
-from saesteer.client.responses import Answer, Events, Piece, Route, answer_of, document_of, model_names
-from saesteer.errors import ServerError
-from saesteer.language.spec import Edit, InlineVector, Spec, as_spec
+from saesteer.client.bodies import (
+    Messages,
+    NewVector,
+    Steer,
+    body_of,
+    chat_body,
+    features_query,
+    module_body,
+    vector_body,
+)
+from saesteer.client.connection import Connection, translated
+from saesteer.client.responses import Answer, Events, Piece, Route, answer_of, document_of, model_names, read_of
+from saesteer.client.results import Capture, handles_of, result_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Answer", "AsyncClient", "Client", "Piece", "Steer"]
 
-Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None
-Messages = str | Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]
-NewVector = Sequence[float] | InlineVector | Mapping[str, Any]
-
 Method = Literal["GET", "POST", "DELETE"]
-H = TypeVar("H", httpx.Client, httpx.AsyncClient)
-
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an answer may be long; an absent server is noticed soon
-KEY = "saesteer"  # the field of bodies that holds the spec
 
 
-class _Connection(Generic[H]):
-    """What both clients have."""
-
-    _KIND: type[H]
-
-    def __init__(
-        self,
-        base_url: str = "http://localhost:8000",
-        *,
-        api_key: str | None = None,
-        admin_key: str | None = None,
-        model: str | None = None,
-        timeout: float | httpx.Timeout = TIMEOUT,
-        transport: Any = None,
-    ) -> None:
-        """Opens no connection before the first request.
-
-        Args:
-            base_url: the server's URL, with or without ``/v1`` at its end.
-            api_key: the key that ``--api-key`` sets.
-            admin_key: the key that ``--saesteer-admin-key`` sets, to register, list and delete vectors and modules.
-            model: the model's name on the server; by default the first that the server serves.
-            timeout: in seconds, or httpx's own.
-            transport: httpx's, for tests and proxies.
-        """
-        self._http: H = self._KIND(**_options(base_url, api_key, timeout), transport=transport)
-        self._model = model
-        self._admin = _bearer(admin_key)
-
-    def _steered(self, body: Mapping[str, Any]) -> str | None:
-        """The URL that a body with a spec is sent to; None if the body has no spec."""
-        return str(self._http.base_url) if KEY in body or KEY in (body.get("vllm_xargs") or ()) else None
-
-
-class Client(_Connection[httpx.Client]):
+class Client(Connection[httpx.Client]):
     """A server's OpenAI routes, each with the argument ``steer``."""
 
     _KIND = httpx.Client
@@ -83,27 +54,27 @@ class Client(_Connection[httpx.Client]):
             RequestRefused: the server refused the request.
             ServerError: the server failed, did not answer, or runs without saesteer and did not steer.
         """
-        return self._ask("chat/completions", _chat(messages, steer, fields), model)
+        return self._ask("chat/completions", chat_body(messages, steer, fields), model)
 
     def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A completion of a text or of token ids; arguments and errors as ``chat``."""
-        return self._ask("completions", _body({"prompt": prompt}, steer, fields), model)
+        return self._ask("completions", body_of({"prompt": prompt}, steer, fields), model)
 
     def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """An answer over the responses API; arguments and errors as ``chat``."""
-        return self._ask("responses", _body({"input": input}, steer, fields), model)
+        return self._ask("responses", body_of({"input": input}, steer, fields), model)
 
     def stream(
         self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
         """A chat completion piece by piece; arguments and errors as ``chat``. Closing it early ends the request."""
-        return self._stream("chat/completions", _chat(messages, steer, fields), model)
+        return self._stream("chat/completions", chat_body(messages, steer, fields), model)
 
     def stream_complete(
         self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
         """A completion piece by piece; arguments and errors as ``chat``."""
-        return self._stream("completions", _body({"prompt": prompt}, steer, fields), model)
+        return self._stream("completions", body_of({"prompt": prompt}, steer, fields), model)
 
     def models(self) -> list[str]:
         """The names of the server's models.
@@ -136,23 +107,53 @@ class Client(_Connection[httpx.Client]):
             ServerError: the server failed, or did not answer.
         """
         return list(
-            self._send("GET", "saesteer/features", params=_query(dictionary, q, feature, layer, limit))["features"]
+            self._send("GET", "saesteer/features", params=features_query(dictionary, q, feature, layer, limit))[
+                "features"
+            ]
         )
 
-    def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
+    def fetch(self, handles: Iterable[str]) -> "list[NDArray[np.float32]]":
+        """The numbers of results that a request has read with ``"as": "handle"``, float32 [rows, width] each.
+
+        They can be fetched as often as wanted, until ``delete_result`` or until they expire.
+
+        Raises:
+            RequestRefused: a result was deleted, or has expired (404).
+            ServerError: the server failed, or did not answer.
+        """
+        return [self._fetched(handle) for handle in handles]
+
+    def capture(self, told: Answer | Iterable[Piece]) -> Capture:
+        """What an answer, or all pieces of one choice, have read of activations; fetches what has handles.
+
+        Raises:
+            RequestRefused, ServerError: as ``fetch``.
+        """
+        report = read_of(told)
+        handles = handles_of(report["activations"])
+        return Capture.of(report, dict(zip(handles, self.fetch(handles), strict=True)))
+
+    def delete_result(self, handle: str) -> None:
+        """Deletes a result, which makes room for others; errors as ``fetch``."""
+        self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}")
+
+    def register_vector(
+        self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear"
+    ) -> dict[str, Any]:
         """Registers or replaces a vector. Returns its entry in ``vectors``, and whether one was ``replaced``.
 
         Args:
             name: the vector's name in requests and modules.
             vector: numbers for any site, or an ``InlineVector``, which may have a row for each of several layers.
             bias: a probe's bias: it reads x · v + bias.
+            function: what a probe makes of that: ``linear``, ``sigmoid`` or ``tanh``.
 
         Raises:
             RequestRefused: the key is wrong (401), the routes are off (403), the vector is wrong (400) or does not fit
                 (409).
             ServerError: the server failed, or did not answer.
         """
-        return self._administer("POST", "vectors", _vector_body(name, vector, bias))
+        return self._administer("POST", "vectors", vector_body(name, vector, bias, function))
 
     def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
         """Registers or replaces a module, a spec as for ``chat``; result and errors as ``register_vector``.
@@ -160,7 +161,7 @@ class Client(_Connection[httpx.Client]):
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
         """
-        return self._administer("POST", "modules", _module_body(name, steer))
+        return self._administer("POST", "modules", module_body(name, steer))
 
     def delete_vector(self, name: str) -> None:
         """Deletes a vector; running requests keep it. Errors as ``register_vector``, and 404 if there is none."""
@@ -190,9 +191,14 @@ class Client(_Connection[httpx.Client]):
 
     def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
         """The JSON of the response."""
-        with _translated():
+        with translated():
             response = self._http.request(method, path, json=body, **options)
         return document_of(response.status_code, response.content)
+
+    def _fetched(self, handle: str) -> "NDArray[np.float32]":
+        with translated():
+            response = self._http.get(f"saesteer/results/{quote(handle, safe='')}")
+        return result_of(response.status_code, response.content)
 
     def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
         return dict(self._send(method, f"saesteer/{path}", body, headers=self._admin))
@@ -203,7 +209,7 @@ class Client(_Connection[httpx.Client]):
 
     def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> Iterator[Piece]:
         body |= {"model": model or self._known_model(), "stream": True}
-        with _translated(), self._http.stream("POST", kind, json=body) as response:
+        with translated(), self._http.stream("POST", kind, json=body) as response:
             if response.status_code != 200:
                 document_of(response.status_code, response.read())
             events = Events(kind, self._steered(body))
@@ -217,34 +223,34 @@ class Client(_Connection[httpx.Client]):
         return self._model
 
 
-class AsyncClient(_Connection[httpx.AsyncClient]):
+class AsyncClient(Connection[httpx.AsyncClient]):
     """``Client`` for asyncio: the same methods, to be awaited; the streams are async iterators."""
 
     _KIND = httpx.AsyncClient
 
     async def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.chat``."""
-        return await self._ask("chat/completions", _chat(messages, steer, fields), model)
+        return await self._ask("chat/completions", chat_body(messages, steer, fields), model)
 
     async def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.complete``."""
-        return await self._ask("completions", _body({"prompt": prompt}, steer, fields), model)
+        return await self._ask("completions", body_of({"prompt": prompt}, steer, fields), model)
 
     async def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """As ``Client.respond``."""
-        return await self._ask("responses", _body({"input": input}, steer, fields), model)
+        return await self._ask("responses", body_of({"input": input}, steer, fields), model)
 
     def stream(
         self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> AsyncIterator[Piece]:
         """As ``Client.stream``."""
-        return self._stream("chat/completions", _chat(messages, steer, fields), model)
+        return self._stream("chat/completions", chat_body(messages, steer, fields), model)
 
     def stream_complete(
         self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> AsyncIterator[Piece]:
         """As ``Client.stream_complete``."""
-        return self._stream("completions", _body({"prompt": prompt}, steer, fields), model)
+        return self._stream("completions", body_of({"prompt": prompt}, steer, fields), model)
 
     async def models(self) -> list[str]:
         """As ``Client.models``."""
@@ -260,16 +266,32 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
         limit: int = 10,
     ) -> list[dict[str, Any]]:
         """As ``Client.features``."""
-        query = _query(dictionary, q, feature, layer, limit)
+        query = features_query(dictionary, q, feature, layer, limit)
         return list((await self._send("GET", "saesteer/features", params=query))["features"])
 
-    async def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0) -> dict[str, Any]:
+    async def fetch(self, handles: Iterable[str]) -> "list[NDArray[np.float32]]":
+        """As ``Client.fetch``."""
+        return [await self._fetched(handle) for handle in handles]
+
+    async def capture(self, told: Answer | Iterable[Piece]) -> Capture:
+        """As ``Client.capture``."""
+        report = read_of(told)
+        handles = handles_of(report["activations"])
+        return Capture.of(report, dict(zip(handles, await self.fetch(handles), strict=True)))
+
+    async def delete_result(self, handle: str) -> None:
+        """As ``Client.delete_result``."""
+        await self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}")
+
+    async def register_vector(
+        self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear"
+    ) -> dict[str, Any]:
         """As ``Client.register_vector``."""
-        return await self._administer("POST", "vectors", _vector_body(name, vector, bias))
+        return await self._administer("POST", "vectors", vector_body(name, vector, bias, function))
 
     async def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
         """As ``Client.register_module``."""
-        return await self._administer("POST", "modules", _module_body(name, steer))
+        return await self._administer("POST", "modules", module_body(name, steer))
 
     async def delete_vector(self, name: str) -> None:
         """As ``Client.delete_vector``."""
@@ -298,9 +320,14 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
         await self.close()
 
     async def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
-        with _translated():
+        with translated():
             response = await self._http.request(method, path, json=body, **options)
         return document_of(response.status_code, response.content)
+
+    async def _fetched(self, handle: str) -> "NDArray[np.float32]":
+        with translated():
+            response = await self._http.get(f"saesteer/results/{quote(handle, safe='')}")
+        return result_of(response.status_code, response.content)
 
     async def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
         return dict(await self._send(method, f"saesteer/{path}", body, headers=self._admin))
@@ -311,7 +338,7 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
 
     async def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> AsyncIterator[Piece]:
         body |= {"model": model or await self._known_model(), "stream": True}
-        with _translated():
+        with translated():
             async with self._http.stream("POST", kind, json=body) as response:
                 if response.status_code != 200:
                     document_of(response.status_code, await response.aread())
@@ -325,51 +352,3 @@ class AsyncClient(_Connection[httpx.AsyncClient]):
         if self._model is None:
             self._model = (await self.models())[0]
         return self._model
-
-
-def _options(base_url: str, api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
-    base = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/"
-    return {"base_url": base, "headers": _bearer(api_key), "timeout": timeout}
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _vector_body(name: str, vector: NewVector, bias: float) -> dict[str, Any]:
-    if isinstance(vector, InlineVector):
-        return {"name": name, "vector": vector.to_json(), "bias": bias}
-    inline = dict(vector) if isinstance(vector, Mapping) else [float(number) for number in vector]
-    return {"name": name, "vector": inline, "bias": bias}
-
-
-def _query(dictionary: str, q: str | None, feature: int | None, layer: int | None, limit: int) -> dict[str, Any]:
-    query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}
-    return {name: value for name, value in query.items() if value is not None}
-
-
-def _module_body(name: str, steer: Steer) -> dict[str, Any]:
-    return {"name": name, "spec": (as_spec(steer) or Spec()).to_json()}
-
-
-def _chat(messages: Messages, steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:
-    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*map(dict, messages)]
-    return _body({"messages": turns}, steer, fields)
-
-
-def _body(body: dict[str, Any], steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a request; made when a method is called, so a wrong spec is an error before a stream is read."""
-    spec = as_spec(steer)
-    return {**fields, **body, **({} if spec is None else {KEY: spec.to_json()})}
-
-
-class _translated:
-    """Turns httpx's errors into ours; a class, since an async generator may be closed inside it."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(exc, httpx.HTTPError | httpx.InvalidURL):
-            reason = " ".join(str(exc).split()) or type(exc).__name__
-            raise ServerError(f"the server did not answer ({reason})", status=None) from exc

@@ -2,16 +2,11 @@
 
 import json
 import re
-from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from saesteer.errors import RequestRefused, ServerError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Route = Literal["chat/completions", "completions", "responses"]
 
@@ -32,6 +27,9 @@ class Answer:
     probes: tuple[Mapping[str, Any], ...] | None = None
     activations: tuple[Mapping[str, Any], ...] | None = None  # their numbers: ``numbers``
     hidden: tuple[Mapping[str, Any], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None  # where the chat's messages stand; None: no prompt was read
+    consumers: Mapping[str, Any] | None = None  # what consumers made of that, by name; None: nobody asked
+    flags: tuple[Mapping[str, Any], ...] | None = None  # rules that have fired; None: the request has no rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +46,18 @@ class Piece:
     probes: tuple[Mapping[str, Any], ...] | None = None
     activations: tuple[Mapping[str, Any], ...] | None = None
     hidden: tuple[Mapping[str, Any], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
+    consumers: Mapping[str, Any] | None = None  # in the piece that ends this choice
+    flags: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
 
 
-_REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden")
+_REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden", "messages", "flags")
 
 
-def numbers(entry: Mapping[str, Any]) -> "NDArray[np.float32]":
-    """The numbers of an entry of ``activations`` or ``hidden``, float32 [rows, width].
-
-    Those of a bfloat16 or float16 tensor are widened, which is exact.
-
-    Raises:
-        ServerError: the entry does not hold as many numbers as it says.
-    """
-    import numpy as np  # the rest of the client needs none
-
-    data, dtype = b64decode(entry["data"]), entry["dtype"]
-    if dtype == "bfloat16":
-        found = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        found = np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
-    rows, width = entry["shape"]
-    if found.size != rows * width:
-        raise ServerError(f"the server sent {found.size} numbers as a tensor of {rows} x {width}", status=200)
-    return found.reshape(rows, width)
+def read_of(told: Answer | Iterable[Piece]) -> dict[str, list[Mapping[str, Any]]]:
+    """What an answer has read of activations, or all pieces of a choice, and where the chat's messages stand."""
+    parts = [told] if isinstance(told, Answer) else [*told]
+    return {word: [one for part in parts for one in getattr(part, word) or ()] for word in ("activations", "messages")}
 
 
 def document_of(status: int, content: bytes) -> Any:
@@ -128,7 +114,7 @@ def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
         else:
             choice = document["choices"][0]
             text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
-        answer = Answer(text, reason, document.get("usage") or {}, document, *_reports(document))
+        answer = Answer(text, reason, document.get("usage") or {}, document, **_reports(document))
     except (KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's answer has no {kind} in it", status=200) from exc
     made = kind != "responses" or reason in ("completed", "incomplete")  # others have no answer yet, or never will
@@ -188,18 +174,18 @@ def _pieces(kind: Route, data: str) -> Iterator[Piece]:
         choices = event["choices"]
         for choice in choices:
             text, reason = _choice_text(kind, choice, "delta"), choice.get("finish_reason")
-            yield Piece(text, reason, event, choice.get("index", 0), *_reports(event))
-        if not choices and any(reports := _reports(event)):
-            yield Piece("", None, event, 0, *reports)
+            yield Piece(text, reason, event, choice.get("index", 0), **_reports(event))
+        if not choices and any((reports := _reports(event)).values()):
+            yield Piece("", None, event, **reports)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ServerError(f"the server's stream has no {kind} in it: {data[:200]}", status=200) from exc
 
 
-def _reports(document: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], ...] | None]:
-    """What was applied, the doses and what was read, as far as the server reports them."""
+def _reports(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was applied, the doses and what was read, as far as the server reports them, by the field of an answer."""
     report = document.get("saesteer")
     found = report if isinstance(report, Mapping) else {}
-    return [tuple(found[key]) if key in found else None for key in _REPORTS]
+    return {key: tuple(found[key]) for key in _REPORTS if key in found} | {"consumers": found.get("consumers")}
 
 
 def model_names(document: Any) -> list[str]:

@@ -186,6 +186,20 @@ def test_streams(server: StandIn, asynchronous: bool) -> None:
     assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, tuple(APPLIED))]
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["answer", "piece"])
+def test_what_a_server_reports_stands_under_its_name(whole: bool) -> None:
+    lists = ("applied", "dose", "features", "probes", "activations", "hidden", "messages", "flags")
+    report = {name: [{"about": name}] for name in lists} | {"consumers": {"logging": None}}
+    choice = {"finish_reason": "stop", "message": {"content": "a"}, "delta": {"content": "a"}}
+    document = {"choices": [choice], "saesteer": report}
+    content = json.dumps(document).encode() if whole else f"data: {json.dumps(document)}\n\n".encode()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))
+    with Client("http://host", model="m", transport=transport) as client:
+        told = client.chat("x", steer=CLAMP) if whole else next(iter(client.stream("x", steer=CLAMP)))
+    assert {name: getattr(told, name) for name in lists} == {name: ({"about": name},) for name in lists}
+    assert told.consumers == {"logging": None}
+
+
 def test_a_stream_may_come_in_any_parts() -> None:
     class Parts(httpx.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:

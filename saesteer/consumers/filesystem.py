@@ -1,0 +1,137 @@
+"""The consumer ``filesystem``: what requests read, as shards in a folder of the operator. Knows no queue.
+
+A request gets shards of its own, which are on the disk when its answer comes; what the operator captures shares shards,
+which are published when they are full. A request gives only a tag, the name of a folder.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from saesteer.consumers.consumer import Consumer, Request, Rows
+from saesteer.consumers.shards import Place, Shard
+from saesteer.errors import ConfigError, SaesteerError
+from saesteer.language.fields import fail, integer, known_field, show
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+_OPTIONS = ("folder", "shard_mib")
+
+
+class DiskError(SaesteerError):
+    """A shard could not be written; the message does not name the operator's folder."""
+
+
+@dataclass(slots=True, eq=False)
+class _Series:
+    """The shards of one request, or all that is captured."""
+
+    below: str = ""
+    shard: Shard = field(default_factory=Shard)
+    published: list[str] = field(default_factory=list)
+    rows: int = 0  # in published shards
+    failed: DiskError | None = None
+
+
+class Filesystem(Consumer):
+    """Writes shards.
+
+    Args:
+        options: ``folder``, and ``shard_mib``: how large a shard is at most, and how much all that are not published
+            hold in memory; default 64.
+
+    Raises:
+        ConfigError: an option is wrong, or the folder cannot be written to.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in _OPTIONS:
+                known_field(name, "options", _OPTIONS)
+        folder = options.get("folder")
+        if not isinstance(folder, str) or not folder:
+            raise ConfigError(f"has the folder {show(folder)}, expected a path")
+        self._most = integer(1, 4096)(options.get("shard_mib", 64), "shard_mib") << 20
+        self._place = Place(Path(folder).expanduser())
+        self._captured = _Series()
+        self._series: dict[Request, _Series] = {}
+
+    def check(self, parameters: Mapping[str, Any], at: str) -> str:
+        """The tag: the folder, below the operator's, of the request's shards."""
+        for name in parameters:
+            if name != "tag":
+                known_field(name, at, ["tag"])
+        tag = parameters.get("tag", "untagged")
+        if not isinstance(tag, str):
+            fail(f"{at}.tag", "wrong_type", f"got {show(tag)}, expected a text")
+        if not _TAG.fullmatch(tag):
+            found = f"got {show(tag)}, expected 1 to 64 letters of a to z, A to Z, 0 to 9, _ and -, not _ or - first"
+            fail(f"{at}.tag", "out_of_range", found)
+        return tag
+
+    def take(self, request: Request, rows: Rows) -> None:
+        """Append rows; what is full is published."""
+        series = self._captured
+        if not request.captured:
+            series = self._series.setdefault(request, _Series(request.parameters))
+        for part in self._parts(series, rows):
+            self._refuse_failed(series)
+            series.shard.add(request.id, request.choice, part)
+        while self._held() > self._most:
+            self._publish(max((self._captured, *self._series.values()), key=lambda one: one.shard.nbytes))
+        self._refuse_failed(series)
+
+    def end(self, request: Request) -> Any:
+        """The tag, the shards and how many rows are in them, all on the disk."""
+        if request.captured:
+            return None
+        series = self._series.setdefault(request, _Series(request.parameters))
+        self._publish(series)
+        self._refuse_failed(series)
+        del self._series[request]
+        return {"tag": series.below, "shards": series.published, "rows": series.rows}
+
+    def drop(self, request: Request) -> None:
+        """Forget what is not published."""
+        self._series.pop(request, None)
+
+    def close(self) -> None:
+        """Publish what is captured so far."""
+        self._publish(self._captured)
+        self._place.close()
+        self._refuse_failed(self._captured)
+
+    def _held(self) -> int:
+        return self._captured.shard.nbytes + sum(one.shard.nbytes for one in self._series.values())
+
+    def _parts(self, series: _Series, rows: Rows) -> Any:
+        """The rows in parts that fit into a shard; shards that they fill are published in between."""
+        size, start = max(1, rows.nbytes // max(1, len(rows))), 0
+        while start < len(rows):
+            room = (self._most - series.shard.nbytes) // size
+            if room < 1 and series.shard.rows:
+                self._publish(series)
+                continue
+            stop = min(len(rows), start + max(1, room))
+            yield rows if stop - start == len(rows) else rows.part(start, stop)
+            start = stop
+
+    def _publish(self, series: _Series) -> None:
+        """Publish a series' shard; if that fails, its own request learns of it, whoever is served now."""
+        shard, series.shard = series.shard, Shard()
+        if shard.rows:
+            try:
+                series.published.append(self._place.publish(shard, series.below))
+                series.rows += shard.rows
+            except OSError as exc:
+                series.failed = DiskError(f"a shard of {shard.rows} rows could not be written: {exc.strerror or exc}")
+        if series is self._captured:
+            series.published.clear()
+
+    def _refuse_failed(self, series: _Series) -> None:
+        failed = series.failed
+        if series is self._captured:
+            series.failed = None  # the disk may have room again
+        if failed is not None:
+            raise failed

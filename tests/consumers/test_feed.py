@@ -1,0 +1,194 @@
+"""Each position goes out once, in order, when its token is an input; what is computed again counts once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saesteer.consumers import Array, Consumer, Rows
+from saesteer.consumers.feed import Feed
+from saesteer.consumers.feed import ticket as made
+from saesteer.consumers.lines import Logging
+from saesteer.consumers.runner import Runner, Ticket
+from saesteer.planning.answers import Rows as Answer
+from saesteer.planning.plan import CAPTURE
+from tests.consumers.rows import SITE, readout, request, rows, token, value
+
+
+class Direct(Runner):
+    """A runner without a thread."""
+
+    def __init__(self, name: str = "it") -> None:
+        super().__init__(name, Consumer({}))
+        self.said: list[tuple[Ticket, Any]] = []
+
+    def put(self, ticket: Ticket, rows: Rows, *, wait: bool = False) -> None:
+        self.said.append((ticket, rows))
+
+    def end(self, ticket: Ticket) -> None:
+        self.said.append((ticket, "end"))
+
+    def drop(self, ticket: Ticket) -> None:
+        self.said.append((ticket, "drop"))
+
+    @property
+    def positions(self) -> list[int]:
+        return [int(at) for _, one in self.said if isinstance(one, Rows) for at in one.positions]
+
+
+def ticket() -> Ticket:
+    return made("a", 0, None, 10)
+
+
+def tokens(lo: int, hi: int) -> list[int]:
+    return [token(at) for at in range(lo, hi)]
+
+
+def blob(number: int, *spans: tuple[int, int]) -> list[Any]:
+    """As the worker sends it."""
+    numbers = [[value(0, at), value(0, at)] for lo, hi in spans for at in range(lo, hi)]
+    return [number, [list(span) for span in spans], np.array(numbers, dtype="<f4").tobytes()]
+
+
+def check(one: Rows) -> None:
+    numbers = one.arrays["data"].numpy()
+    assert numbers.shape == (len(one.positions), 2) == (len(one), 2)
+    for row, at, id in zip(numbers, one.positions, one.tokens, strict=True):
+        assert (row == value(0, int(at))).all() and id == token(int(at))
+
+
+class Play:
+    """A sequence that is computed in chunks, preempted, and computed again."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.runner = prompt, Direct()
+        self.ticket = ticket()
+        self.feed = Feed([readout()], [(self.runner, self.ticket)])
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.integers(0, 6))
+def test_each_position_comes_once(prompt: int, chunks: list[tuple[int, bool]], generated: int) -> None:
+    play = Play(prompt)
+    known, at, sent = 0, 0, 0
+    for size, preempted in chunks:
+        if preempted:
+            at = 0
+        end = min(at + size, prompt + known)
+        if end > at:
+            play.feed.add([blob(0, (at, end))])
+        at, sent = end, max(sent, end)
+        if at == prompt + known and known < generated:
+            known += 1
+        play.feed.give(tokens, prompt + max(0, known - 1))
+        assert play.runner.positions == [*range(min(sent, prompt + max(0, known - 1)))]
+    length = prompt + known
+    play.feed.finish(tokens, max(prompt, length - 1), length, "stop", {})
+    assert play.runner.positions == [*range(min(sent, max(prompt, length - 1)))]
+    for _, one in play.runner.said[:-1]:
+        check(one)
+    assert play.runner.said[-1] == (play.ticket, "end")
+    assert [*play.ticket.request.tokens] == tokens(0, length) and play.ticket.request.finish == "stop"
+
+
+def test_rows_behind_the_last_token_never_come() -> None:
+    play = Play(4)
+    play.feed.add([blob(0, (0, 4), (4, 7))])
+    play.feed.give(tokens, 4)
+    play.feed.finish(tokens, 5, 6, "stop", {})
+    assert play.runner.positions == [0, 1, 2, 3, 4]
+
+
+def test_several_consumers_share_rows() -> None:
+    """What a request reads for its own consumers and for the operator's is one object."""
+    own, other, operator = Direct("own"), Direct("other"), Direct("operator")
+    feed = Feed(
+        [readout(captured=True), readout(site="resid_post.9", field=CAPTURE, captured=True)],
+        [(own, ticket()), (other, ticket())],
+        [(operator, ticket())],
+    )
+    feed.add([blob(0, (0, 3)), blob(1, (0, 3))])
+    feed.give(tokens, 3)
+    assert len(own.said) == len(other.said) == 1 and len(operator.said) == 2
+    assert own.said[0][1] is other.said[0][1] is operator.said[0][1]
+    assert feed.results.keys() == {"own", "other"}
+    feed.abandon()
+    feed.abandon()
+    feed.finish(tokens, 3, 4, "stop", {})
+    assert [runner.said[-1][1] for runner in (own, other, operator)] == ["drop"] * 3
+
+
+def test_sites_that_travel_as_one_come_apart() -> None:
+    runner = Direct()
+    both = readout()._replace(beside=(SITE | {"site": "resid_post.9"},))
+    feed = Feed([both], [(runner, ticket())])
+    feed.add([[0, [[0, 2]], np.arange(8, dtype="<f4").tobytes()]])
+    feed.give(tokens, 2)
+    rows = [one for _, one in runner.said if isinstance(one, Rows)]
+    assert [one.about for one in rows] == [both.about, *both.beside]
+    assert [one.arrays["data"].numpy().tolist() for one in rows] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [one.positions.tolist() for one in rows] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize(("how", "expected"), [("mean", 2.0), ("max", 4.0), ("last", 4.0)])
+def test_reductions_come_as_the_answer_has_them(how: Any, expected: float) -> None:
+    runner, fields = Direct(), dict[str, Any]()
+    asked = [readout(), readout(reduce=how)]
+    feed, answer = Feed(asked, [(runner, ticket())]), Answer(asked, fields)
+    numbers = {"mean": 10.0, "max": 4.0, "last": 4.0}[how]  # of a sum over the tokens
+    whole = [1, [[0, 5]], np.array([numbers, numbers], "<f4").tobytes()]
+    for one in (feed, answer):
+        one.add([blob(0, (0, 5)), whole])
+    answer.tell(5, 1, final=True)
+    feed.finish(tokens, 5, 6, "stop", fields)
+    first, last = (one for _, one in runner.said if isinstance(one, Rows))
+    assert first.about == SITE and last.about == SITE | {"reduce": how}
+    assert last.positions.tolist() == [0, 5] and not len(last.tokens)
+    assert last.arrays["data"].numpy().tolist() == [[expected, expected]]
+
+
+def test_features_and_probes_have_their_arrays() -> None:
+    runner = Direct()
+    listed = readout(kind="features", dictionary="d", top_k=2, features=(7,))
+    feed = Feed([listed, readout(kind="probe")], [(runner, ticket())])
+    indices, strengths = np.array([[4, -1], [9, 3]], "<i4"), np.array([[2.5, 0.0], [3.0, 1.0]], "<f4")
+    named, scores = np.array([[0.0], [1.5]], "<f4"), np.array([0.5, -0.5], "<f4")
+    feed.add([[0, [[2, 4]], *(one.tobytes() for one in (indices, strengths, named))], [1, [[2, 4]], scores.tobytes()]])
+    feed.give(tokens, 9)
+    first, second = (one for _, one in runner.said)
+    assert {name: one.numpy().tolist() for name, one in first.arrays.items()} == {
+        "indices": indices.tolist(),
+        "strengths": strengths.tolist(),
+        "named": named.tolist(),
+    }
+    assert second.arrays["scores"].numpy().tolist() == [[0.5], [-0.5]]
+    part = first.part(1, 2)
+    assert part.positions.tolist() == [3] and part.arrays["indices"].numpy().tolist() == [[9, 3]]
+
+
+def test_bytes_are_exact() -> None:
+    import torch
+
+    numbers = torch.randn(3, 5).to(torch.bfloat16)
+    array = Array("bfloat16", (3, 5), numbers.view(torch.uint8).numpy().tobytes())
+    assert torch.equal(array.tensor(), numbers)
+    assert np.array_equal(array.numpy(), numbers.float().numpy())
+
+
+def test_the_log_has_one_line_for_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    consumer, asked = Logging({}), request()
+    asked.tokens, asked.finish = [1] * 9, "length"
+    for lo in range(3):
+        consumer.take(asked, rows(0, 3 * lo, 3 * lo + 3, width=4))
+    indices, strengths = Array("int32", (1, 2), np.array([[4, -1]], "<i4").tobytes()), np.array([[2.5, 0.0]], "<f4")
+    arrays: Mapping[str, Array] = {"indices": indices, "strengths": Array("float32", (1, 2), strengths.tobytes())}
+    consumer.take(asked, Rows("features", {"dictionary": "gs20"}, np.arange(1), np.arange(1), arrays))
+    with caplog.at_level("INFO", "vllm.saesteer.consumers"):
+        assert consumer.end(asked) is None
+    assert caplog.messages == [
+        "request request 0, choice 0 (9 tokens, length): activation resid_post.3 before: 9 rows, mean norm 8, "
+        "largest 16; features gs20: 1 rows, 4 2.5"
+    ]
+    consumer.drop(asked)
