@@ -15,7 +15,6 @@ from rich.progress import Progress
 from torch import Tensor
 
 from saesteer.commands.features import open_model
-from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import SparseCoder, inputs
@@ -65,9 +64,6 @@ def run(
 def _measure_all(
     console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
 ) -> dict[str, Measured]:
-    for name, info in Assets.open(config).infos.items():
-        if info.has_max_act:
-            raise ConfigError(f"dictionary {name!r} already contains its max activations; expected one that does not")
     oracle, names = open_model(model, config)
     asked = {
         oracle.engine.catalog.key(name, layer): (name, layer) for name in names for layer in oracle.layers_of(name)

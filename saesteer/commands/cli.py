@@ -31,6 +31,18 @@ Settings = Annotated[
     typer.Option("--saesteer-config", metavar="FILE", help="A YAML file with all these settings; flags override it."),
 ]
 Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
+Positive = Annotated[Path, typer.Option("--positive", metavar="FILE", help="Texts that show it, one on each line.")]
+Negative = Annotated[Path, typer.Option("--negative", metavar="FILE", help="Texts that do not, one on each line.")]
+Contrasted = Annotated[
+    list[str],
+    typer.Option("--site", metavar="SITE,...", help="Where to look for it; resid_post.all is every layer. Repeatable."),
+]
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")]
+Last = Annotated[bool, typer.Option("--last", help="Read each text's last token, not the mean over its tokens.")]
+Runs = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="vllm|hf", help="What runs the model; default: vLLM if it is installed."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's output.")]
 
 
@@ -68,16 +80,27 @@ def serve(
     reads: Annotated[list[str] | None, _flag("reads")] = None,
     vector: Annotated[list[str] | None, _flag("vectors")] = None,
     module: Annotated[list[str] | None, _flag("modules")] = None,
+    consumer: Annotated[list[str] | None, _flag("consumers")] = None,
+    capture: Annotated[list[str] | None, _flag("capture")] = None,
+    capture_folder: Annotated[str | None, _flag("capture_folder")] = None,
     max_read_mib: Annotated[int | None, _flag("max_read_mib")] = None,
     max_edits: Annotated[int | None, _flag("max_edits")] = None,
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
     registers: Annotated[int | None, _flag("registers")] = None,
     graph_sets: Annotated[int | None, _flag("graph_sets")] = None,
+    max_results: Annotated[int | None, _flag("max_results")] = None,
+    max_results_mib: Annotated[int | None, _flag("max_results_mib")] = None,
+    result_seconds: Annotated[int | None, _flag("result_seconds")] = None,
     dictionary_folder: Annotated[str | None, _flag("dictionary_folder")] = None,
+    dictionaries_of: Annotated[list[str] | None, _flag("dictionaries_of")] = None,
     default_module: Annotated[str | None, _flag("default_module")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
+    fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
+    memory_guard: Annotated[float | None, _flag("memory_guard")] = None,
+    playground: Annotated[bool | None, _flag("playground")] = None,
+    neuronpedia: Annotated[bool | None, _flag("neuronpedia")] = None,
     saesteer_config: Settings = None,
     saesteer_admin_key: Annotated[
         str | None,
@@ -97,19 +120,30 @@ def serve(
         dictionary or [],
         sites or [],
         reads=reads or [],
+        dictionaries_of=dictionaries_of or [],
         vectors=vector or [],
         modules=module or [],
+        consumers=consumer or [],
+        capture=capture or [],
         file=saesteer_config,
+        capture_folder=capture_folder,
         max_read_mib=max_read_mib,
         max_edits=max_edits,
         pool_rows=pool_rows,
         inline_rows=inline_rows,
         registers=registers,
         graph_sets=graph_sets,
+        max_results=max_results,
+        max_results_mib=max_results_mib,
+        result_seconds=result_seconds,
         dictionary_folder=dictionary_folder,
         default_module=default_module,
         max_dose=max_dose,
         max_dose_action=max_dose_action,
+        fail_fast=fail_fast,
+        memory_guard=memory_guard,
+        playground=playground,
+        neuronpedia=neuronpedia,
     )
     serve.serve(model, config, context.args, saesteer_admin_key or None)
 
@@ -139,13 +173,29 @@ def convert(
     place: Annotated[
         str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
     ],
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
+    target: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new .safetensors file.")] = None,
     _rows: Annotated[bool, typer.Option("--rows", help="Row by row; it writes nothing else.")] = True,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of the matrices; default: as stored.")] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--from", metavar="SYSTEM", help="PLACE is a JSON request of another system; print it as a spec."),
+    ] = None,
 ) -> None:
-    """Write a dictionary of any format as saesteer's own file, from which a server reads rows fastest."""
+    """Write a dictionary as saesteer's own file, whose rows are read fastest; or another system's request as a spec."""
+    if form is not None:
+        import json
+
+        from saesteer.commands import foreign
+
+        found = foreign.run(form, Path(place))
+        for note in found.notes:
+            typer.echo(note, err=True)
+        typer.echo(json.dumps(found.spec))
+        return
     from saesteer.commands.convert import run
 
+    if target is None:
+        raise ConfigError("convert needs FILE, the name of a new file that ends in .safetensors; or --from SYSTEM")
     typer.echo(run(place, target, dtype=dtype))
 
 
@@ -156,12 +206,16 @@ def features(
     model: Model = "demo",
     top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
     chat: Annotated[bool, typer.Option("--chat", help="Treat TEXT as a user's message in the chat template.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page of HTML.")] = None,
+    backend: Runs = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Show the strongest features of a text, token by token. The model runs in Transformers."""
-    from saesteer.commands.features import run
+    """Show the strongest features of a text, token by token."""
+    from saesteer.commands.features import choose, run
     from saesteer.config.settings import read_settings
 
-    run(Console(), model, read_settings(dictionary or []), text, top_k=top_k, chat=chat)
+    config, chosen = read_settings(dictionary or []), choose(backend)
+    run(Console(), model, config, text, top_k=top_k, chat=chat, backend=chosen, html=html, verbose=verbose)
 
 
 @app.command()
@@ -188,14 +242,16 @@ def label(
     dictionary: Dictionaries = None,
     model: Model = "demo",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 100_000,
+    backend: Runs = None,
 ) -> None:
     """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""
+    from saesteer.commands.features import choose
     from saesteer.commands.label import run, run_import
     from saesteer.config.settings import read_settings
 
     config = read_settings(dictionary or [])
     if text_file is not None and from_neuronpedia is None:
-        run(Console(), model, config, text_file, max_tokens=max_tokens)
+        run(Console(), model, config, text_file, max_tokens=max_tokens, backend=choose(backend))
     elif from_neuronpedia is not None and text_file is None:
         run_import(Console(), config, from_neuronpedia)
     else:
@@ -213,6 +269,7 @@ def find(
     limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="Features of each dictionary.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each feature.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of each text to read.")] = 10_000,
+    backend: Runs = None,
 ) -> None:
     """Find features by words in their labels and examples, or by what tells two texts apart. Needs no network."""
     from saesteer.commands.find import run, run_contrast
@@ -220,11 +277,70 @@ def find(
 
     config = read_settings(dictionary or [])
     if positive is not None and negative is not None:
-        run_contrast(Console(), model, config, positive, negative, most=limit, max_tokens=max_tokens)
+        from saesteer.commands.features import choose  # it imports torch, which no search needs
+
+        how = choose(backend)
+        run_contrast(Console(), model, config, positive, negative, most=limit, max_tokens=max_tokens, backend=how)
     elif positive is None and negative is None:
         run(Console(), config, words, feature=feature, most=limit, as_json=as_json)
     else:
         raise ConfigError("find needs both --positive FILE and --negative FILE, or neither")
+
+
+@app.command()
+def vector(
+    positive: Positive,
+    negative: Negative,
+    site: Contrasted,
+    out: Out,
+    model: Model = "demo",
+    last: Last = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make a vector from two files of texts: the difference of their means at each site. The engine reads them."""
+    from saesteer.commands import contrast, serve
+
+    serve.need_vllm()
+    contrast.vector(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+
+
+@app.command()
+def probe(
+    positive: Positive,
+    negative: Negative,
+    site: Contrasted,
+    out: Out,
+    model: Model = "demo",
+    last: Last = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train a probe on two files of texts, by logistic regression, and write that of the site which does best."""
+    from saesteer.commands import contrast, serve
+
+    serve.need_vllm()
+    contrast.probe(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+
+
+@app.command()
+def prove(
+    feature: Annotated[
+        list[int] | None, typer.Option("--feature", min=0, help="Repeatable; default: the first 100 with examples.")
+    ] = None,
+    dictionary: Dictionaries = None,
+    model: Model = "demo",
+    random: Annotated[int, typer.Option("--random", min=2, max=1000, help="Other features to compare with.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of these features, noise and bootstrap.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the doses, as SVG.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measure whether clamps of features do what their labels say, against controls. Needs no network and no judge."""
+    from saesteer.commands import prove, serve
+    from saesteer.config.settings import read_settings
+
+    serve.need_vllm()
+    config, files = read_settings(dictionary or []), {"json_file": json_file, "plot": plot}
+    prove.run(Console(), model, config, feature or [], random=random, seed=seed, **files, verbose=verbose)
 
 
 @app.command()

@@ -1,11 +1,13 @@
 """`saesteer doctor`: does steering work on this machine, and does it leave all other requests alone?
 
-Three witnesses answer the same prompts: stock vLLM without the plugin, vLLM with saesteer, and the Transformers backend
-in float32. This file asks and compares; it does not know how an engine is steered.
+Witnesses answer the same prompts, one after the other: the Transformers backend in float32, stock vLLM without the
+plugin, vLLM with saesteer, stock vLLM without compilation, and an engine that captures what dictionaries read. This
+file asks and compares; it does not know how an engine is steered. paths.py has the rule for the first token, fits.py
+what is asked of dictionaries.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from saesteer.commands import fits, paths
 from saesteer.commands.embedded import DEMO_DICTIONARY, bridge
+from saesteer.commands.paths import TOP, Candidate, Paths, Top
+from saesteer.commands.reading import captured
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
@@ -25,6 +30,9 @@ PROMPTS = ("Who are you?", "The capital of France is")
 # Several blocks of the KV cache, which are 16 tokens on a GPU and 128 on a CPU.
 LONG = "The old town lies between the hills and the sea, and every road in it leads down to the harbour. " * 20
 TOKENS = 24
+TURNS = (LONG * 2 + "What is this text about?", "Say it in other words.", "Which place would you visit first?")
+ROUNDS = 2  # of the conversation with a cache: the faster one counts
+ENDED = ("[non_finite]", "[collapsed]")  # how errors of fail_fast end
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +73,51 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     options = options or _options()
     dictionaries = config.to_json()["dictionaries"]
     with steps(console, hidden=verbose) as show:
-        show("1/4 The Transformers backend")
+        show("1/6 The Transformers backend")
         oracle = load_model(place, dictionaries)
         own = model == DEMO_DICTIONARY and feature is None
         spec = bridge() if own else _choose(oracle, next(iter(dictionaries)), feature)
-        show("2/4 Stock vLLM")
-        stock = run_engine(place, batches(None), dictionaries=None, options=options, verbose=verbose)
-        show("3/4 vLLM with saesteer")
-        ours = run_engine(place, batches(spec), dictionaries=dictionaries, options=options, verbose=verbose)
-        show("4/4 Comparing")
-        found = compare(stock, ours, _distances(oracle, ours[0], spec))
+        asked, chat = batches(spec), bool(getattr(oracle.tokenizer, "chat_template", None))
+        show("2/6 Stock vLLM")
+        stock = run_engine(place, [*batches(None), FIRST], dictionaries=None, options=options, verbose=verbose)
+        show("3/6 vLLM with saesteer")
+        watched = {**options, "fail_fast": True, "disable_log_stats": False}
+        whole = [*asked, FIRST, *conversation(spec, chat=chat)]
+        ours, found = _unless_ended(
+            lambda: run_engine(place, whole, dictionaries=dictionaries, options=watched, verbose=verbose)
+        )
+        eager = options.get("enforce_eager") is True
+        show("4/6 Stock vLLM, eager")
+        plain = {**options, "enforce_eager": True}
+        last = stock[-1:] if eager else run_engine(place, [FIRST], dictionaries=None, options=plain, verbose=verbose)
+        show("5/6 What dictionaries read")
+        found += dictionaries_fit(oracle, dictionaries, place, options)
+        show("6/6 Comparing")
+        seen, largest = _reference(oracle, last[0])
+        allowed = paths.tolerance(str(options.get("dtype")), largest)
+        three = Paths(seen, [_top(one) for one in ours[len(asked)]] if ours else (), [_top(one) for one in last[0]])
+        agreed, said = paths.verdict(three, allowed)
+        found.append(Check("three paths agree", agreed, said))
+        if ours:
+            found += compare(stock, ours[: len(asked)], _distances(oracle, ours[0], spec))
+            found += turns(ours[len(asked) + 1 :], allowed)
+    console.print(paths.table(PROMPTS, three, "eager" if eager else "compiled"))
     _show(console, spec, found)
     return all(one.passed for one in found)
+
+
+def _unless_ended(ask: Callable[[], list[list[Completion]]]) -> tuple[list[list[Completion]], list[Check]]:
+    """The answers; none if the engine has ended a request as not sound."""
+    try:
+        return ask(), []
+    except ConfigError as error:
+        if not str(error).endswith(ENDED):
+            raise
+        return [], [Check("every request is sound", False, str(error))]
+
+
+# What the three paths are compared by.
+FIRST = Batch(PROMPTS, max_tokens=1, fresh=True, top=TOP)
 
 
 def batches(spec: dict[str, Any] | None) -> list[Batch]:
@@ -94,6 +135,99 @@ def batches(spec: dict[str, Any] | None) -> list[Batch]:
         batch([LONG], [None]),
         batch([LONG], [spec], fresh=False),
     ]
+
+
+def conversation(spec: dict[str, Any], *, chat: bool) -> list[Batch]:
+    """Several rounds of the same steered conversation; in the last one, nothing is cached before any turn."""
+    return [
+        Batch([text], [spec], max_tokens=TOKENS, ignore_eos=True, chat=chat, fresh=not turn or cold, follows=turn > 0)
+        for cold in [False] * ROUNDS + [True]
+        for turn, text in enumerate(TURNS)
+    ]
+
+
+def turns(answers: Sequence[Sequence[Completion]], allowed: float) -> list[Check]:
+    """The checks of a conversation, from the answers to ``conversation``.
+
+    Args:
+        answers: of its batches.
+        allowed: by how many nats like logprobs may differ.
+    """
+    rounds = [[batch[0] for batch in answers[at : at + len(TURNS)]] for at in range(0, len(answers), len(TURNS))]
+    *warm, cold = rounds
+    times = [min(one.seconds for one in turn) for turn in zip(*warm, strict=True)]
+    first = min(times[0], cold[0].seconds)
+    cached = [one.cached for one in warm[0][1:]]
+    # A turn behind another answer is another one.
+    same = [_alike(one, other, allowed) for one, other in zip(warm[0], cold, strict=True) if _same_prompt(one, other)]
+    seconds = ", ".join(f"{1000 * one:.0f}" for one in (first, *times[1:]))
+    return [
+        Check(
+            "later turns are faster",
+            all(cached) and all(one < first for one in times[1:]),
+            f"{seconds} ms to the first token of turns 1, 2 and 3; {cached[0]} and {cached[1]} tokens cached",
+        ),
+        Check(
+            "later turns = cold",
+            all(same),
+            f"{sum(same)} of {len(same)} turns have the tokens of a conversation without a cache",
+        ),
+    ]
+
+
+def _same_prompt(one: Completion, other: Completion) -> bool:
+    return one.prompt_ids == other.prompt_ids
+
+
+def _alike(one: Completion, other: Completion, allowed: float) -> bool:
+    """Whether two answers are the same, up to rounding: of two tokens that are as likely, either may come."""
+    for mine, its, theirs, other_its in zip(one.ids, one.logprobs, other.ids, other.logprobs, strict=True):
+        if not abs(its - other_its) <= allowed:
+            return False
+        if mine != theirs:
+            break  # what comes behind has another prompt
+    return True
+
+
+def dictionaries_fit(oracle: Any, names: Iterable[str], place: str, options: dict[str, Any]) -> list[Check]:
+    """A check for each dictionary, of what an engine computes on some texts."""
+    named = [(name, layer) for name in names for layer in oracle.layers_of(name)]
+    infos = {one: oracle.info(*one) for one in named}
+    whole = {one: info for one, info in infos.items() if info.targets is None}
+    found = [Check(_name(*one), True, "not measured: it writes at several layers") for one in infos if one not in whole]
+    prompts = [oracle.encode(text) for text in fits.TEXTS]
+    streams: list[dict[str, Any]] = []
+    if whole:
+        with captured(place, fits.sites_of(whole.values()), options, prompts) as texts:
+            streams += texts
+    for one, info in whole.items():
+        coder = oracle.coder(*one)
+        figures = fits.figures(coder, info, streams)
+        wrong = [*fits.oddities(coder, info, figures)]
+        found.append(Check(_name(*one), not wrong, "; ".join([*wrong, fits.in_words(info, figures)])))
+    return found
+
+
+def _name(dictionary: str, layer: int | None) -> str:
+    return f"dictionary {dictionary}" if layer is None else f"dictionary {dictionary}@{layer}"
+
+
+def _top(answer: Completion) -> Top:
+    return sorted((Candidate(*one) for one in answer.first), key=lambda one: -one.logprob)
+
+
+def _reference(oracle: Any, answers: Sequence[Completion]) -> tuple[list[Top], float]:
+    """The likeliest first tokens of Transformers, for the prompts of some answers, and the largest logit among them."""
+    tops: list[Top] = []
+    largest = 0.0
+    for answer in answers:
+        logits = oracle.logits(answer.prompt_ids)[-1]
+        values, ids = logits.topk(TOP)
+        largest = max(largest, float(values.abs().max()))
+        logprobs = logits.log_softmax(dim=-1)[ids].tolist()
+        words = [oracle.tokenizer.decode([token]) for token in ids.tolist()]
+        tops.append([Candidate(*one) for one in zip(ids.tolist(), words, logprobs, strict=True)])
+    return tops, largest
 
 
 def compare(stock: list[list[Completion]], ours: list[list[Completion]], distances: Distances) -> list[Check]:

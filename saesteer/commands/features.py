@@ -1,48 +1,106 @@
-"""`saesteer features`: the strongest features of a text, token by token, from Transformers; does not know vLLM."""
+"""`saesteer features`: the strongest features of a text, token by token, in the terminal and as a page of HTML.
 
+
+An engine reads them, or Transformers where there is no vLLM; the answers of both are the same JSON.
+"""
+
+import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
-from saesteer.commands.serve import check, resolve
-from saesteer.commands.waiting import load_model
+from saesteer.commands.page import Active, Listing, Token, page
+from saesteer.commands.reading import read, tokenizer_of, tokens_of
+from saesteer.commands.serve import check, need_vllm, resolve
+from saesteer.commands.waiting import load_model, steps
+from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
+from saesteer.loaders import load
 
 MAX_TOKENS = 4096
 
+Backend = Literal["vllm", "hf"]
 
-def run(console: Console, model: str, config: SaesteerConfig, text: str, *, top_k: int = 5, chat: bool = False) -> None:
+
+def choose(backend: str | None) -> Backend:
+    """The backend of this name; without one, vLLM if it is installed.
+
+    Raises:
+        ConfigError: it has another name, or is not installed.
+    """
+    match backend:
+        case "vllm":
+            need_vllm()
+            return "vllm"
+        case "hf":
+            return "hf"
+        case None:
+            return "vllm" if importlib.util.find_spec("vllm") else "hf"
+    raise ConfigError(f"--backend {backend}: expected vllm or hf")
+
+
+def run(
+    console: Console,
+    model: str,
+    config: SaesteerConfig,
+    text: str,
+    *,
+    top_k: int = 5,
+    chat: bool = False,
+    backend: Backend = "hf",
+    html: Path | None = None,
+    verbose: bool = False,
+) -> None:
     """Print a table for each dictionary.
 
     Args:
         console: where to print.
-        model: a folder, a hub id or `demo`; it is loaded in float32.
+        model: a folder, a hub id or `demo`.
         config: its dictionaries; `demo` uses its own if none is named.
         text: used as it is, or with `chat` as one user message in the model's chat template.
         top_k: features for each token.
         chat: see `text`.
+        backend: `vllm`: an engine in a process of its own; `hf`: Transformers, in float32.
+        html: also write a page there; an older one is replaced.
+        verbose: show vLLM's output.
 
     Raises:
-        SaesteerError: the model or a dictionary is invalid, or the text is empty or too long.
+        SaesteerError: the model or a dictionary is invalid, the text is empty or too long, or the page cannot be
+            written.
     """
-    oracle, names = open_model(model, config)
-    ids = oracle.chat_ids(text) if chat else oracle.encode(text)
+    place, config, options = _resolved(model, config)
+    tokenizer = tokenizer_of(place)
+    ids = tokens_of(tokenizer, text, chat=chat)
     if not 1 < len(ids) <= MAX_TOKENS:
         raise ConfigError(f"the text has {len(ids)} tokens, expected 2 to {MAX_TOKENS}")
-    for name, layer in [(one, layer) for one in names for layer in oracle.layers_of(one)]:
-        coder, site = oracle.coder(name, layer), oracle.info(name, layer).site_in
-        table = Table("", "token", f"strongest features of {name}, at {site}", box=box.ROUNDED)
-        for active in oracle.features(ids, name, layer=layer, top_k=top_k):
-            if active:
-                shown = "   ".join(_show(coder, one) for one in active)
-                table.add_row(str(active[0].position), Text(repr(active[0].token)[1:-1]), Text(shown))
+    words = [tokenizer.decode([one]) for one in ids]
+    assets = Assets.open(config)
+    returns = {"features": _wanted(assets, top_k)}
+    if backend == "hf":
+        answer = load_model(place, config.dictionaries).read(ids, steer={"return": returns})
+    else:
+        with steps(console, hidden=verbose) as show:
+            show("Reading the text")
+            [answer] = read(place, config, options, [ids], returns, verbose=verbose)
+    listings = [_listing(entry, words, *_known(assets, entry)) for entry in answer["features"]]
+    for listing in listings:
+        table = Table("", "token", listing.title, box=box.ROUNDED)
+        for token in listing.tokens:
+            if token.active:
+                word = Text(repr(token.text)[1:-1], style=f"on {_colour(token.strength)}")
+                table.add_row(str(token.position), word, Text("   ".join(map(str, token.active))))
         console.print(table)
+    if html is not None:
+        _write(html, page(f"Features of {model}", listings))
 
 
 def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
@@ -51,13 +109,19 @@ def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
     Raises:
         SaesteerError: the model or a dictionary is invalid, or there is no dictionary.
     """
+    place, config, _ = _resolved(model, config)
+    return load_model(place, config.dictionaries), list(config.dictionaries)
+
+
+def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
+    """The model's place, the dictionaries that are asked for, or the demo's, and vLLM's options."""
     asked = list(config.dictionaries)
-    place, config, _ = resolve(model, config)
+    place, config, options = resolve(model, config)
     names = asked or list(config.dictionaries)
     if not names:
         raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PATH_OR_REPO[@SITE]")
     refuse_across(check(place, config).infos)
-    return load_model(place, {name: config.dictionaries[name] for name in names}), names
+    return place, replace(config, dictionaries={name: config.dictionaries[name] for name in names}), options
 
 
 def refuse_across(infos: Mapping[str, CoderInfo]) -> None:
@@ -76,7 +140,48 @@ def refuse_across(infos: Mapping[str, CoderInfo]) -> None:
             raise ConfigError(f"{what}; expected a dictionary of one layer here: {hint}")
 
 
-def _show(coder: Any, one: Any) -> str:
-    row = coder.info.row_of(one.feature)
-    known = float(coder.max_act[row]) if coder.max_act is not None else 0.0
-    return f"{one.feature} {one.value:.2f}" + (f" ({one.value / known:.0%})" if known > 0 else "")
+def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
+    """What a request reads: of every dictionary, all tokens but the first, which is an outlier."""
+    found = []
+    for name in assets.config.dictionaries:
+        for layer in assets.sets.get(name, (None,)):
+            count = assets.info(name, layer).features
+            one: dict[str, Any] = {"dictionary": name, "top_k": min(top_k, count), "scope": {"skip_first": 1}}
+            found.append(one if layer is None else one | {"layer": layer})
+    return found
+
+
+def _known(assets: Assets, entry: Mapping[str, Any]) -> tuple[CoderInfo, Tensor | None]:
+    """The dictionary of an entry, and the largest activations of its features if they are known."""
+    info = assets.info(entry["dictionary"], entry.get("layer"))
+    return info, load(info.source, site=info.site_in).max_act if info.has_max_act else None
+
+
+def _listing(entry: Mapping[str, Any], words: Sequence[str], info: CoderInfo, largest: Tensor | None) -> Listing:
+    """An answer's entry, with the text of its tokens."""
+
+    def share(feature: int, value: float) -> float | None:
+        known = 0.0 if largest is None else float(largest[info.row_of(feature)])
+        return value / known if known > 0 else None
+
+    found = [
+        (row["position"], tuple(Active(feature, value, share(feature, value)) for feature, value in row["top"]))
+        for row in entry["rows"]
+    ]
+    top = max((one.value for _, active in found for one in active), default=0.0)
+    tokens = tuple(
+        Token(position, words[position], active, active[0].value / top if active else 0.0) for position, active in found
+    )
+    return Listing(f"strongest features of {entry['dictionary']}, at {entry['site']}", tokens)
+
+
+def _colour(strength: float) -> str:
+    """A background from black to a strong blue that white letters stand out from."""
+    return f"rgb({int(20 * strength)},{int(70 * strength)},{int(160 * strength)})"
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.expanduser().write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--html {file}: cannot be written ({exc.strerror or exc})") from exc

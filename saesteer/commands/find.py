@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -18,6 +19,9 @@ from saesteer.commands.embedded import DICTIONARIES
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
+
+if TYPE_CHECKING:
+    from saesteer.commands.features import Backend
 
 _EXAMPLES = 2  # shown of each feature
 
@@ -51,7 +55,15 @@ def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | 
 
 
 def run_contrast(
-    console: Console, model: str, config: SaesteerConfig, positive: Path, negative: Path, *, most: int, max_tokens: int
+    console: Console,
+    model: str,
+    config: SaesteerConfig,
+    positive: Path,
+    negative: Path,
+    *,
+    most: int,
+    max_tokens: int,
+    backend: "Backend" = "hf",
 ) -> None:
     """Print the features whose mean activation is larger in one text than in another, the largest difference first.
 
@@ -63,6 +75,7 @@ def run_contrast(
         negative: a text in UTF-8.
         most: how many features of each dictionary.
         max_tokens: how many tokens of each text to read.
+        backend: what reads the texts, as in `saesteer.commands.reads`.
 
     Raises:
         SaesteerError: the model, a dictionary or a text is invalid.
@@ -74,13 +87,12 @@ def run_contrast(
 
     oracle, names = open_model(model, config)
     asked = asked_of(oracle, names)
-    sides = []
-    for file in (positive, negative):
-        means = {key: Mean.of(one.info.features) for key, one in asked.items()}
-        for found in reads(oracle, asked, texts_of(oracle, file, max_tokens)):
+    sides = [{key: Mean.of(one.info.features) for key, one in asked.items()} for _ in range(2)]
+    texts, others = (texts_of(oracle, file, max_tokens) for file in (positive, negative))
+    with reads(backend, model, oracle, asked, [*texts, *others]) as told:
+        for number, found in enumerate(told):
             for key, active in found.items():
-                means[key].add(active)
-        sides.append(means)
+                sides[number >= len(texts)][key].add(active)
     for key, one in asked.items():
         ids, rows = one.info.feature_ids, []
         with opened(one.info) or nullcontext() as labels:
@@ -124,23 +136,23 @@ def _print(
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
         if whole:
-            lines += [_plain(f"promotes   {_tokens(one.promotes)}"), _plain(f"suppresses {_tokens(one.suppresses)}")]
+            lines += [plain(f"promotes   {_tokens(one.promotes)}"), plain(f"suppresses {_tokens(one.suppresses)}")]
             known = [("max_act", one.max_act), ("density", one.density)]
             lines += [Text(f"{what} {value:.4g}") for what, value in known if value is not None]
         by = f" ({one.label_by})" if one.label_by and whole else ""
-        table.add_row(str(one.feature), score, _plain(f"{one.label or ''}{by}"), Text("\n").join(lines))
+        table.add_row(str(one.feature), score, plain(f"{one.label or ''}{by}"), Text("\n").join(lines))
     console.print(table)
 
 
 def _context(example: Example) -> Text:
     parts = example.before[-40:], example.token, example.after[:24]
-    before, token, after = (_plain(part.replace("\n", "⏎")) for part in parts)
+    before, token, after = (plain(part.replace("\n", "⏎")) for part in parts)
     token.stylize("bold yellow")
     return before + token + after
 
 
-def _plain(text: str) -> Text:
-    """Text from a file, in which nothing speaks to the terminal."""
+def plain(text: str) -> Text:
+    """Text from a label file, in which nothing speaks to the terminal."""
     return Text("".join(letter if letter.isprintable() else "·" for letter in text))
 
 

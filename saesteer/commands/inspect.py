@@ -15,6 +15,7 @@ from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError
+from saesteer.language.address import PREFIX
 from saesteer.loaders import describe, hub
 from saesteer.loaders.sets import Get
 from saesteer.loaders.vectors import read_vectors
@@ -150,6 +151,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("format", info.format),
         ("kind", _kind(info)),
         ("model", info.model or "not stated in the files"),
+        ("address", ", ".join(f"{PREFIX}{one}" for one in info.addresses)),
         ("site", str(site)),
         ("features", f"{info.features:,}{_ids(info)}"),
         ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]{_skip(info)}"),

@@ -1,7 +1,7 @@
 """`saesteer label`: what each feature is about, from a text or from Neuronpedia's export, saved next to the dictionary.
 
 No language model explains features here: what is found in a text gets its label by a rule (``saesteer.labels.rule``).
-Does not know vLLM.
+An engine reads the text, or Transformers; the model's last layers are read in Transformers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from saesteer.commands.features import open_model
+from saesteer.commands.features import Backend, open_model
 from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
@@ -30,11 +30,18 @@ from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
 # Kinds of sites whose dictionaries write numbers of another space than the stream, which the logit lens cannot read.
-_INSIDE = ("z", "mlp_hidden")
+INSIDE = ("z", "mlp_hidden")
 
 
 def run(
-    console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int, examples: int = EXAMPLES
+    console: Console,
+    model: str,
+    config: SaesteerConfig,
+    file: Path,
+    *,
+    max_tokens: int,
+    examples: int = EXAMPLES,
+    backend: Backend = "hf",
 ) -> list[Path]:
     """Read a text, and write the labels of every dictionary next to it.
 
@@ -45,6 +52,7 @@ def run(
         file: plain text in UTF-8.
         max_tokens: how many tokens of the text to read.
         examples: strongest places that are kept of each feature.
+        backend: what reads the text, as in `reads`.
 
     Raises:
         SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
@@ -52,10 +60,10 @@ def run(
     oracle, names = open_model(model, config)
     asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
     gathered = {key: Gathered(one.info.features, examples) for key, one in asked.items()}
-    told = reads(oracle, asked, texts)
-    for number, found in enumerate(track(told, "Reading", len(texts), console=console, transient=True)):
-        for key, active in found.items():
-            gathered[key].add(number, active)
+    with reads(backend, model, oracle, asked, texts) as told:
+        for number, found in enumerate(track(told, "Reading", len(texts), console=console, transient=True)):
+            for key, active in found.items():
+                gathered[key].add(number, active)
     saved = []
     for key, one in asked.items():
         place, whose = place_of(one.info)
@@ -84,7 +92,7 @@ def _entries(oracle: Any, one: Asked, found: Gathered, texts: Sequence[Text]) ->
 
 def _lenses(oracle: Any, one: Asked) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Promoted and suppressed tokens of each row; none where the decoder does not write into the stream."""
-    if str(one.info.site_out).partition(".")[0] in _INSIDE:
+    if str(one.info.site_out).partition(".")[0] in INSIDE:
         yield from [((), ())] * one.info.features
         return
     for pair in lens(one.coder.w_dec, oracle.model, TOKENS):

@@ -1,9 +1,10 @@
-"""What dictionaries read of texts: their active features, token by token. Asks the Transformers backend.
+"""What dictionaries read of texts: their active features, token by token. An engine runs the model, or Transformers.
 
-Whoever measures features over a text goes through ``reads``, so that another backend takes its place here alone.
+Whoever measures features over a text goes through ``reads``, and does not know what runs the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from saesteer.commands.calibrate import WINDOW, read_text
+from saesteer.commands.features import Backend
+from saesteer.commands.serve import resolve
+from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.labels.gather import Active
+from saesteer.language.sites import canonical, reading_site
 
 _BLOCK_BYTES = 256 << 20  # size of the activations held at once
 
@@ -66,17 +71,35 @@ def texts_of(oracle: Any, file: Path, max_tokens: int) -> list[Text]:
     return made
 
 
-def reads(oracle: Any, dictionaries: Mapping[str, Asked], texts: Sequence[Text]) -> Iterator[Mapping[str, Active]]:
+@contextmanager
+def reads(
+    backend: Backend, model: str, oracle: Any, dictionaries: Mapping[str, Asked], texts: Sequence[Text]
+) -> Iterator[Iterator[Mapping[str, Active]]]:
     """The active features of each text, by the dictionary's key, without the first positions of the text.
 
     Args:
-        oracle: a ``saesteer.hf.Model`` that holds the dictionaries.
+        backend: `vllm`: an engine in a process of its own, in the model's dtype; `hf`: the oracle, in float32.
+        model: a folder, a hub id or `demo`.
+        oracle: a ``saesteer.hf.Model`` of it that holds the dictionaries.
         dictionaries: by key; each text is read once for all of them.
         texts: as ``texts_of`` makes them.
+
+    Raises:
+        SaesteerError: the engine failed.
     """
-    for text in texts:
-        streams = oracle.streams(text.ids)
-        yield {key: _active(one, inputs(one.info, streams)) for key, one in dictionaries.items()}
+
+    def active(streams: Mapping[str, Tensor]) -> Mapping[str, Active]:
+        return {key: _active(one, inputs(one.info, streams)) for key, one in dictionaries.items()}
+
+    if backend == "hf":
+        yield (active(oracle.streams(text.ids)) for text in texts)
+        return
+    from saesteer.commands.reading import captured
+
+    sites = sorted({reading_site(canonical(str(one.info.site_in))) for one in dictionaries.values()})
+    place, _, options = resolve(model, SaesteerConfig())
+    with captured(place, sites, options, [text.ids for text in texts]) as found:
+        yield map(active, found)
 
 
 def _active(one: Asked, stream: Tensor) -> Active:

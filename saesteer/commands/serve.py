@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
+from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError
 from saesteer.models.families import other_widths
 
@@ -48,8 +49,16 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Asse
     if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
         return assets
     shape = _text_config(model, flags)
-    assets.catalog(width=shape.hidden_size, layers=shape.num_hidden_layers, other_widths=other_widths(shape))
+    assets.catalog(
+        width=shape.hidden_size, layers=shape.num_hidden_layers, other_widths=other_widths(shape), model=model
+    )
     return assets
+
+
+def layers_of(model: str) -> int:
+    """How many decoder layers a checked model has."""
+    found: int = _text_config(model, ()).num_hidden_layers
+    return found
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
@@ -75,17 +84,21 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
         admin_key: the key that the admin routes require; without one they are off.
 
     Raises:
-        ConfigError, LoadError: as ``check``; vLLM is not installed; `flags` contain a wrong --additional-config; or
-            the key cannot be sent in a header or equals a key that all clients use.
+        ConfigError, LoadError: as ``check``; vLLM is not installed; a consumer does not exist or refuses its options;
+            `flags` contain a wrong --additional-config; or the key cannot be sent in a header or equals a key that all
+            clients use.
     """
     need_vllm()
     if admin_key is not None:
         _check_key(admin_key, _values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])
     place, config, options = resolve(model, config)
     if place != model:
-        options["served_model_name"] = model
+        # Whoever tries the demo has no key, so only this machine reaches it unless --host says otherwise.
+        options |= {"served_model_name": model, "host": "127.0.0.1"}
+        config = replace(config, playground=config.playground is not False)
     extra = [*flags, *_missing(flags, _as_flags(options))]
-    check(place, config, extra)
+    check(place, config, extra).refuse_others(place)
+    Consumers.open(config.consumers, config.capture_folder).close()  # what is wrong with them is said now, too
     words = ["serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
     os.execve(

@@ -10,9 +10,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def steps(console: Console, *, hidden: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner with the time so far, unless hidden; gives the function that names the present step."""
+    """A spinner with the time so far, on a terminal unless hidden; gives the function that names the present step."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as progress:
         task = progress.add_task("")
         yield lambda step: progress.update(task, description=step)
 

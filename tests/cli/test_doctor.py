@@ -1,11 +1,13 @@
 """What `saesteer doctor` concludes from answers; that it asks real engines is tested in test_real.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
-from saesteer.plugin.job import Completion
+from saesteer.plugin import job
+from saesteer.plugin.job import Batch, Completion
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
 
@@ -79,3 +81,17 @@ def test_both_engines_are_asked_the_same() -> None:
     assert all(spec is None for batch in plain for spec in batch.steer)
     assert steered[0].prompts == PROMPTS
     assert steered[2].prompts == [LONG]
+
+
+def test_a_turn_comes_behind_what_was_said() -> None:
+    """As messages, or as token ids where the model has no chat template."""
+    spoken = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[SimpleNamespace(text="Hello.", token_ids=[3, 4])])
+    first = [{"role": "user", "content": "Hi"}]
+    turn = Batch(["And?"], chat=True, follows=True)
+    answer, last = {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And?"}
+    assert job._prompts(None, Batch(["Hi"], chat=True), [], []) == [first]
+    assert job._prompts(None, turn, [first], [spoken]) == [[*first, answer, last]]
+    encode = lambda text, add_special_tokens: [len(text)] if not add_special_tokens else []  # noqa: E731
+    llm = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
+    assert job._prompts(llm, replace(turn, chat=False), ["Hi"], [spoken]) == [{"prompt_token_ids": [1, 2, 3, 4, 4]}]
+    assert job._prompts(llm, Batch(["Hi", [5, 6]]), [], []) == ["Hi", {"prompt_token_ids": [5, 6]}]

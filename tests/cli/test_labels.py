@@ -271,6 +271,7 @@ def test_the_embedded_labels_are_of_the_embedded_dictionaries(name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_captured.py reads a text through an engine in CI
 def test_label_and_contrast_with_the_real_model(tmp_path: Path) -> None:
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes(DEMO_SAE.read_bytes())

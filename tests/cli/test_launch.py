@@ -58,6 +58,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
     assert additional_config(words) == {
         "saesteer": {
             "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3", "rows": False}},
+            "dictionaries_of": [],
             "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
             "reads": [],
             "max_read_mib": 64,
@@ -68,10 +69,20 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "inline_rows": 1,
             "registers": 64,
             "graph_sets": 3,
+            "max_results": 1024,
+            "max_results_mib": 1024,
+            "result_seconds": 3600,
             "dictionary_folder": None,
             "default_module": None,
             "max_dose": None,
             "max_dose_action": None,
+            "consumers": {},
+            "capture": [],
+            "capture_folder": None,
+            "fail_fast": False,
+            "memory_guard": None,
+            "playground": None,
+            "neuronpedia": False,
         }
     }
     assert SaesteerConfig.from_json(additional_config(words)["saesteer"]) == config
@@ -88,7 +99,10 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
     words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8", "--graph-sets", "2"]
     words += ["--default-module", "calm", "--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
-    words += ["--dictionary-folder", str(DEMO_SAE.parent)]
+    words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
+    words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
+    words += ["--max-results", "9", "--max-results-mib", "8", "--result-seconds", "7"]
+    words += ["--playground", "--neuronpedia", "--fail-fast", "--memory-guard", "0.9"]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -98,10 +112,11 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
             "stored": {"path": str(DEMO_SAE), "site": "resid_post.2", "rows": True},
         },
         "vectors": {
-            "sad": {"path": f"{tmp_path}/happy.npy", "bias": None},
-            "happy": {"path": f"{tmp_path}/happy.npy", "bias": None},
+            "sad": {"path": f"{tmp_path}/happy.npy", "bias": None, "function": None},
+            "happy": {"path": f"{tmp_path}/happy.npy", "bias": None, "function": None},
         },
         "modules": {"calm": f"{tmp_path}/calm.json"},
+        "dictionaries_of": [],
         "sites": ["resid_post.all"],
         "reads": [],
         "max_read_mib": 64,
@@ -110,11 +125,22 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "inline_rows": 2,
         "registers": 8,
         "graph_sets": 2,
+        "max_results": 9,
+        "max_results_mib": 8,
+        "result_seconds": 7,
         "dictionary_folder": str(DEMO_SAE.parent),
         "default_module": "calm",
         "max_dose": 0.5,
         "max_dose_action": "refuse",
+        "consumers": {"logging": {}, "filesystem": {"folder": f"{tmp_path}/asked"}},
+        "capture": ["z.1", "resid_pre.all"],
+        "capture_folder": f"{tmp_path}/captured",
+        "fail_fast": True,
+        "memory_guard": 0.9,
+        "playground": True,
+        "neuronpedia": True,
     }
+    assert not [*tmp_path.glob("*/.*")], "the folders can be written to, and nothing is in them"
 
 
 @pytest.mark.parametrize(
@@ -140,10 +166,24 @@ def test_demo_brings_model_dictionary_and_options(
         serve.serve("demo", read_settings([]), ["--max_model_len=512", "--no-enforce-eager"])
     words = become["words"]
     assert words[4:7] == [model, "--max_model_len=512", "--no-enforce-eager"]
-    assert words[7:11] == ["--dtype", "bfloat16", "--served-model-name", "demo"]
+    assert words[7:13] == ["--dtype", "bfloat16", "--served-model-name", "demo", "--host", "127.0.0.1"]
     sources = {"demo": str(DEMO_SAE), "demo-mlp": str(DEMO_TRANSCODER)}
-    held = additional_config(words)["saesteer"]["dictionaries"]
+    config = additional_config(words)["saesteer"]
+    assert config["playground"] is True
+    held = config["dictionaries"]
     assert held == {name: {"path": path, "site": None, "rows": False} for name, path in sources.items()}
+
+
+def test_the_demo_listens_elsewhere_and_has_no_page_if_one_says_so(
+    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "ensure_model", lambda _: Path(model))
+    monkeypatch.setattr(serve, "engine_options", dict)
+    with pytest.raises(Became):
+        CliRunner().invoke(app, ["serve", "demo", "--host=0.0.0.0", "--no-playground"], catch_exceptions=False)
+    words = become["words"]
+    assert "--host=0.0.0.0" in words and "--host" not in words
+    assert additional_config(words)["saesteer"]["playground"] is False
 
 
 @pytest.mark.parametrize(

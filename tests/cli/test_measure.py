@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,16 @@ def written(folder: Path, name: str, seed: int, **facts: Any) -> Path:
     return folder / f"{name}.safetensors"
 
 
+def speaking(oracle: hf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate and features get this model in place of one on disk, and features a text of five tokens."""
+    tokenizer = SimpleNamespace(decode=lambda ids: str(ids[0]))
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
+    monkeypatch.setattr(features, "_resolved", lambda model, config: (model, config, {}))
+    monkeypatch.setattr(features, "load_model", lambda place, dictionaries: oracle)
+    monkeypatch.setattr(features, "tokenizer_of", lambda place: tokenizer)
+    monkeypatch.setattr(features, "tokens_of", lambda tokenizer, text, chat: [3, 1, 4, 1, 5])
+
+
 def truth(model: Any, windows: list[list[int]], modules: tuple[Any, Any], file: Path, normed: bool) -> Any:
     """L0 and FVU by hooks of the test's own, in numpy."""
     seen: list[Any] = [[], []]
@@ -145,8 +156,7 @@ def test_calibrate_and_features_take_every_dictionary_of_a_set(
         written(tmp_path / "set", f"layer_{layer}", layer)
     config = read_settings([f"gs={tmp_path}/set@resid_post"])
     oracle = hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries))
-    for command in (calibrate, features):
-        monkeypatch.setattr(command, "open_model", lambda *_: (oracle, ["gs"]))
+    speaking(oracle, monkeypatch)
     found = calibrate.run(Console(width=200), "any", config, text, max_tokens=300)
     assert list(found) == ["gs@0", "gs@2"]
     for layer in (0, 2):
@@ -155,8 +165,6 @@ def test_calibrate_and_features_take_every_dictionary_of_a_set(
     assert not torch.equal(found["gs@0"].max_act, found["gs@2"].max_act)
     assert all(info.has_max_act for info in Assets.open(config).infos.values())
     capsys.readouterr()
-    monkeypatch.setattr(oracle, "encode", lambda text: [3, 1, 4, 1, 5])
-    monkeypatch.setattr(oracle.tokenizer, "decode", lambda ids: str(ids[0]), raising=False)
     features.run(Console(width=200), "any", config, "a text")
     said = capsys.readouterr().out
     assert "gs, at resid_post.0" in said and "gs, at resid_post.2" in said
@@ -172,13 +180,10 @@ def test_a_dictionary_by_rows_is_read_whole(
     assert (alone.tokens, alone.l0, alone.fvu) == (by_rows.tokens, by_rows.l0, by_rows.fvu)
     config = read_settings([f"d=rows:{place}"])
     oracle = hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries))
-    for command in (calibrate, features):
-        monkeypatch.setattr(command, "open_model", lambda *_: (oracle, ["d"]))
+    speaking(oracle, monkeypatch)
     found = calibrate.run(Console(quiet=True), "any", config, text, max_tokens=300)["d"].max_act
     rows = Assets.open(config).rows
     assert [rows.row("d", feature, torch.float32).max_act for feature in range(FEATURES)] == found.tolist()
-    monkeypatch.setattr(oracle, "encode", lambda text: [3, 1, 4, 1, 5])
-    monkeypatch.setattr(oracle.tokenizer, "decode", lambda ids: str(ids[0]), raising=False)
     said = StringIO()
     features.run(Console(width=200, file=said), "any", config, "a text")
     assert "d, at resid_post.1" in said.getvalue()

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,8 +129,9 @@ def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.Monke
         raise ConfigError("no such model")
 
     monkeypatch.setattr(calibrate, "open_model", fail)
-    with pytest.raises(ConfigError, match="no such model"):
-        calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text)
+    for one in (place, str(DEMO_SAE)):  # the latter's file has max activations, which do not count as much
+        with pytest.raises(ConfigError, match="no such model"):
+            calibrate.run(Console(), "any", read_settings([f"d={one}@resid_post.15"]), text)
     assert torch.equal(load(place).max_act, torch.ones(40))  # type: ignore[arg-type]
 
 
@@ -142,7 +146,6 @@ def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: 
         ({"file": tmp_path / "empty"}, "is empty"),
         ({"max_tokens": 0}, "--max-tokens is 0"),
         ({"config": SaesteerConfig()}, "needs a dictionary"),
-        ({"config": read_settings([f"d={DEMO_SAE}@resid_post.15"])}, "already contains its max activations"),
     ]
     for words, told in cases:
         arguments: dict[str, Any] = {"model": "demo", "config": config, "file": text, **words}
@@ -158,19 +161,90 @@ def test_features_needs_a_dictionary_and_a_text(tmp_path: Path) -> None:
         features.run(Console(), str(tmp_path), SaesteerConfig(), "x")
 
 
+@pytest.fixture
+def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`features` on a model that answers with these rows of a dictionary at resid_post.15; gives what it prints."""
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return ["<s>", " <b>", "\n", " end"][ids[0]]
+
+    config = read_settings([f"d={place}@resid_post.15"])
+    monkeypatch.setattr(features, "_resolved", lambda model, config: (model, config, {}))
+    monkeypatch.setattr(features, "tokenizer_of", lambda place: Words())
+    monkeypatch.setattr(features, "tokens_of", lambda tokenizer, text, chat: [0, 1, 2, 3])
+
+    def run(rows: list[dict[str, Any]], **how: Any) -> str:
+        def read(place: str, config: Any, options: Any, prompts: Any, returns: Any, **_: Any) -> Any:
+            scope = {"skip_first": 1}
+            assert (prompts, returns) == (
+                [[0, 1, 2, 3]],
+                {"features": [{"dictionary": "d", "top_k": 2, "scope": scope}]},
+            )
+            return [{"features": [{"dictionary": "d", "site": "resid_post.15", "at": "before", "rows": rows}]}]
+
+        monkeypatch.setattr(features, "read", read)
+        console = Console(width=200, file=StringIO())
+        features.run(console, "any", config, "x", top_k=2, backend="vllm", **how)
+        said: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return said
+
+    return run
+
+
+ROWS = [
+    {"position": 1, "top": [[7, 4.0], [9, 1.0]]},
+    {"position": 2, "top": []},
+    {"position": 3, "top": [[39, 2.0]]},
+]
+
+
+def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str], tmp_path: Path) -> None:
+    largest = torch.zeros(40)
+    largest[7], largest[39] = 8.0, 4.0  # 9 was never active, so its share is unknown
+    max_act.write(Path(place), load(place), largest, tokens=1)
+    said = spoken(ROWS, html=tmp_path / "page.html")
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    assert table == [
+        ["", "token", "strongest features of d, at resid_post.15"],
+        ["1", "<b>", "7 4.00 (50%)   9 1.00"],
+        ["3", "end", "39 2.00 (50%)"],
+    ]
+    page = (tmp_path / "page.html").read_text()
+    assert 'title="7 4.00 (50%)\n9 1.00"> &lt;b&gt;</span>' in page
+    assert [float(one) for one in re.findall(r"255 / ([\d.]+)", page)] == [0.7, 0, 0.35]
+
+
+def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--html .*/none/page: cannot be written \(No such file"):
+        spoken(ROWS, html=tmp_path / "none" / "page")
+    with pytest.raises(ConfigError, match="--backend sglang: expected vllm or hf"):
+        features.choose("sglang")
+    assert features.choose("hf") == "hf"
+
+
 def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "saesteer", *words]
     return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
 
 
 @pytest.mark.slow
-def test_features_of_the_real_model() -> None:
+@pytest.mark.long  # test_captured.py reads through an engine in CI
+def test_features_of_the_real_model(tmp_path: Path) -> None:
     done = saesteer("features", "--text", "The bridge over the bay.", "--top-k", "3")
     assert done.returncode == 0, done.stderr
     assert "resid_post.15" in done.stdout and "mlp_in.12" in done.stdout
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     found = [row[3] for row in rows if row[2].strip() == "bridge"]  # in the SAE and in the transcoder
     assert [len(one.split("%")) for one in found] == [4, 4], "three features each, with their parts of max_act"
+    page = tmp_path / "page.html"
+    words = ["--top-k", "3", "--backend", "hf", "--html", str(page)]
+    again = saesteer("features", "--text", "The bridge over the bay.", *words)
+    assert again.returncode == 0, again.stderr
+    numbers = [re.findall(r"(\d+) \d+\.\d\d \(", one.stdout) for one in (done, again)]
+    assert numbers[0] == numbers[1], "Transformers finds the same features"
+    assert len(numbers[0]) > 20
+    assert page.read_text().count("</span>") == 2 * 5  # tokens behind the first
     done = saesteer("features", "--text", "Who?", "--chat")
     assert "assistant" in done.stdout
     assert saesteer("features", "--text", "").returncode == 2

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +46,19 @@ unlimited = st.builds(
 limits = st.fixed_dictionaries(
     {"max_dose": st.floats(0, 1e6, exclude_min=True), "max_dose_action": st.sampled_from(get_args(DoseAction))}
 )
-configs = st.builds(lambda config, limit: replace(config, **limit), unlimited, st.just({}) | limits)
+captures = st.fixed_dictionaries(
+    {
+        "consumers": st.dictionaries(names, st.fixed_dictionaries({}, optional={"all": st.just(False)}), max_size=2),
+        "capture": some_sites.filter(bool).map(tuple),
+        "capture_folder": paths,
+    }
+)
+configs = st.builds(
+    lambda config, *more: replace(config, **dict(chain.from_iterable(one.items() for one in more))),
+    unlimited,
+    st.just({}) | limits,
+    st.just({}) | captures,
+)
 
 
 @given(configs)
@@ -229,10 +242,10 @@ WRONG_FILES: list[tuple[str, str]] = [
     ("vectors: {a: x, a: y}", "the key 'a' appears twice"),
     ("vectors: [x]", "saesteer.vectors: got a list of 1, expected an object of name: place"),
     ("vectors: {1: x}", "saesteer.vectors has a wrong name: got 1, expected a name"),
-    ("vectors: {a: 1}", "saesteer.vectors.a: got 1, expected a path or {'path': ..., 'bias': ...}"),
+    ("vectors: {a: 1}", "saesteer.vectors.a: got 1, expected a path or {'path': ..., 'bias': ..., 'function': ...}"),
     (
         "vectors: {a: {path: x, site: y}}",
-        "saesteer.vectors.a: got an object of 2, expected a path or {'path': ..., 'bias': ...}",
+        "saesteer.vectors.a: got an object of 2, expected a path or {'path': ..., 'bias': ..., 'function': ...}",
     ),
     ("vectors: {a: {path: x, bias: .nan}}", "saesteer.vectors.a.bias: got nan, expected a finite number"),
     ("vectors: {a: {path: x, bias: true}}", "saesteer.vectors.a.bias: got true, expected a number"),

@@ -1,0 +1,130 @@
+"""Asks an engine, in a process of its own, what a model's forward passes hold. Does not know what that is for."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saesteer.config.assets import Assets
+from saesteer.config.config import LIMITS, SaesteerConfig
+from saesteer.config.origins import trained_on
+from saesteer.consumers.shards import shards
+from saesteer.errors import SaesteerError
+from saesteer.plugin.job import Batch, run
+
+
+def tokenizer_of(place: str) -> Any:
+    """The tokenizer of a checked model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(place)
+
+
+def tokens_of(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
+    """A text's token ids, as it is or as one user message in the model's chat template."""
+    if chat:
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=not chat).input_ids)
+
+
+def read(
+    place: str,
+    config: SaesteerConfig,
+    options: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    returns: Mapping[str, Any],
+    *,
+    verbose: bool = False,
+) -> list[Mapping[str, Any]]:
+    """What each prompt's answer has of ``returns``.
+
+    Args:
+        place: the folder or hub id of the model.
+        config: its dictionaries, which are loaded whole, and its ``reads``.
+        options: of vLLM.
+        prompts: token ids; each prompt is a request.
+        returns: the ``return`` of every request.
+        verbose: show vLLM's output.
+
+    Raises:
+        ConfigError: the engine refuses a dictionary or a read.
+        SaesteerError: the engine failed.
+    """
+    sources = {name: replace(one, rows=False) for name, one in config.dictionaries.items()}
+    models = {model for name, info in Assets.open(config).infos.items() for model in trained_on(name, info)}
+    once = {
+        "dictionaries_of": sorted(models),  # a read shows whether a dictionary belongs to the model
+        "enforce_eager": True,  # a minute of compiling is more than the passes take
+        "max_model_len": 1 + max(map(len, prompts)),
+        "reads": list(config.reads),
+        "max_read_mib": LIMITS["max_read_mib"][2],
+    }
+    batch = Batch(prompts, [{"return": dict(returns)}] * len(prompts), max_tokens=1)
+    dictionaries = replace(config, dictionaries=sources).to_json()["dictionaries"]
+    [answers] = run(place, [batch], dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
+    return [one.saesteer for one in answers]
+
+
+@contextmanager
+def captured(
+    place: str, sites: Sequence[str], options: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+) -> Iterator[Iterator[dict[str, Tensor]]]:
+    """The tensors [tokens, d] of each prompt at some sites, float32, by the site's name; they wait on the disk.
+
+    Args:
+        place: the folder or hub id of the model.
+        sites: canonical names.
+        options: of vLLM.
+        prompts: token ids.
+
+    Raises:
+        SaesteerError: the engine failed, or has lost rows.
+    """
+    with TemporaryDirectory(prefix="saesteer-") as folder:
+        once = {
+            "enforce_eager": True,
+            "enable_prefix_caching": False,  # what is cached is not computed, and so not captured
+            "max_model_len": 1 + max(map(len, prompts)),
+            "capture": list(sites),
+            "capture_folder": folder,
+        }
+        run(place, [Batch(prompts, max_tokens=1)], dictionaries={}, options={**options, **once})
+        yield tensors_of(Path(folder), sites, prompts)
+
+
+def tensors_of(folder: Path, sites: Sequence[str], prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each prompt, from the shards of an engine whose only requests these were.
+
+    Raises:
+        SaesteerError: a row is not there.
+    """
+    from safetensors import safe_open
+
+    pieces: defaultdict[tuple[int, str], list[tuple[list[int], Path, str, int]]] = defaultdict(list)
+    numbers: set[int] = set()
+    for file, about in shards(folder):
+        for piece in about["pieces"]:
+            numbers.add(int(piece["request"]))
+            for name, first in piece["first"].items():
+                where = int(piece["request"]), about["tensors"][name]["site"]
+                pieces[where].append((piece["positions"], file, name, first))
+    order = sorted(numbers)  # vLLM counts requests
+    for at, ids in enumerate(prompts):
+        found = {}
+        for site in sites:
+            rows = sorted(pieces[order[at] if at < len(order) else -1, site])
+            if [position for positions, *_ in rows for position in positions] != [*range(len(ids))]:
+                raise SaesteerError(f"the engine has lost rows of {site} in text {at}; is the disk of {folder} full?")
+            parts = []
+            for positions, file, name, first in rows:
+                with safe_open(file, "pt") as opened:
+                    parts.append(opened.get_slice(name)[first : first + len(positions)])
+            found[site] = torch.cat(parts).float()
+        yield found
