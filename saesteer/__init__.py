@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo, SparseCoder
     from saesteer.errors import ConfigError, LoadError, SaesteerError, SpecError, UnsupportedError
-    from saesteer.language.spec import Spec, ablate, add, cap, clamp, reconstruct, use
+    from saesteer.language.spec import Spec, ablate, add, cap, clamp, flag, reconstruct, stop, use
     from saesteer.loaders import describe, load
     from saesteer.plugin.llm import LLM
 
@@ -32,15 +32,17 @@ __all__ = [
     "cap",
     "clamp",
     "describe",
+    "flag",
     "load",
     "reconstruct",
+    "stop",
     "use",
 ]
 
 _HOMES = {
     "saesteer.dictionaries.coder": ("CoderInfo", "SparseCoder"),
     "saesteer.errors": ("ConfigError", "LoadError", "SaesteerError", "SpecError", "UnsupportedError"),
-    "saesteer.language.spec": ("Spec", "ablate", "add", "cap", "clamp", "reconstruct", "use"),
+    "saesteer.language.spec": ("Spec", "ablate", "add", "cap", "clamp", "flag", "reconstruct", "stop", "use"),
     "saesteer.loaders": ("describe", "load"),
     "saesteer.plugin.llm": ("LLM",),
 }

@@ -1,13 +1,15 @@
 """The error tree. Every error that saesteer raises on purpose is a SaesteerError; nothing here knows vLLM or torch.
 
-SaesteerError
-├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
-├── LoadError          a weight file is wrong or unreadable
-├── ConfigError        a start-up or command line mistake         (exit code 2)
-│   └── UnsupportedError   this vLLM, model or option cannot be served
-├── RegistryError      a name cannot be registered or deleted now (HTTP 409)
-└── ServerError        a client's server failed or did not answer
-    └── RequestRefused     it refused the request                 (HTTP 4xx)
+::
+
+    SaesteerError
+    ├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
+    ├── LoadError          a weight file is wrong or unreadable
+    ├── ConfigError        a start-up or command line mistake         (exit code 2)
+    │   └── UnsupportedError   this vLLM, model or option cannot be served
+    ├── RegistryError      a name cannot be registered or deleted now (HTTP 409)
+    └── ServerError        a client's server failed or did not answer
+        └── RequestRefused     it refused the request                 (HTTP 4xx)
 """
 
 

@@ -17,6 +17,7 @@ from saesteer.config.config import LIMITS, SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
+from saesteer.engine.readouts import Segment
 from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError
 from saesteer.language.fields import fail
@@ -24,8 +25,10 @@ from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk, other_widths
+from saesteer.planning.answers import Rows, reported
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.planner import Plan, plan
+from saesteer.planning.rules import Watch, flags
 
 _ROW = 1  # the one sequence has the first row
 
@@ -50,9 +53,11 @@ class Model:
             ``{"path": ..., "site": ...}``. A place with a dictionary for each layer is a set. A dictionary that a
             server would serve by rows is loaded whole, but for a cross-layer transcoder.
         sites: sites to hook besides those of the dictionaries and vectors; ``resid_post.all`` is every layer.
+        reads: sites whose tensors ``read`` may return, besides those where dictionaries read; they are hooked, too.
         max_edits: table entries that one spec may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
+        dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; larger changes are
             scaled down to it. None: no limit.
@@ -71,9 +76,11 @@ class Model:
         tokenizer: Any = None,
         dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
+        reads: Sequence[str] = (),
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
+        dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
         max_dose: float | None = None,
         dtype: torch.dtype = torch.float32,
@@ -93,10 +100,12 @@ class Model:
             {
                 "dictionaries": dictionaries or {},
                 "sites": sites,
+                "reads": reads,
                 "max_edits": max_edits,
                 "vectors": vectors or {},
                 "modules": modules or {},
                 "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
+                "dictionaries_of": dictionaries_of,
                 "default_module": default_module,
                 "max_dose": max_dose,
             }
@@ -110,6 +119,7 @@ class Model:
             self._assets,
             width=text.hidden_size,
             other_widths=other_widths(text),
+            model=model.config.name_or_path or None,
             layers=len(getattr(trunk, family.layers)),
             dtype=model.dtype,
             device=model.device,
@@ -126,9 +136,7 @@ class Model:
         if side == "in":
             module.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
         else:
-            module.register_forward_hook(
-                lambda _m, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out)
-            )
+            module.register_forward_hook(lambda _, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out))
 
     def _edit(self, site: Site, hidden: Tensor) -> None:
         stream = hidden.view(-1, hidden.shape[-1])
@@ -138,15 +146,14 @@ class Model:
 
     @contextmanager
     def _steered(
-        self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None
+        self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None, *, reading: bool = False
     ) -> Iterator[tuple[list[int], Plan, Row | None]]:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        everywhere = replace(self.engine.catalog, reads=None)  # no flag makes a site one that may be read
-        planned = plan(spec, everywhere, len(ids) if prompt_len is None else prompt_len)
-        if planned.readouts:
-            message = "reads values out, which is not served on Transformers, expected nothing but dose"
-            fail(planned.readouts[0].field, "not_served", message)
+        planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
+        if not reading and (taken := (*planned.readouts, *planned.measures)):
+            what = "reads values out, which is not served on Transformers but by Model.read"
+            fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
         store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
         rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
         row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
@@ -280,6 +287,41 @@ class Model:
             counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
         sites = doses.sites_of(planned, self.engine.catalog)
         return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
+
+    def read(self, prompt: str | Sequence[int], *, steer: Any, prompt_len: int | None = None) -> dict[str, list[Any]]:
+        """What a spec's ``return`` reads and where its rules fire, in one pass over all tokens, as an answer has it.
+
+        All tokens are inputs, the last one as well: ``"hidden": True`` is the row that its successor is sampled from.
+
+        Args:
+            prompt: text or token ids.
+            steer: a spec as ``saesteer.LLM.generate`` takes it.
+            prompt_len: as in ``logits``; what is read in ``{"generated": true}`` begins there.
+
+        Raises:
+            SpecError: the spec is wrong.
+        """
+        found: dict[str, list[Any]] = {}
+        with self._steered(prompt, steer, prompt_len, reading=True) as (ids, planned, row):
+            if row is None or not row.readings:
+                return found
+            for one in (one for one in planned.readouts if not one.inline):
+                fail(f"{one.field}.as", "not_served", "got handle, which is not served here, expected inline")
+            head, taken = self.model.get_output_embeddings(), list[Tensor]()
+            hook = head.register_forward_pre_hook(lambda _module, args: taken.append(args[0][0]))
+            try:
+                self._forward(ids, 0)
+            finally:
+                hook.remove()
+            brought = self.engine.captures.read([Segment("", row.readings, 0, 0, len(ids))], taken[0])
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        rows = Rows(reported(planned.readouts, self.engine.catalog, dtype), found)
+        blobs, values = ({}, {}) if brought is None else (brought.blobs([""]), brought.watched())
+        rows.add(blobs.get("", ()))
+        if planned.rules:
+            found["flags"] = flags(Watch(planned.rules).look(values.get("", {}), len(ids)), len(ids))
+        rows.tell(len(ids), 1, final=True)
+        return found
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, before the edits there.

@@ -50,11 +50,20 @@ every vllm.entrypoints.openai.completion.protocol:CompletionRequest
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.entrypoints.openai.responses.protocol:ResponsesRequest
   to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+every vllm.reasoning:ReasoningParserManager
+  get_reasoning_parser(name)  used reasoning:parser_of  parts of an answer
+  import_reasoning_parser(plugin_path)  used reasoning:parser_of  the same
+every vllm.reasoning:ReasoningParser
+  is_reasoning_end(input_ids)  used reasoning:Border  the same
+  is_reasoning_end_streaming(input_ids, delta_ids)  used reasoning:Border  the same
+every vllm.tokenizers
+  cached_tokenizer_from_config(model_config)  used reasoning:parser_of  the same
 every vllm.v1.engine.input_processor:InputProcessor
   __init__(vllm_config)  door.frontend:_reading_catalog  reads the catalog
   process_inputs(request_id, prompt, params)  door.frontend:_checking  checks every spec, keeps its KV apart
 every vllm.v1.engine.async_llm:AsyncLLM
   add_request(request_id, prompt, params)  door.frontend:_asking_ahead  finds chat messages
+  generate(prompt, sampling_params, request_id)  door.frontend:_settling  results of consumers
   get_supported_tasks()  door.frontend:_shaking_hands_async  handshake, serving
 every vllm.v1.engine.llm_engine:LLMEngine
   get_supported_tasks()  door.frontend:_shaking_hands  handshake, offline
@@ -68,13 +77,18 @@ every vllm.v1.core.kv_cache_manager:KVCacheManager
   evict_blocks(block_ids)  used results.failures:end  a request fails
 every vllm.v1.core.sched.scheduler:Scheduler
   update_from_output(scheduler_output, model_runner_output)  results.counts:_sending  counts leave at the end
-  finish_requests(request_ids, finished_status)  used results.failures:end  a request fails
+  finish_requests(request_ids, finished_status)  used results.failures:end  a request fails, or is stopped by a rule
 every vllm.v1.engine.output_processor:OutputProcessor
   add_request(request, prompt, parent_req, request_index, queue)  results.counts:_expecting  notes who waits for counts
   process_outputs(engine_core_outputs)  results.counts:_receiving  counts arrive
-  abort_requests(request_ids, internal)  used results.failures:end_with  what belongs to it ends
+  abort_requests(request_ids, internal)  results.consuming:_leaving  what belongs to it ends
+  do_tracing(engine_core_output, req_state)  results.tracing:_of_request  spans say what was applied
+every vllm.tracing
+  instrument_manual(span_name, start_time, end_time, attributes)  results.tracing:_of_span  the same
 every vllm.v1.engine.output_processor:RequestState
   _new_completion_output(token_ids, finish_reason, stop_reason)  results.counts:_telling  applied edits
+every vllm.v1.engine.detokenizer:IncrementalDetokenizer
+  update(new_token_ids, stop_terminated)  instance results.rules:keep_last_text  a rule's stop is no stop token
 every vllm.v1.engine.output_processor:RequestOutputCollector
   put(output)  used results.failures:raise_there  its caller gets the error
 every vllm.v1.worker.worker_base:WorkerWrapperBase
@@ -85,6 +99,8 @@ worker vllm.v1.worker.worker_base:WorkerBase
 worker vllm.model_executor.layers.layernorm
   RMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
   GemmaRMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
+worker vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration
+  compute_logits(hidden_states)  instance results.health:attach  --fail-fast
 worker vllm.distributed.communication_op
   tensor_model_parallel_all_gather(input_, dim)  used worker.layers:attach  z, tensor parallelism
 worker vllm.distributed.parallel_state
@@ -111,6 +127,9 @@ worker vllm.v1.worker.gpu.model_states.interface:ModelState
 offline vllm.entrypoints.llm:LLM
   _run_engine(output_type)  results.failures:_raising  its caller gets the error, offline
   beam_search(prompts, params)  door.frontend:_refusing_beam_search_offline  refused under a default module
+http vllm.v1.engine.async_llm:AsyncLLM
+  get_tokenizer()  used http.neuronpedia.host:Host  Neuronpedia's prompts
+  check_health()  used http.neuronpedia.routes:health  Neuronpedia's health route
 http vllm.entrypoints.serve.utils.request_logger:RequestLogger
   log_request_body(request)  late door.logs:_of_body  logs hold no vectors
 http vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat

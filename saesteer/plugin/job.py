@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Batch:
         steer: a spec as JSON, or None, for each prompt; empty: no steering.
         chat: each prompt is a text, used as a user's turn in the model's chat template.
         fresh: forget the prefix cache first.
+        follows: each prompt is a text, the next turn behind the answer of the batch before.
+        top: how many of the likeliest first tokens to tell.
     """
 
     prompts: Sequence[str | Sequence[int]]
@@ -38,6 +40,8 @@ class Batch:
     ignore_eos: bool = False
     chat: bool = False
     fresh: bool = False
+    follows: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,9 @@ class Completion:
     ids: list[int]
     logprobs: list[float]  # one for each token of ids
     cached: int  # tokens of the prompt that the prefix cache had
+    saesteer: Mapping[str, Any] = field(default_factory=dict)  # what a steered answer reports
+    first: Sequence[tuple[int, str, float]] = ()  # the likeliest first tokens: id, text, logprob
+    seconds: float = 0.0  # until the first token, where vLLM was asked for statistics
 
 
 def run(
@@ -119,10 +126,39 @@ def _work(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
         llm: Any = vllm.LLM(model=job["model"], **job["options"])
     else:
         llm = LLM(job["model"], dictionaries=job["dictionaries"], **job["options"])
-    return [_generate(llm, Batch(**batch)) for batch in job["batches"]]
+    made: list[list[Any]] = [[]]
+    said: list[Any] = []  # of each prompt, what was said before
+    for words in job["batches"]:
+        batch = Batch(**words)
+        said = _prompts(llm, batch, said, made[-1])
+        made.append(_generate(llm, batch, said))
+    return [[asdict(_completion(output)) for output in outputs] for outputs in made[1:]]
 
 
-def _generate(llm: Any, batch: Batch) -> list[dict[str, Any]]:
+def _prompts(llm: Any, batch: Batch, said: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
+    """What vLLM is asked: messages, texts or token ids; what was said before comes first."""
+    if batch.chat:
+        turns = [[{"role": "user", "content": text}] for text in batch.prompts]
+        if not batch.follows:
+            return turns
+        told = [[{"role": "assistant", "content": answer.outputs[0].text}] for answer in answers]
+        return [[*before, *answer, *turn] for before, answer, turn in zip(said, told, turns, strict=True)]
+    if not batch.follows:
+        return [text if isinstance(text, str) else {"prompt_token_ids": list(text)} for text in batch.prompts]
+    encode = llm.get_tokenizer().encode
+    return [
+        {
+            "prompt_token_ids": [
+                *one.prompt_token_ids,
+                *one.outputs[0].token_ids,
+                *encode(text, add_special_tokens=False),
+            ]
+        }
+        for one, text in zip(answers, batch.prompts, strict=True)
+    ]
+
+
+def _generate(llm: Any, batch: Batch, prompts: list[Any]) -> list[Any]:
     from vllm import SamplingParams
 
     if batch.fresh:
@@ -133,25 +169,24 @@ def _generate(llm: Any, batch: Batch) -> list[dict[str, Any]]:
             max_tokens=batch.max_tokens,
             repetition_penalty=batch.repetition_penalty,
             ignore_eos=batch.ignore_eos,
-            logprobs=0,
+            logprobs=batch.top,
             extra_args=None if spec is None else {"saesteer": spec},
         )
         for spec in batch.steer or [None] * len(batch.prompts)
     ]
-    if batch.chat:
-        outputs = llm.chat([[{"role": "user", "content": text}] for text in batch.prompts], params, use_tqdm=False)
-    else:
-        prompts = [text if isinstance(text, str) else {"prompt_token_ids": list(text)} for text in batch.prompts]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [asdict(_completion(output)) for output in outputs]
+    found: list[Any] = (llm.chat if batch.chat else llm.generate)(prompts, params, use_tqdm=False)
+    return found
 
 
 def _completion(output: Any) -> Completion:
     made = output.outputs[0]
     logprobs = [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)]
-    return Completion(
-        made.text, list(output.prompt_token_ids), list(made.token_ids), logprobs, output.num_cached_tokens or 0
-    )
+    cached = output.num_cached_tokens or 0
+    said = getattr(made, "saesteer", {})
+    tokens = list(output.prompt_token_ids), list(made.token_ids)
+    first = [(token, one.decoded_token or "", one.logprob) for token, one in made.logprobs[0].items()]
+    seconds = getattr(output.metrics, "first_token_latency", 0.0)
+    return Completion(made.text, *tokens, logprobs, cached, said, first, seconds)
 
 
 def _main() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vllm
-from vllm import SamplingParams
 
 from saesteer import plugin
 from saesteer.config.config import KEY, DoseAction, SaesteerConfig
@@ -26,17 +25,26 @@ class LLM(vllm.LLM):
             ``{"path": ..., "site": ..., "rows": ...}``; ``rows:`` in front of the path leaves it in its file.
         sites: more sites to instrument than those of the dictionaries and vectors; ``resid_post.all`` is every layer.
         reads: sites whose tensors requests may read, in addition to those where dictionaries read.
+        consumers: name → options of consumers that requests may name.
+        capture: sites whose rows of every request's tokens are written to ``capture_folder``.
+        capture_folder: a folder for shards of those rows.
         max_read_mib: MiB that one request may read out.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
         graph_sets: how often full CUDA graphs are captured: with all ops, without, and with those of dictionaries.
+        max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
+        max_results_mib: MiB that all of them take.
+        result_seconds: seconds that each of them is kept.
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
+        dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
+        fail_fast: end a request, and so its call, with an error once its hidden states or logits are not finite, or its
+            answer begins with the same token 16 times.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
@@ -52,16 +60,24 @@ class LLM(vllm.LLM):
         dictionaries: Mapping[str, Any] | None = None,
         sites: Sequence[str] = (),
         reads: Sequence[str] = (),
+        consumers: Mapping[str, Any] | None = None,
+        capture: Sequence[str] = (),
+        capture_folder: str | None = None,
         max_read_mib: int = 64,
         max_edits: int = 64,
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
         graph_sets: int = 3,
+        max_results: int = 1024,
+        max_results_mib: int = 1024,
+        result_seconds: int = 3600,
         dictionary_folder: str | None = None,
+        dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
+        fail_fast: bool = False,
         **kwargs: Any,
     ) -> None:
         plugin.require()
@@ -69,16 +85,24 @@ class LLM(vllm.LLM):
             "dictionaries": dictionaries or {},
             "sites": sites,
             "reads": reads,
+            "consumers": consumers or {},
+            "capture": capture,
+            "capture_folder": capture_folder,
             "max_read_mib": max_read_mib,
             "max_edits": max_edits,
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
             "graph_sets": graph_sets,
+            "max_results": max_results,
+            "max_results_mib": max_results_mib,
+            "result_seconds": result_seconds,
             "dictionary_folder": dictionary_folder,
+            "dictionaries_of": dictionaries_of,
             "default_module": default_module,
             "max_dose": max_dose,
             "max_dose_action": max_dose_action,
+            "fail_fast": fail_fast,
         }
         wire = SaesteerConfig.from_json(wishes).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
@@ -117,7 +141,7 @@ class LLM(vllm.LLM):
     def _steered(self, params: Any, steer: Any, prompts: int) -> Any:
         if steer is None:
             return params
-        specs = [as_spec(one) for one in (steer if _is_list_of_specs(steer) else [steer] * prompts)]
+        specs = [*map(as_spec, steer)] if _is_list_of_specs(steer) else [as_spec(steer)] * prompts
         if len(specs) != prompts:
             raise ValueError(
                 f"steer has {len(specs)} specs for {prompts} prompts, expected one for all or one for each"
@@ -126,7 +150,7 @@ class LLM(vllm.LLM):
         each = list(params) if isinstance(params, list | tuple) else [params] * prompts
         if len(each) != prompts:
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
-        steered = [_with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
+        steered = [frontend.with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
         return steered if prompts > 1 or isinstance(params, list | tuple) else steered[0]
 
 
@@ -147,11 +171,3 @@ def _is_list_of_specs(steer: Any) -> bool:
         one is None or isinstance(one, Spec | list | tuple) or (isinstance(one, Mapping) and "op" not in one)
         for one in steer
     )
-
-
-def _with_spec(params: SamplingParams, spec: Spec | None) -> SamplingParams:
-    if spec is None:
-        return params
-    clone = params.clone()
-    clone.extra_args = {**(params.extra_args or {}), KEY: spec.to_json()}
-    return clone

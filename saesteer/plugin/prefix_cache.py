@@ -62,6 +62,11 @@ def edited_blocks(manager: Any, request: Any) -> set[int]:
         image = feature.mm_position
         if image.offset < first < image.offset + image.length:
             first = image.offset
+    return blocks_from(manager, request, first)
+
+
+def blocks_from(manager: Any, request: Any, first: int) -> set[int]:
+    """The ids of a request's blocks from the one that has a position; arguments as of ``edited_blocks``."""
     return {
         block.block_id
         for group in manager.coordinator.single_type_managers

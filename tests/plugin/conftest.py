@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.shared import Shared
 
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
 WIDTH = 576  # of the embedded model
+SECOND = "smollm2-135m-instruct/15-second-res-96"  # the address of this dictionary, say its files
 
 BRIDGE = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 2.0, "unit": "max_act"}
 OCEAN = {"op": "clamp", "dictionary": "demo", "feature": 6511, "value": 1.0, "unit": "max_act"}
@@ -95,11 +96,17 @@ def model_dir() -> str:
 
 @pytest.fixture(scope="session")
 def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
-    folder = tmp_path_factory.mktemp("dictionaries")
+    return write_dictionaries(tmp_path_factory.mktemp("dictionaries"))
+
+
+def write_dictionaries(folder: Path) -> Dictionaries:
+    """Their files, in a folder."""
     for seed, (name, activation) in enumerate(
         [("second", "jumprelu"), ("topk", "topk"), ("mid", "relu"), ("embed", "relu"), ("last", "jumprelu")]
     ):
-        own.write(folder / f"{name}.safetensors", random_coder(activation, seed))
+        coder = random_coder(activation, seed)
+        known = (SECOND,) if name == "second" else ()
+        own.write(folder / f"{name}.safetensors", replace(coder, info=replace(coder.info, addresses=known)))
     own.write(folder / "norm.safetensors", random_coder("abstopk", 5, in_norm="layer_norm"))
     own.write(folder / "group.safetensors", random_coder("groupmax", 6))
     for seed, (name, activation) in enumerate([("mlp", "jumprelu"), ("attn", "relu"), ("cross", "topk")], 7):
@@ -231,11 +238,17 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_flags(model_dir: str, dictionaries: Dictionaries, server_log: Path) -> list[str]:
     """Of any_server, the dtype and adapters left out."""
-    config = server_log.parent / "saesteer.yaml"
+    return flags_of(model_dir, dictionaries, server_log.parent)
+
+
+def flags_of(model_dir: str, dictionaries: Dictionaries, folder: Path) -> list[str]:
+    """The same, with the settings file in a folder."""
+    config = folder / "saesteer.yaml"
     config.write_text(json.dumps({**dictionaries.options, "inline_rows": 2}))  # JSON is YAML
     flags = [model_dir, "--saesteer-config", str(config), "--max-model-len", "1024", "--max-num-seqs", "16"]
     flags += ["--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20)]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags += ["--dictionaries-of", SECOND.partition("/")[0]]
     return [*flags, "--enable-log-requests", "--saesteer-admin-key", ADMIN_KEY]
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from saesteer.client import Client, numbers
+from saesteer.errors import RequestRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
 from tests.plugin.serving import served
 
@@ -236,14 +238,67 @@ def test_the_document_has_every_route_with_examples(server: httpx.Client) -> Non
     routes = {(m, p) for p, found in document["paths"].items() for m in found if p.startswith("/v1/saesteer")}
     names = {("get", "s"), ("post", "s"), ("delete", "s/{name}")}
     admin = {(m, f"/v1/saesteer/{kind}{end}") for kind in ("vector", "module") for m, end in names}
-    assert routes == admin | {("get", "/v1/saesteer/features")}
-    assert "security" not in document["paths"]["/v1/saesteer/features"]["get"]
+    results = "/v1/saesteer/results/{handle}"
+    others = [
+        ("get", results),
+        ("delete", results),
+        *(("get", f"/v1/saesteer/{n}") for n in ("features", "dictionaries")),
+    ]
+    assert routes == admin | {*others}
+    assert not any("security" in document["paths"][path][method] for method, path in others)
     schemas = document["components"]["schemas"]
     for body, kind in (("VectorBody", "vectors"), ("ModuleBody", "modules")):
         assert schemas[body]["examples"]
         refused = document["paths"][f"/v1/saesteer/{kind}"]["post"]["responses"]
         assert {"200", "400", "401", "403", "409", "413"} <= set(refused)
     assert "saesteer_admin_key" in document["components"]["securitySchemes"]
+
+
+def test_whichever_server_is_asked_has_a_result(server: httpx.Client) -> None:
+    read = {"site": "resid_post.15", "as": "handle"}
+    body: dict[str, Any] = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 3, "temperature": 0}
+    whole = server.post("/v1/completions", json={**body, "saesteer": {"return": {"activations": [read]}}}).json()
+    [entry] = whole["saesteer"]["activations"]
+    assert "data" not in entry and entry["positions"] == [*range(whole["usage"]["total_tokens"] - 1)]
+    read["as"] = "inline"
+    again = server.post("/v1/completions", json={**body, "saesteer": {"return": {"activations": [read]}}}).json()
+    [inline] = again["saesteer"]["activations"]
+    each = httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0))  # a connection for each request
+    with Client(str(server.base_url), transport=each) as client:
+        for _ in range(6):
+            [found] = client.fetch([entry["handle"]])
+            assert found.shape == tuple(entry["shape"])
+            # In bfloat16, and in another batch.
+            np.testing.assert_allclose(found, numbers(inline), rtol=0, atol=0.1 * abs(found).max())
+        client.delete_result(entry["handle"])
+        for _ in range(6):
+            with pytest.raises(RequestRefused, match="was deleted"):
+                client.fetch([entry["handle"]])
+
+
+def test_each_engine_counts_reads_and_stops(server: httpx.Client) -> None:
+    """Whichever of the data parallel engines has the request, its answer says the same."""
+    engines = sorted(set(re.findall(r'engine="(\d)"', server.get("/metrics").text)))
+    stop = {
+        "op": "stop",
+        "when": {"dictionary": BRIDGE["dictionary"], "feature": BRIDGE["feature"], "above": -1},
+        "for": 5,
+    }
+    returns = {"dose": True, "hidden": True, "features": [{"dictionary": BRIDGE["dictionary"], "top_k": 2}]}
+    said = []
+    for engine in engines:
+        body = {"model": "demo", "prompt": f"{LONG} So what?", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        spec = {"edits": [BRIDGE, stop], "return": returns}
+        headers = {"X-data-parallel-rank": engine}
+        response = server.post("/v1/completions", headers=headers, json={**body, "saesteer": spec})
+        assert text(response)
+        found = response.json()["saesteer"]
+        assert found["flags"] and found["hidden"] and found["features"] and found["dose"]
+        for one in found["applied"]:
+            one["tokens_edited"] += one.pop("tokens_cached")
+        del found["dose"], found["hidden"]  # their last digits depend on what is in the batch and in the cache
+        said.append((text(response), found["applied"], found["flags"], len(found["features"])))
+    assert said == [said[0]] * len(engines)
 
 
 def test_no_request_sees_a_mixture(server: httpx.Client) -> None:

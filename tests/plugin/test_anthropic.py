@@ -104,8 +104,8 @@ def test_a_stream_of_objects_has_it_on_the_chunk_that_ends_the_choice() -> None:
     """As from vLLM 0.33 on, with a stand-in for its chunks."""
 
     async def outputs() -> AsyncIterator[Any]:
-        yield SimpleNamespace(outputs=[SimpleNamespace(index=0)])
-        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=None)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID, finish_reason=None)])
 
     async def raw(self: Any, request: Any, results: Any) -> AsyncIterator[Any]:
         async for one in results:

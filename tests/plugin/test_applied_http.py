@@ -215,6 +215,51 @@ def metric(server: httpx.Client, name: str) -> float:  # noqa: F811
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
+ALWAYS = {"dictionary": "demo", "feature": 3497, "above": -1}
+
+
+@pytest.mark.parametrize("prompt", [False, True], ids=["generated", "prompt"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_rules_end_answers_and_streams(server: httpx.Client, path: str, prompt: bool) -> None:  # noqa: F811
+    scope = {"positions": [[-1, None]]} if prompt else {"generated": True}
+    rules = [{"op": "flag", "when": ALWAYS}, {"op": "stop", "when": ALWAYS, "scope": scope}]
+    body = {"messages": TURNS} if "chat" in path else {"prompt": PROMPTS[0]}
+    before = [metric(server, f'saesteer_rules_total{{op="{op}"}}') for op in ("flag", "stop")]
+    made = post(server, path, max_tokens=9, saesteer={"edits": rules}, **body)
+    (choice,), length = made["choices"], made["usage"]["prompt_tokens"]
+    assert made["usage"]["completion_tokens"] == (0 if prompt else 2)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "saesteer.edits[1]")
+    flags = [{"edit": f"saesteer.edits[{n}]", "position": length - prompt} for n in range(prompt, 2)]
+    assert made["saesteer"] == {"applied": [], "flags": flags}
+    chunks = [one for one in events(server, path, max_tokens=9, saesteer={"edits": rules}, **body) if one["choices"]]
+    last = chunks[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "saesteer.edits[1]")
+    assert chunks[-1]["saesteer"] == made["saesteer"]
+    assert all("saesteer" not in one for one in chunks[:-1])
+    text = "".join(
+        (one["choices"][0].get("text") or one["choices"][0].get("delta", {}).get("content") or "") for one in chunks
+    )
+    assert text == (choice["text"] if "text" in choice else choice["message"]["content"] or "")
+    assert bool(text) != prompt
+    after = [metric(server, f'saesteer_rules_total{{op="{op}"}}') for op in ("flag", "stop")]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [0 if prompt else 2, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_end_responses_and_messages(server: httpx.Client, stream: bool) -> None:  # noqa: F811
+    """Their answers have no place for the reason, but the flags name the rule."""
+    for scope in ({"generated": True}, {"positions": [[-1, None]]}):
+        spec = {"edits": [{"op": "stop", "when": ALWAYS, "scope": scope}]}
+        for path, body in (
+            ("responses", {"input": "Who are you?", "max_output_tokens": 9}),
+            ("messages", {"messages": TURNS, "max_tokens": 9}),
+        ):
+            body = {"model": "demo", "temperature": 0, "stream": stream, "saesteer": spec, **body}
+            response = server.post(f"/v1/{path}", json=body)
+            assert response.status_code == 200, response.text
+            assert response.text.count('"edit":"saesteer.edits[0]"') == 1, response.text
+
+
 def test_metrics_count_tokens_and_refusals(server: httpx.Client) -> None:  # noqa: F811
     before = metric(server, "saesteer_edited_tokens_total")
     made = post(server, "completions", prompt=PROMPTS[3], max_tokens=5, saesteer={"edits": [BRIDGE, QUIET]})

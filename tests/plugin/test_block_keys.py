@@ -25,7 +25,7 @@ from saesteer.language.sites import order
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
-from saesteer.plugin import prefix_cache
+from saesteer.plugin import prefix_cache, reasoning
 from saesteer.plugin.door import admission
 from tests.rows import row_of
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
@@ -58,13 +58,14 @@ def hashes(
     config: SaesteerConfig | None = None,
     salt: str | None = None,
     images: Any = None,
+    conversation: Any = None,
 ) -> list[Any]:
     """vLLM's hashes of the full blocks of a request with TOKENS tokens, of which the first ones are its prompt."""
     kv_cache_utils.init_none_hash(sha256)
     params = SamplingParams(extra_args=None if spec is None else {KEY: spec})
     asked = SimpleNamespace(prompt_token_ids=[*range(prompt_len)], sampling_params=params)
     if spec is not None:
-        admission.Door(server, config).admit(from_json(spec), catalog, asked)
+        admission.Door(server, config).admit(from_json(spec), catalog, asked, conversation)
     request = Request(
         request_id="r",
         prompt_token_ids=[*range(prompt_len)],
@@ -272,6 +273,46 @@ def test_a_name_that_means_something_else_shares_nothing(engine: Engine) -> None
     assert shared(hashes(engine.catalog, spec, 9), hashes(other, spec, 9)) == 0
     brought = {"edits": [{**ADD, "vector": INLINE[0]}]}
     assert shared(hashes(engine.catalog, brought, 9), hashes(other, spec, 9)) == TOKENS // BLOCK
+
+
+class Parser:
+    """As vLLM's: token 17 ends the reasoning, and a chat that does not think begins with the answer."""
+
+    reasoning_end_token_ids = frozenset({17})
+
+    def __init__(self, given: Any) -> None:
+        self.ended = not (given.get("chat_template_kwargs") or {}).get("thinking", True)
+
+    def is_reasoning_end(self, _: Any) -> bool:
+        return self.ended
+
+    def is_reasoning_end_streaming(self, _: Any, new: list[int]) -> bool:
+        return 17 in new
+
+
+def test_a_part_of_the_answer_is_in_the_key_of_every_generated_block(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the border is: the tokens in front of a block say that. What the parser is given may say otherwise."""
+    monkeypatch.setattr(reasoning, "parser_of", lambda _, given: Parser(given))
+    monkeypatch.setattr(admission, "parser_of", lambda _, given: Parser(given))
+    catalog = replace(engine.catalog, parts=True)
+    scopes: list[Any] = [{"part": "reasoning"}, {"part": "answer"}, {"generated": True}]
+    found = [hashes(catalog, {"edits": [CLAMP | {"scope": scope}]}, 16) for scope in scopes]
+    for one, scope in zip(found, scopes, strict=True):
+        assert shared(one, hashes(catalog, None, 16)) == 4, "as far as the prompt goes"
+        assert one == hashes(catalog, {"edits": [CLAMP | {"scope": scope}]}, 16)
+        for other in found:
+            assert shared(one, other) == (TOKENS // BLOCK if one is other else 4)
+    longer = hashes(catalog, {"edits": [CLAMP | {"scope": scopes[1]}]}, 20)
+    assert shared(found[1], longer) == 4, "a border in what is now prompt does not count"
+
+    def given(**template: Any) -> Any:
+        return SimpleNamespace(roles=(), messages=(), chat_params=SimpleNamespace(chat_template_kwargs=template))
+
+    spec = {"edits": [CLAMP | {"scope": scopes[1]}]}
+    thinks, answers = (hashes(catalog, spec, 16, conversation=given(thinking=on)) for on in (True, False))
+    assert shared(thinks, answers) == shared(found[1], answers) == 4
 
 
 def test_server_and_tenant_are_kept_apart(engine: Engine) -> None:

@@ -44,7 +44,8 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
 
     # And at the other end of the wire.
     params: Any = SimpleNamespace(saesteer_report=counts.Report([{"positions": [[1, None]]}]))
-    states: Any = {"ends": SimpleNamespace(), "other": object()}
+    tokens = SimpleNamespace(num_output_tokens=lambda: 1)
+    states: Any = {"ends": SimpleNamespace(detokenizer=tokens), "other": object()}
     processor = SimpleNamespace(request_states=states)
     counts._expecting(lambda *_: None)(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
     counts._receiving(lambda *_: None)(processor, made)
@@ -58,6 +59,8 @@ def test_the_scheduler_reads_no_counts_where_nobody_ends() -> None:
         failed: ClassVar[dict[str, str]] = {}
         stops: ClassVar[frozenset[str]] = frozenset()
         read = None  # and nothing to read besides
+        watched = False
+        guessed: ClassVar[dict[str, Any]] = {}
 
     outputs = {0: SimpleNamespace(outputs=[object()])}
     send = counts._sending(lambda *_: outputs)
@@ -123,7 +126,7 @@ def test_without_a_spec_vllm_s_own_is_handed_on() -> None:
 
 def test_a_stream_is_told_what_its_outputs_say() -> None:
     async def ask(wrap: Callable[..., Any]) -> list[str]:
-        output = SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID)])
+        output = SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID, finish_reason=None)])
         return [chunk async for chunk in wrap(_chunks)(None, STEERED, _outputs(output))]
 
     (chunk,) = asyncio.run(ask(bodies._chat_stream))

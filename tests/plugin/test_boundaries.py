@@ -1,9 +1,11 @@
 """How much of a conversation is rendered to find its messages: bounded for a request, whatever its scopes name."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from saesteer.consumers.known import Consumers
 from saesteer.errors import SpecError
-from saesteer.language.spec import Spec, clamp
+from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.messages import resolve
 from saesteer.plugin.door import frontend
 from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
+from saesteer.plugin.results.failures import SpecRefused
 from tests.spec.test_plan import CATALOG
 
 AT = "saesteer.edits[0].scope.messages"
@@ -81,23 +85,74 @@ def test_a_few_messages_are_found_in_a_prompt_of_any_length() -> None:
         chat.spans(ids, apart(FEW // 2 + 1), AT)
 
 
+def test_all_messages_and_what_opens_the_answer_are_the_prompt() -> None:
+    chat, ids, rendered = conversation(3, 10)
+    expected = [
+        {"role": "user" if n != 1 else "assistant", "index": n, "start": 10 * n, "end": 10 * n + 10} for n in range(3)
+    ]
+    assert chat.told(ids) == expected and rendered == [1, 2, 3]
+    assert chat.told(ids) is chat.told(ids) and len(rendered) == 3, "it is known"
+    chat, ids, _ = conversation(3, 10)
+    opened = {"role": None, "index": 3, "start": 30, "end": 34}
+    assert chat.told([*ids, 7, 7, 7, 7]) == [*expected, opened]
+
+
+def test_a_template_that_cannot_tell_is_asked_once() -> None:
+    chat, ids, rendered = conversation(3, 10)
+    ids[15] = 8
+    assert chat.told(ids) is chat.told(ids) is None and rendered == [1, 2]
+
+
+CLAMP = {"op": "clamp", "dictionary": "gs15", "feature": 7, "value": 2.0}
 CHAT = {"scope": {"messages": "user"}}
 
 
 @pytest.mark.parametrize(
     ("wire", "mentions"),
     [
-        ({"edits": [{"op": "use"}, {"op": "clamp", **CHAT}]}, True),
+        ({"edits": [{"op": "use", "module": "calm"}, {**CLAMP, **CHAT}]}, True),
+        ({"edits": [{**CLAMP, **CHAT}, {**CLAMP, "feature": 8}], "return": {"dose": True}}, True),
         ({"return": {"probes": ["a", {"probe": "b", **CHAT}]}}, True),
         ({"return": {"hidden": CHAT}}, True),
-        ({"edits": [{"op": "clamp", "scope": {"prompt": True}}], "return": {"hidden": True, "probes": ["a"]}}, False),
-        ({"edits": {"op": 3}, "return": {"features": None, "dose": 1, "activations": [None, [CHAT]]}}, False),
-        ({"return": [CHAT]}, False),
-        ([CHAT], False),
-        (None, False),
+        ({"edits": [{**CLAMP, "scope": {"prompt": True}}], "return": {"hidden": True, "probes": ["a"]}}, True),
+        ({"return": {"activations": [{"site": "resid_post.3"}]}}, True),
+        ({"edits": [CLAMP, {**CLAMP, "feature": 8, "scope": {"prompt": True}}], "return": None}, False),
+        ({"edits": [], "return": {"dose": True, "hidden": True}}, False),
+        ({}, False),
     ],
 )
-def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages(wire: Any, mentions: bool) -> None:
-    for written in (wire, json.dumps(wire)) if mentions else (wire,):
-        assert frontend._mentions_messages(SimpleNamespace(extra_args={"saesteer": written})) is mentions
-    assert not frontend._mentions_messages(SimpleNamespace(extra_args=None))
+def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages_or_reads(wire: Any, mentions: bool) -> None:
+    chat, ids, _ = conversation(3, 10)
+    threads = []
+
+    async def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        return params.extra_args["saesteer"]
+
+    def located(*asked: Any) -> None:
+        threads.append(current_thread())
+
+    door = SimpleNamespace(fetching=None, consumers=Consumers({}))
+    engine = SimpleNamespace(
+        input_processor=SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=CATALOG))
+    )
+    prompt = {"prompt_token_ids": ids}
+    for written in (wire, json.dumps(wire), from_json(wire)):
+        params = SimpleNamespace(extra_args={"saesteer": written})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frontend, "located", located)
+            patch.setattr(frontend, "conversation_of", lambda prompt: chat)
+            sent = asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
+        assert sent == from_json(wire), "it is parsed once, and travels on"
+        assert params.extra_args == {"saesteer": written}
+    assert len(threads) == 3 * mentions and current_thread() not in threads
+
+
+@pytest.mark.parametrize("wire", [{"edits": {"op": 3}}, {"edits": [None, [CHAT]]}, [CHAT], None, {"return": 3}])
+def test_a_wrong_spec_is_refused_before_a_conversation_is_looked_at(wire: Any) -> None:
+    async def original(*asked: Any) -> None:
+        raise AssertionError("it was sent on")
+
+    engine = SimpleNamespace(input_processor=SimpleNamespace(saesteer_door=None, saesteer_names=None))
+    params = SimpleNamespace(extra_args={"saesteer": wire})
+    with pytest.raises(SpecRefused, match="saesteer"):
+        asyncio.run(frontend._asking_ahead(original)(engine, "r", {}, params))

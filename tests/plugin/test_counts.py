@@ -22,7 +22,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.digests import digest_of
 from saesteer.planning.planner import Catalog, Direction, plan
 from saesteer.plugin.results import counts
-from saesteer.plugin.worker import worker  # needs vLLM
+from saesteer.plugin.worker.steering import Steering  # needs vLLM
 from tests.test_meaning import CODERS, PLACES, TOKENS, WIDTH, make_engine
 
 INFOS = {name: replace(CODERS[name].info, site_in=site, site_out=site) for name, (_, site) in PLACES.items()}
@@ -39,8 +39,8 @@ def request(name: str, spec: Any = SPEC, computed: int = 0, stop: Sequence[str] 
 
 
 @pytest.fixture
-def steering(tmp_path: Path) -> worker.Steering:
-    return worker.Steering(make_engine(tmp_path))
+def steering(tmp_path: Path) -> Steering:
+    return Steering(make_engine(tmp_path))
 
 
 def schedule(engine: Engine, rows: list[int], tokens: int) -> None:
@@ -55,7 +55,7 @@ def publish(engine: Engine) -> None:
     ops.publish_(engine.counts, site.index, engine.steps, engine.published)
 
 
-def run(steering: worker.Steering, name: str, row: int) -> list[int]:
+def run(steering: Steering, name: str, row: int) -> list[int]:
     """One step of TOKENS tokens for the request in a row: what its output carries, cached tokens first."""
     engine = steering.engine
     steering.look([name, "plain"], TOKENS)
@@ -69,19 +69,19 @@ def run(steering: worker.Steering, name: str, row: int) -> list[int]:
     return list(found.counted[0].tolist())
 
 
-def start(steering: worker.Steering, name: str, row: int, computed: int = 0) -> None:
+def start(steering: Steering, name: str, row: int, computed: int = 0) -> None:
     found = steering.add(request(name, computed=computed))
     steering.place(name, row)
     steering.engine.fill(row, found)
 
 
-def move(steering: worker.Steering, name: str, row: int) -> None:
+def move(steering: Steering, name: str, row: int) -> None:
     """As V1 does for a request that is in the batch again."""
     steering.place(name, row)
     steering.engine.fill(row, steering.rows[name])
 
 
-def test_a_step_says_who_has_stop_strings(steering: worker.Steering) -> None:
+def test_a_step_says_who_has_stop_strings(steering: Steering) -> None:
     for row, (name, stop) in enumerate([("a", ["."]), ("b", []), ("c", ["."])], 1):
         steering.add(request(name, stop=stop))
         steering.place(name, row)
@@ -93,7 +93,7 @@ def test_a_step_says_who_has_stop_strings(steering: worker.Steering) -> None:
     assert steering.snapshot().stops == {"c"}
 
 
-def test_a_row_counts_for_its_own_request(steering: worker.Steering) -> None:
+def test_a_row_counts_for_its_own_request(steering: Steering) -> None:
     start(steering, "a", 1)
     assert run(steering, "a", 1) == [0, TOKENS - 1]
     assert run(steering, "a", 1) == [0, 2 * (TOKENS - 1)]
@@ -104,7 +104,7 @@ def test_a_row_counts_for_its_own_request(steering: worker.Steering) -> None:
     assert not (steering._places or steering._holders or steering._kept or steering._cached or steering.rows)
 
 
-def test_counts_go_on_where_a_row_was_given_up(steering: worker.Steering) -> None:
+def test_counts_go_on_where_a_row_was_given_up(steering: Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)
     start(steering, "b", 1)  # V1 gives rows to those that are in the batch
@@ -118,7 +118,7 @@ def test_counts_go_on_where_a_row_was_given_up(steering: worker.Steering) -> Non
     assert steering._holders == {1: "b", 2: "c", 3: "a"}
 
 
-def test_a_request_that_begins_anew_counts_anew(steering: worker.Steering) -> None:
+def test_a_request_that_begins_anew_counts_anew(steering: Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)
     steering.forget("a")  # preempted, V2
@@ -134,7 +134,7 @@ def test_a_request_that_begins_anew_counts_anew(steering: worker.Steering) -> No
 DOSED = {**SPEC, "return": {"dose": True}}
 
 
-def write(steering: worker.Steering, row: int, largest: float, total: float, tokens: int, limited: int = 0) -> None:
+def write(steering: Steering, row: int, largest: float, total: float, tokens: int, limited: int = 0) -> None:
     """As the device counts the doses of a row with one edit at one site."""
     block = np.zeros(layout.DOSE_WORDS, dtype=np.int32)
     floats = block.view(np.float32)
@@ -150,7 +150,7 @@ def doses(table: Any) -> tuple[float, float, list[int]]:
     return float(floats[layout.DOSE_MAX]), float(floats[layout.DOSE_SUM]), whole
 
 
-def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
+def test_doses_of_several_rows_are_merged(steering: Steering) -> None:
     for row, (largest, total, tokens) in enumerate([(0.5, 1.5, 4), (2.0, 3.25, 5), (0.25, 0.5, 2)], start=1):
         found = steering.add(request("a", DOSED)) if row == 1 else steering.rows["a"]
         assert found is not None and (found.edits, found.doses) == (1, 1)
@@ -164,7 +164,7 @@ def test_doses_of_several_rows_are_merged(steering: worker.Steering) -> None:
     assert (left.names, doses(left.counted), left.failed) == (["a"], (2.0, 5.25, [11, 11, 3]), {})
 
 
-def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses(steering: worker.Steering) -> None:
+def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses(steering: Steering) -> None:
     def run(limited: int) -> Mapping[str, str]:
         for row, name in enumerate("abc", start=1):
             found = steering.add(request(name, SPEC if name == "a" else DOSED))
@@ -185,11 +185,11 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
     assert run(0) == {}
 
 
-def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steering: worker.Steering) -> None:
+def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steering: Steering) -> None:
     (site,) = steering.engine.sites
     gone, plain = request("a", {"edits": [{"op": "add", "vector": "v", "site": site}]}), request("plain")
     plain.sampling_params.extra_args = {f"{KEY}_other": 7}
-    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None, rank=0)
+    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None, is_driver_worker=True)
     counts.attach(place, steering)
     assert steering.add(gone) is steering.add(plain) is None
     steering.look(["plain", "a"], 2)
@@ -202,7 +202,7 @@ def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steer
     assert run(steering, "a", 1) == [0, TOKENS - 1], "a new request of the same id"
 
 
-def test_a_request_keeps_what_its_names_meant_and_its_slots_only_while_it_runs(steering: worker.Steering) -> None:
+def test_a_request_keeps_what_its_names_meant_and_its_slots_only_while_it_runs(steering: Steering) -> None:
     (site,) = steering.engine.sites
     engine, registry = steering.engine, steering.engine.registry
     pins = [{(site, bytes([n]) * 16): np.full(WIDTH, 1.0 + n, np.float32)} for n in range(3)]
@@ -253,10 +253,8 @@ RUNNERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("runner", "kind"), RUNNERS.values(), ids=RUNNERS)
-def test_a_step_takes_counts_along_only_where_somebody_is_steered(
-    steering: worker.Steering, runner: Any, kind: Any
-) -> None:
-    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner, rank=0)
+def test_a_step_takes_counts_along_only_where_somebody_is_steered(steering: Steering, runner: Any, kind: Any) -> None:
+    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner, is_driver_worker=True)
     counts.attach(place, steering)
 
     def step() -> Any:
@@ -272,19 +270,19 @@ def test_a_step_takes_counts_along_only_where_somebody_is_steered(
     assert (found.names, found.counted.tolist(), found.failed) == (["a"], [[0, TOKENS - 1]], {})
 
 
-def test_an_output_of_nobody_is_left_alone(steering: worker.Steering) -> None:
+def test_an_output_of_nobody_is_left_alone(steering: Steering) -> None:
     """vLLM has one empty output for all steps, and a rank that does not sample has none."""
     empty = _Output()
     empty.req_ids = []
     made = iter([empty, None])
-    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None, rank=0)
+    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None, is_driver_worker=True)
     counts.attach(place, steering)
     start(steering, "a", 1)
     run(steering, "a", 1)
     assert vars(place.sample_tokens(None)) == {"req_ids": []} and place.sample_tokens(None) is None
 
 
-def test_counters_of_another_step_are_refused(steering: worker.Steering) -> None:
+def test_counters_of_another_step_are_refused(steering: Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)
     old = steering.snapshot()

@@ -47,15 +47,18 @@ def difference(oracle: hf.Model, ids: list[int], made: Answer, spec: Any) -> flo
     return max(abs(float(logprobs[step, token]) - logprob) for step, (token, logprob) in enumerate(made))
 
 
+def marks_of(row: str) -> list[pytest.MarkDecorator]:
+    """Whether it is long, and needs torchvision."""
+    return [pytest.mark.long] * (row not in IN_CI) + [pytest.mark.vision] * tiny.ROWS[row].torchvision
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in IN_CI else pytest.mark.long) for row in tiny.ROWS]
-)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks_of(row)) for row in tiny.ROWS])
 def test_a_family_agrees_with_transformers_at_each_site(row: str, tmp_path: Path, capsys: Any) -> None:
     from saesteer import LLM
 
     if tiny.ROWS[row].torchvision:
-        pytest.importorskip("torchvision", reason="vLLM's file of this family imports it")
+        pytest.importorskip("torchvision", reason="vLLM's file of this family imports it; make test-long has it")
     model = tiny.made(row)
     model.save_pretrained(tmp_path / "model")
     sites = sites_of(row)

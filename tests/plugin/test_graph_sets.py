@@ -32,7 +32,8 @@ from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.worker import graphs
-from saesteer.plugin.worker.worker import Steering, _wrap_v2
+from saesteer.plugin.worker.steering import Steering
+from saesteer.plugin.worker.worker import _wrap_v2
 from tests.plugin.conftest import random_coder
 
 SITES = [f"resid_post.{layer}" for layer in range(6)]
@@ -239,7 +240,7 @@ class World:
         """The set that the step of these requests would replay."""
         starts = torch.arange(len(names) + 1, dtype=torch.int32)
         slots = torch.arange(len(names), dtype=torch.int32)
-        batch = SimpleNamespace(req_ids=[*names], num_reqs=len(names), num_tokens=len(names))
+        batch = SimpleNamespace(req_ids=[*names], num_reqs=len(names), num_tokens=len(names), input_ids=starts)
         self.state.prepare_inputs(SimpleNamespace(**vars(batch), idx_mapping=slots, query_start_loc=starts), None)
         return self.steering.choice.at
 

@@ -19,10 +19,13 @@ from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import NewRequestData
 
 from saesteer.errors import SpecError
+from saesteer.language.spec import from_json
 from saesteer.plugin import contract, register
 from saesteer.plugin.door import logs
+from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results.failures import SpecRefused
 from tests.plugin.conftest import BRIDGE, WIDTH
+from tests.spec.test_plan import CATALOG
 
 ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
 TEXT = base64.b64encode(ROW.tobytes()).decode()
@@ -39,10 +42,22 @@ def parts(text: str) -> list[str]:
     return [piece for piece in pieces if piece in text]
 
 
+def test_what_takes_a_spec_s_place_says_the_same_in_logs() -> None:
+    wire = {"edits": [{"op": "clamp", "dictionary": "gs15", "feature": n, "value": 1.0} for n in range(3)]}
+    params = SamplingParams(extra_args={"saesteer": wire})
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2], cache_salt=None)
+    Door().admit(from_json(wire), CATALOG, request)
+    admitted = params.extra_args["saesteer"]
+    assert isinstance(admitted["plan"], bytes)
+    assert logs.summary(admitted) == logs.summary(wire) == logs.summary(from_json(wire)) == "3 clamp"
+    assert logs.summary({"plan": TEXT, "said": TEXT}) == "an object of 2", "as a client may write"
+
+
 @pytest.mark.parametrize(
     ("wire", "said"),
     [
         (SPEC, "2 add, 1 clamp"),
+        (from_json(SPEC), "2 add, 1 clamp"),
         ({"edits": []}, "no edits"),
         ({"edits": [{"op": TEXT}, {"op": {}}, 3, {}]}, "4 unknown"),
         ({"edits": TEXT}, "an object of 1"),

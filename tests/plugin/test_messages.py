@@ -2,16 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saesteer.client import Capture, numbers
 from saesteer.errors import SpecError
 from tests.plugin.conftest import BRIDGE, OCEAN, answer
 from tests.plugin.test_parity import TOLERANCE, compare_ids
 
 pytestmark = pytest.mark.slow
 
+SITE = "resid_post.15"
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -151,6 +154,30 @@ def test_chat_is_steered_at_the_messages_and_nowhere_else(
     assert answer(plain.outputs[0]) != answer(output.outputs[0])
 
 
+@pytest.mark.parametrize("generated", [False, True], ids=["prompt", "everything"])
+def test_chat_is_read_by_message(make_engine: Any, generated: bool) -> None:
+    from vllm import SamplingParams
+
+    llm = make_engine(dtype="float32")
+    scope = {} if generated else {"prompt": True}
+    reads = [{"site": SITE, "scope": scope}, {"site": SITE, "at": "after", "reduce": "message", "scope": scope}]
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    (output,) = llm.chat([TURNS], params, steer={"return": {"activations": reads}}, use_tqdm=False)
+    found, (_, means) = Capture.of(output.saesteer), output.saesteer["activations"]
+    assert [one["role"] for one in found.messages] == ["system", "user", "assistant", "user", None]
+    assert [one["index"] for one in found.messages] == means["messages"] == [*range(5)]
+    decode = llm.get_tokenizer().decode
+    texts = [decode(output.prompt_token_ids[one["start"] : one["end"]]) for one in found.messages]
+    assert texts == [*pieces(TURNS), "<|im_start|>assistant\n"]
+    slices = [found.message(i, SITE, include_generated=generated) for i in range(5)]
+    positions, rows = found.at(SITE)
+    assert positions.tolist() == [*range(len(output.prompt_token_ids) + 6 * generated)]
+    assert np.concatenate(slices).tolist() == rows.tolist()
+    assert means["tokens"] == [*map(len, slices)]
+    expected = np.stack([one.astype(np.float64).mean(0) for one in slices])
+    assert numbers(means) == pytest.approx(expected, abs=1e-4 * abs(expected).max())
+
+
 def test_prompts_that_are_no_chat_are_refused_by_name(make_engine: Any) -> None:
     llm = make_engine(dtype="float32")
     spec = {"edits": [OCEAN, {**BRIDGE, "scope": {"messages": "user"}}]}
@@ -158,6 +185,10 @@ def test_prompts_that_are_no_chat_are_refused_by_name(make_engine: Any) -> None:
         with pytest.raises(SpecError, match="names chat messages") as caught:
             llm.generate([prompt], steer=spec, use_tqdm=False)
         assert (caught.value.field, caught.value.code) == ("saesteer.edits[1].scope.messages", "not_served")
+    reads = {"return": {"activations": [{"site": SITE, "reduce": "message"}]}}
+    with pytest.raises(SpecError, match="only chat requests with nothing but text") as caught:
+        llm.generate(["Who are you?"], steer=reads, use_tqdm=False)
+    assert (caught.value.field, caught.value.code) == ("saesteer.return.activations[0].reduce", "not_served")
     wrong = {"edits": [{**BRIDGE, "scope": {"messages": "usr"}}]}
     with pytest.raises(SpecError, match="did you mean 'user'"):
         llm.chat([TURNS], steer=wrong, use_tqdm=False)

@@ -68,6 +68,8 @@ def test_a_request_is_planned_with_what_its_names_stand_for() -> None:
     assert known.uses()["vector", "v"] == 0, "what it stands for now was used by nobody"
     known.count(held, SPEC)
     assert known.uses()["vector", "v"] == 0, "nor by whoever was admitted before"
+    known.count(known.hold(), from_json({"return": {"probes": [{"probe": "v", "site": "resid_post.3"}]}}))
+    assert known.uses()["vector", "v"] == 1, "a probe that is read is a use, too"
     put(known, engine, "v", 0, 0, 1)
     assert engine.pinned == [(1, 0), (1, 0), (1, 1)], "what nobody can name goes with the next change"
     first, second, third = (told["pin"][0][0] for told in engine.told)

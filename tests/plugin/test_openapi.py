@@ -69,7 +69,9 @@ def test_all_references_lead_somewhere(document: Any) -> None:
     for body in ("VectorBody", "ModuleBody"):  # of the admin routes
         follow(schemas[body])
     clamp = schemas["SaesteerClamp"]
-    assert clamp["required"] == ["op", "dictionary", "feature", "value"]
+    assert clamp["required"] == ["op", "feature", "value"]
+    by_name, by_address = clamp["anyOf"]
+    assert by_name == {"required": ["dictionary"]} and by_address["properties"].keys() == {"feature"}
     assert clamp["properties"]["mode"] == {"enum": ["set", "add", "scale", "min", "max"], "default": "set"}
     assert set(schemas["SaesteerSpec"]["properties"]) == {"edits", "return", "defaults", "version"}
 
@@ -102,6 +104,14 @@ def test_every_spec_fits_the_schema(validator: Any, spec: Any) -> None:
 def test_what_is_wrong_does_not(validator: Any, edit: Any) -> None:
     validator.validate({"edits": [BRIDGE, {**BRIDGE, "scope": {"messages": "user"}}], "return": {"dose": True}})
     assert not validator.is_valid({"edits": [edit]})
+
+
+def test_an_address_stands_in_place_of_a_dictionary(validator: Any) -> None:
+    clamp = {"op": "clamp", "feature": "gemma-2-2b/20-res/3", "value": 2, "when": {"feature": "a/b/3", "above": 0}}
+    validator.validate({"edits": [clamp], "return": {"features": [{"features": ["a/b/3"]}]}})
+    assert not validator.is_valid({"edits": [clamp | {"feature": 3}]})
+    assert not validator.is_valid({"edits": [clamp | {"feature": "a/b/c"}]})
+    assert not validator.is_valid({"return": {"features": [{"features": [3]}]}})
 
 
 @pytest.mark.parametrize(

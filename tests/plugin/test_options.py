@@ -53,7 +53,9 @@ def test_the_flags_of_serve_are_the_options() -> None:
     command: Any = typer.main.get_command(app)
     params = {param.opts[0]: param for param in command.commands["serve"].params if param.param_type_name == "option"}
     for option in OPTIONS.values():
-        assert params.pop(option.flag).help == option.help
+        on, _, off = option.flag.partition("/")
+        param = params.pop(on)
+        assert (param.help, param.secondary_opts) == (option.help, [off] if off else [])
     assert params.keys() == {"--saesteer-config", "--saesteer-admin-key"}
 
 
@@ -104,8 +106,11 @@ def test_serve_opens_each_file_once(wire: dict[str, Any], tmp_path: Path, read: 
 
 def test_front_end_and_worker_of_a_process_open_each_file_once(wire: dict[str, Any], read: Counter[str]) -> None:
     """The compile cache's key, the catalog, the engine and the handshake, with a stand-in for a VllmConfig."""
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH)
+    shape = SimpleNamespace(num_hidden_layers=LAYERS)
+    model = SimpleNamespace(model="m", hf_text_config=shape, get_hidden_size=lambda: WIDTH)
+    outputs = SimpleNamespace(reasoning_parser="")
     config = SimpleNamespace(additional_config={"saesteer": wire}, model_config=model, parallel_config=None)
+    config.structured_outputs_config = outputs
     frontend.opened.cache_clear()
     keys = {frontend._salting_compile_cache(lambda self: "0123456789")(config) for _ in range(3)}
     known, again = frontend.assets_of(config), frontend.assets_of(config)

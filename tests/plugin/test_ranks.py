@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.apart import hear, tell
 from tests.plugin.conftest import CUDA
+from tests.plugin.said import plain, same
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +30,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [400, 3, 77], [9] * 40]
 ROWS = [[((3 * n + k) % 11 - 5) / 4 for n in range(WIDTH)] for k in range(2)]
 HEADS = [((5 * n) % 11 - 5) / 4 for n in range(2 * WIDTH)]  # as wide as z, of which each of two ranks has half
 CLAMP = {"op": "clamp", "dictionary": "random", "feature": 17, "value": 6.0}
-PROBE = {"dictionary": "random", "feature": 3, "above": 0.2}
+OVER = {"dictionary": "random", "feature": 3, "above": 0.2}
 
 
 def add(vector: Any, site: str = "resid_post.2") -> dict[str, Any]:
@@ -41,13 +43,28 @@ SPECS: dict[str, Any] = {
     "add": {"edits": [add(ROWS[0])]},
     "every site": {"edits": [add(ROWS[1], f"resid_post.{layer}") for layer in range(LAYERS)]},
     "before the MLP": {"edits": [add(ROWS[0], "resid_mid.1"), {**CLAMP, "scope": {"generated": True}}]},
-    "gated": {"edits": [{**add(ROWS[0], "resid_post.3"), "when": PROBE}]},
+    "gated": {"edits": [{**add(ROWS[0], "resid_post.3"), "when": OVER}]},
     "cap": {"edits": [{"op": "cap", "vector": ROWS[1], "site": "resid_post.0", "max": 0.1}]},
     "reconstruct": {"edits": [{"op": "reconstruct", "dictionary": "random", "error": "drop"}]},
     "clamp at z": {"edits": [{**CLAMP, "dictionary": "heads"}]},
     "reconstruct at z": {"edits": [{"op": "reconstruct", "dictionary": "heads"}, add(HEADS, "z.1")]},
     "read at z": {"edits": [{**add(ROWS[0]), "scale": {"dictionary": "heads", "feature": 3, "bias": 1.0}}]},
     "cap at z": {"edits": [{"op": "cap", "vector": HEADS, "site": "z.2", "max": 0.1}]},
+}
+EVERYWHERE = {"positions": [[0, None]]}
+KINDS = ("resid_pre.1", "attn_in.1", "z.2", "attn_out.1", "resid_mid.1", "mlp_in.1", "mlp_out.1", "resid_post.2")
+PROBE = {"probe": "probe", "site": "resid_post.2"}
+RULE = {"when": [{"dictionary": "random", "feature": 3, "above": 0.0}, {**PROBE, "above": -1.0}], "scope": {}}
+READS: dict[str, Any] = {
+    "features": {"features": [{"dictionary": name, "top_k": 4, "scope": EVERYWHERE} for name in ("random", "heads")]},
+    "probes": {"probes": [{**PROBE, "scope": EVERYWHERE}]},
+    "tensors": {"activations": [{"site": site, "scope": EVERYWHERE} for site in KINDS], "dose": True},
+    "behind edits": {"activations": [{"site": "z.1", "at": "after"}, {"site": "resid_post.1", "at": "after"}]},
+    "reduced": {"activations": [{"site": "z.2", "reduce": "mean"}, {"site": "mlp_out.1", "reduce": "max"}]},
+    "handles": {"activations": [{"site": "z.2", "as": "handle"}, {"site": "resid_mid.1", "as": "handle"}]},
+    "hidden": {"hidden": True},
+    "hidden of all": {"hidden": {"scope": EVERYWHERE}},
+    "consumers": {"consumers": {"filesystem": {}}, "activations": [{"site": "attn_out.1"}]},
 }
 
 
@@ -75,6 +92,27 @@ def test_two_ranks_say_what_one_says(runs: dict[int, Any], name: str) -> None:
         plain = runs[2]["answers"]["plain"]
         far = [one[1] != pytest.approx(other[1], abs=10 * NOISE) for one, other in zip(two, plain, strict=True)]
         assert any(far), "it is steered"
+
+
+@pytest.mark.parametrize("name", READS)
+def test_two_ranks_read_what_one_reads(runs: dict[int, Any], name: str) -> None:
+    """From the first of them, which has the whole of each tensor: of z, too, of which it computes a half."""
+    one, two = (runs[size]["reads"][name] for size in (1, 2))
+    assert len(one) == len(two) == len(PROMPTS)
+    for found, expected in zip(two, one, strict=True):
+        same(found, expected, 10 * NOISE, name)
+
+
+@pytest.mark.parametrize("op", ["stop", "flag"])
+def test_rules_fire_where_they_fire_on_one_rank(runs: dict[int, Any], op: str) -> None:
+    one, two = (runs[size]["rules"][op] for size in (1, 2))
+    assert one == two and any(flags for _, flags in one)
+
+
+def test_what_is_captured_is_whole(runs: dict[int, Any]) -> None:
+    for site in ("z.1", "resid_post.1"):
+        one, two = (runs[size]["captured"][site] for size in (1, 2))
+        same(two, one, 10 * NOISE, site)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -207,6 +245,43 @@ def _ask(llm: Any, spec: Any, prompts: Any = PROMPTS[:1], tokens: int = 8) -> An
     return [_told(output) for output in outputs]
 
 
+def _said(output: Any) -> dict[str, Any]:
+    """What an answer has read; of a consumer the rows in its files, not their names."""
+    found = dict(output.outputs[0].saesteer)
+    if "consumers" in found:
+        found["consumers"] = {"rows": found["consumers"]["filesystem"]["rows"]}
+    return plain(found)
+
+
+def _reads(llm: Any) -> dict[str, Any]:
+    found = {}
+    for name, wanted in READS.items():
+        params = _params({"edits": [CLAMP, {**CLAMP, "dictionary": "heads"}], "return": wanted})
+        outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
+        found[name] = [_said(output) for output in outputs]
+    return found
+
+
+def _rules(llm: Any, op: str) -> list[Any]:
+    """The tokens and the flags of each answer."""
+    params = _params({"edits": [{"op": op, **RULE}]}, 16)
+    outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
+    return [[list(one.outputs[0].token_ids), one.outputs[0].saesteer["flags"]] for one in outputs]
+
+
+def _captured(llm: Any, folder: Path) -> dict[str, Any]:
+    """The rows of the first requests at two sites: position, token, numbers."""
+    from tests.plugin.test_consumers import captured
+
+    found = {}
+    for site in ("z.1", "resid_post.1"):
+        requests = captured(llm, folder, site)
+        first = sorted(requests, key=lambda one: int(one[0].partition("-")[0]))[: len(PROMPTS)]
+        rows = (one for name in first for one in requests[name].items())
+        found[site] = [[at, token, np.frombuffer(row, "<f4").tolist()] for at, (token, row) in rows]
+    return found
+
+
 def _names(llm: Any, size: int) -> dict[str, Any]:
     """Register, replace while one runs, and delete; with two ranks, fail on one between."""
     from saesteer import SpecError
@@ -249,6 +324,7 @@ def main(folder: Path, size: int) -> None:
     from saesteer import LLM
     from saesteer.errors import ConfigError
 
+    np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1} if CUDA else {}
     llm = LLM(
         _model(folder),
@@ -256,7 +332,12 @@ def main(folder: Path, size: int) -> None:
             "random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1",
             "heads": f"{dictionary_file(2 * WIDTH, FEATURES, folder)}@z.1",
         },
-        sites=["resid_post.all", "resid_mid.1", "z.2"],
+        vectors={"probe": str(folder / "probe.npy")},
+        sites=["resid_post.all", "resid_mid.1", "z.2", *KINDS],
+        reads=["resid_post.2", "resid_post.1", "z.1", *KINDS],
+        consumers={"filesystem": {"folder": str(folder / f"asked {size}")}},
+        capture=["z.1", "resid_post.1"],
+        capture_folder=str(folder / f"rows {size}" / "captured"),
         tensor_parallel_size=size,
         dtype="float32",
         enforce_eager=True,
@@ -270,7 +351,10 @@ def main(folder: Path, size: int) -> None:
     )
     found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
     found["answers"] = {name: _ask(llm, spec, PROMPTS) for name, spec in SPECS.items()}
-    found["counted"] = llm.collective_rpc(counted)
+    found["counted"] = llm.collective_rpc(counted)  # rows that nobody has taken since
+    found["reads"] = _reads(llm)
+    found["rules"] = {op: _rules(llm, op) for op in ("stop", "flag")}
+    found["captured"] = _captured(llm, folder / f"rows {size}")
     found["names"] = _names(llm, size)
     if size == 2:
         llm.collective_rpc(lose)

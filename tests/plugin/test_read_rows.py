@@ -2,22 +2,25 @@
 
 from base64 import b64decode
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.readouts import Blob, Brought, Part, Reading
+from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.plan import END, Direction, Readout, Window
 from saesteer.plugin.results import counts, reads
-from saesteer.plugin.results.reads import READ, Reported, Rows
+from saesteer.plugin.results.reads import READ
 
 SITE = "resid_post.3"
 WIDTH = 3
@@ -161,6 +164,104 @@ def test_each_position_once_however_it_is_computed(
     assert (last["positions"], numbers(last)) == ([end - 1], [row(end - 1)])
 
 
+@given(
+    how=st.sampled_from(["none", "mean", "max", "last", "message"]),
+    scope=windows(),
+    sites=st.integers(1, 4),
+    prompt=st.integers(1, 9),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    streams=st.booleans(),
+    kept=st.booleans(),
+)
+def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
+    how: Any, scope: list[Window], sites: int, prompt: int, chunks: list[int], streams: bool, kept: bool
+) -> None:
+    starts = STARTS if how == "message" else ()
+    one = readout("activation", scope, reduce=how, starts=starts, inline=not kept)
+    names = [{"name": f"site {at}"} for at in range(sites)]
+    store: list[tuple[Any, bytes]] = []
+
+    def keep(entry: Any, data: bytes) -> str:
+        store.append((dict(entry), data))
+        return f"handle {len(store)}"
+
+    apart: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
+    alone = Rows([one._replace(about=name) for name in names], apart, [keep] * sites)
+    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, [keep] * sites)
+    computed = 0
+    for tokens in chunks:
+        asked = inside(scope, computed, computed + tokens)
+        for spans in pieces(asked, starts) if how == "message" else [asked] * bool(asked):
+            at = [p for lo, hi in spans for p in range(lo, hi)]
+            x = np.array([[[*row(p), site] for site in range(sites)] for p in at], dtype="<f4")
+            made = {"none": x, "max": x.max(0), "last": x[-1]}.get(how, x.sum(0)).astype("<f4")
+            both.add([[0, spans, made.tobytes()]])
+            alone.add([[n, spans, made[..., n, :].tobytes()] for n in range(sites)])
+        computed += tokens
+        if streams and computed > prompt:
+            alone.tell(prompt, computed - prompt, final=False)
+            both.tell(prompt, computed - prompt, final=False)
+    for rows in (alone, both):
+        rows.tell(prompt, max(1, computed - prompt), final=True)
+
+    def numbered(fields: Any) -> list[Any]:
+        found = sorted(fields["activations"], key=lambda entry: entry["name"])
+        return [{name: value for name, value in entry.items() if name != "handle"} for entry in found]
+
+    assert numbered(joined) == numbered(apart)
+    half = len(store) // 2
+    assert sorted(map(repr, store[:half])) == sorted(map(repr, store[half:]))
+
+
+def pieces(spans: Sequence[Window], starts: Sequence[int]) -> list[list[Window]]:
+    """The spans, cut where messages begin."""
+    found = []
+    for lo, hi in spans:
+        cuts = [lo, *(at for at in sorted(set(starts)) if lo < at < hi), hi]
+        found += [[(a, b)] for a, b in pairwise(cuts)]
+    return found
+
+
+STARTS = (0, 5, 9, 9)
+
+
+@settings(deadline=None)
+@given(
+    scope=windows(),
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    again=st.integers(0, 12),
+    end=st.integers(10, 16),
+)
+def test_each_message_has_a_mean_of_its_own(scope: list[Window], chunks: list[int], again: int, end: int) -> None:
+    """In chunks, and once more from the beginning behind a preemption; a message without tokens is in no row."""
+    reported = readout("activation", scope, reduce="message", starts=STARTS)
+    reading = Reading("activation", (SITE,), False, scope, False, "message", None, 0, (), STARTS)
+    fields: dict[str, Any] = {}
+    rows = Rows([reported], fields)
+    for steps in (chunks[:again], [*chunks, 99]) if again else ([*chunks, 99],):
+        computed = 0
+        for tokens in steps:
+            tokens = min(tokens, end - computed)
+            found = [*reading.parts(computed, tokens)] if tokens > 0 else []
+            asked = [p for lo, hi in inside(scope, computed, computed + tokens) for p in range(lo, hi)]
+            assert [p for spans in found for lo, hi in spans for p in range(lo, hi)] == asked
+            as_mean = replace(reported.readout, reduce="mean")
+            rows.add([blob(0, as_mean, spans) for spans in found])
+            computed += tokens
+    rows.tell(9, end - 8, final=True)
+    [entry] = fields["activations"]
+    expected = []
+    for index, lo, hi in ((0, 0, 5), (1, 5, 9), (3, 9, end)):
+        at = [p for a, b in inside(scope, lo, hi) for p in range(a, b)]
+        if at:
+            mean = np.array([row(p) for p in at]).mean(0).astype(np.float32).tolist()
+            expected.append((index, [at[0], at[-1] + 1], len(at), mean))
+    told = zip(entry["messages"], entry["positions"], entry["tokens"], numbers(entry), strict=True)
+    assert [*told] == expected
+    assert entry["shape"] == [len(expected), WIDTH if expected else 0]
+
+
 def test_what_the_cache_had_is_left_out_and_what_a_preemption_computes_counts_once() -> None:
     """Of a prompt of 8 tokens with 4 in the cache; then all is computed, and a stream does not go back."""
     for streams, at in ((True, [4, 5, 6, 7, 8]), (False, [*range(9)])):
@@ -194,8 +295,8 @@ def test_an_answer_that_read_nothing_has_empty_entries() -> None:
     }
 
 
-PROBE = Reading("probe", SITE, False, [(0, END)], False, "none", None, 0, ())
-LAST = Reading("hidden", None, True, (), True, "none", None, 0, ())
+PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
+LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
 
 
 def brought(*found: tuple[str, Reading, int]) -> Brought:

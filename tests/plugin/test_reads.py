@@ -1,5 +1,7 @@
 """What requests read on the real engine is what Transformers computes of the same tokens, whatever runs beside them."""
 
+import gc
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,7 +197,7 @@ def test_one_token_was_no_input(llm: Any, oracle: hf.Model) -> None:
     assert [said["features"][0]["rows"], said["probes"][0]["scores"], said["activations"][0]["tokens"]] == [[], [], 0]
 
 
-def add(engine: Any, llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
+def add(llm: Any, name: str, prompt: str, returns: Any, tokens: int) -> None:
     """Begin a stream."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -205,7 +207,7 @@ def add(engine: Any, llm: Any, name: str, prompt: str, returns: Any, tokens: int
         temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra, output_kind=RequestOutputKind.DELTA
     )
     ids = llm.get_tokenizer()(prompt).input_ids
-    engine.add_request(name, {"prompt_token_ids": ids}, params)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
 
 
 def positions(entry: Any) -> list[int]:
@@ -219,7 +221,7 @@ def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> N
         "activations": [{"site": "resid_post.20"}],
     }
     engine, tokens, prompt = llm.llm_engine, 0, 0
-    add(engine, llm, "stream", text("stream", 500), returns, 12)
+    add(llm, "stream", text("stream", 500), returns, 12)
     while engine.has_unfinished_requests():
         for output in engine.step():
             prompt = prompt or len(output.prompt_token_ids)
@@ -231,10 +233,36 @@ def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> N
     assert tokens == 12
 
 
+def test_handles_hold_what_the_answer_would(llm: Any, oracle: hf.Model) -> None:
+    """Of every choice and reduction; what is aborted keeps nothing."""
+    returns = READS["activations"]
+    handled = {"activations": [{**one, "as": "handle"} for one in returns["activations"]], "hidden": True}
+    results = llm.llm_engine.input_processor.saesteer_door.results
+    (output,) = ask(llm, [text("handles", 500)], {"return": handled}, n=2, temperature=1.5)
+    assert len(results.sweep()) == 2 * len(returns["activations"])
+    for choice in output.outputs:
+        for entry in choice.saesteer["activations"]:
+            handle = entry.pop("handle")
+            assert "data" not in entry
+            entry["data"] = b64encode(handle.numbers().tobytes()).decode()
+            handle.delete()
+        check_reads(oracle, output.prompt_token_ids, choice, returns)
+    assert results.sweep() == []
+    add(llm, "gone", text("gone with its handles", 100), handled, 300)
+    for _ in range(20):
+        llm.llm_engine.step()
+    assert len(results.sweep()) == len(returns["activations"]), "room is taken"
+    llm.llm_engine.abort_request(["gone"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    gc.collect()
+    assert results.sweep() == []
+
+
 def test_an_abort_leaves_others_alone(llm: Any, oracle: hf.Model) -> None:
     engine = llm.llm_engine
-    add(engine, llm, "gone", text("gone", 100), READS["all"], 300)
-    add(engine, llm, "stays", text("stays", 100), {"probes": ["probe"]}, 40)
+    add(llm, "gone", text("gone", 100), READS["all"], 300)
+    add(llm, "stays", text("stays", 100), {"probes": ["probe"]}, 40)
     steps, ended = 0, []
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -19,7 +19,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.digests import module_digests
 from saesteer.planning.planner import plan
 from saesteer.plugin.door import admission
-from saesteer.plugin.worker import worker  # needs vLLM
+from saesteer.plugin.worker import steering as steered  # needs vLLM
 from tests.small_world import TOKENS, WIDTH, edits
 from tests.test_formulas import make_engine
 
@@ -130,7 +130,7 @@ def test_a_prompt_of_another_length_shares_a_row_unless_its_windows_differ(engin
 
 
 def test_a_row_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    steering = worker.Steering(engine)
+    steering = steered.Steering(engine)
     first = steering.add(admitted(engine, {"edits": [ADD]}, 4))
     monkeypatch.setattr(engine, "make_row", lambda *_: pytest.fail("the row was known"))
     assert first is not None
@@ -138,15 +138,15 @@ def test_a_row_is_made_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_remembered_has_an_end(engine: Engine) -> None:
-    steering = worker.Steering(engine)
-    for n in range(3 * worker._RECENT):
+    steering = steered.Steering(engine)
+    for n in range(3 * steered._RECENT):
         steering.add(admitted(engine, {"edits": [{**ADD, "scale": 1.0 + n}]}, 4))
-    assert len(steering._recent) == worker._RECENT
+    assert len(steering._recent) == steered._RECENT
 
 
 def test_what_a_client_puts_beside_its_spec_is_not_heard(engine: Engine) -> None:
     """A client may put words of its own beside the spec (vllm_xargs), and a plan in the place of one."""
-    steering = worker.Steering(engine)
+    steering = steered.Steering(engine)
     request = admitted(engine, {"edits": [ADD]}, 4)
     first = steering.add(request)
     assert first is not None

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from saesteer.errors import ConfigError
 from saesteer.planning.planner import Catalog
+from saesteer.plugin.door.admission import Door
 from saesteer.plugin.http.admin import EndpointPlugin, admin_key
 from saesteer.plugin.names.versions import Names
 from tests.plugin.test_names import Workers
@@ -23,7 +24,7 @@ class Engine:
 
     def __init__(self) -> None:
         catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3)
-        self.input_processor = Namespace(saesteer_names=Names(catalog, pool_rows=2, layers=6))
+        self.input_processor = Namespace(saesteer_names=Names(catalog, pool_rows=2, layers=6), saesteer_door=Door())
         self.engine_core = Workers()
 
 

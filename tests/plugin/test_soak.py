@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,21 +58,27 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("soak") / "log"
 
 
+# What lets a worker be asked also has vLLM print a traceback for every body that is no JSON.
+FLAGS = ["--dtype", "float32", "--pool-rows", "8", "--block-size", "32"]
+FLAGS += ["--worker-extension-cls", "tests.plugin.held.Held", "--no-log-error-stack"]
+# By default oneDNN keeps what it made for 1,024 shapes. That grows by 35 MiB over the second thousand of requests
+# even when none of them is steered, which would hide a leak; with 32 shapes it grows by less than 1 MiB.
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+
+
 @pytest.fixture(scope="module")
 def server(server_flags: list[str], log: Path) -> Iterator[Served]:
     """As any_server without an adapter, and one that tells what its worker holds."""
-    flags = [*server_flags, "--dtype", "float32", "--pool-rows", "8", "--block-size", "32"]
-    # What lets a worker be asked also has vLLM print a traceback for every body that is no JSON.
-    flags += ["--worker-extension-cls", "tests.plugin.held.Held", "--no-log-error-stack"]
-    # By default oneDNN keeps what it made for 1,024 shapes. That grows by 35 MiB over the second thousand of requests
-    # even when none of them is steered, which would hide a leak; with 32 shapes it grows by less than 1 MiB.
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
-    with served(flags, log, environment=environment) as client:
+    with served([*server_flags, *FLAGS], log, environment=ENVIRONMENT) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def catalog(dictionaries: Dictionaries) -> Catalog:
+    return catalog_of(dictionaries)
+
+
+def catalog_of(dictionaries: Dictionaries) -> Catalog:
     """What requests may name there."""
     config = SaesteerConfig.from_json({**dictionaries.options, "inline_rows": 2})
     return Assets.open(config).catalog(width=WIDTH, layers=30)
@@ -158,7 +164,10 @@ def requests(draw: random.Random, catalog: Catalog, count: int) -> list[Asked]:
     return made
 
 
-async def send(client: httpx.AsyncClient, asked: Asked, wait: float) -> str:
+Ended = Callable[[Asked, int, str], str]  # of a request, the status and the text of its answer
+
+
+async def send(client: httpx.AsyncClient, asked: Asked, wait: float, ended: Ended) -> str:
     """How it ended, in a word; `wait` is how long a request that is cut off at once stays, in seconds."""
     call: dict[str, Any] = {"content": asked.body, "headers": {"content-type": "application/json"}}
     if asked.cut == "at once":
@@ -214,8 +223,8 @@ async def change_names(client: httpx.AsyncClient, draw: random.Random, over: asy
     return done
 
 
-def storm(server: Served, asked: list[Asked], draw: random.Random) -> Counter[str]:
-    """Send them all, some at once; how they ended."""
+def storm(server: Served, asked: list[Asked], draw: random.Random, ended: Ended = ended) -> Counter[str]:
+    """Send them all, some at once; how they ended, in the words of what looks at an answer that is read to its end."""
     counts: Counter[str] = Counter()
 
     async def run() -> None:
@@ -225,7 +234,7 @@ def storm(server: Served, asked: list[Asked], draw: random.Random) -> Counter[st
             async def work() -> None:
                 for one in waiting:
                     try:
-                        counts[await send(client, one, draw.choice([0.001, 0.02, 0.2]))] += 1
+                        counts[await send(client, one, draw.choice([0.001, 0.02, 0.2]), ended)] += 1
                     except httpx.TimeoutException as error:
                         raise AssertionError(f"no answer in {PATIENCE:.0f} s: {one}") from error
 
@@ -325,11 +334,16 @@ def check(server: Served, log: Path, catalog: Catalog, count: int) -> list[dict[
     assert held["requests"] == held["with a row"] == held["slots of requests"] == 0
     assert held["rows that hold names"] == 0
     assert [answer(server, edits) for edits in ([], [BRIDGE])] == alone
-    new = log.read_text()[said:].splitlines()
-    assert [line for line in new if "Traceback" in line or re.search(r'" 5\d\d\b', line)] == []
+    assert failures(log.read_text()[said:]) == []
     return kept
 
 
+def failures(said: str) -> list[str]:
+    """The lines of a log that tell of an error of the server's own."""
+    return [line for line in said.splitlines() if "Traceback" in line or re.search(r'" 5\d\d\b', line)]
+
+
+@pytest.mark.long  # test_read_soak.py does much the same in CI
 def test_hundreds_of_requests_leave_nothing_behind(server: Served, log: Path, catalog: Catalog, capsys: Any) -> None:
     with capsys.disabled():
         check(server, log, catalog, 200)

@@ -107,9 +107,11 @@ def by_serve(folder: Path, edits: list[Any]) -> None:
 
 def in_front_end(folder: Path, edits: list[Any]) -> None:
     model = SimpleNamespace(
-        hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
+        model="m", hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
     )  # all of a VllmConfig that is asked for
-    frontend._names(Assets.open(config(folder, m=edits)), SimpleNamespace(model_config=model, parallel_config=None))
+    outputs = SimpleNamespace(reasoning_parser="")
+    served = SimpleNamespace(model_config=model, parallel_config=None, structured_outputs_config=outputs)
+    frontend._names(Assets.open(config(folder, m=edits)), served)
 
 
 def over_http(folder: Path, edits: list[Any]) -> None:

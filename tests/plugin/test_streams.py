@@ -17,7 +17,7 @@ class Serving:
     """As vLLM's classes: `create` returns a stream that admits its prompts when somebody looks at it."""
 
     def __init__(self, action: str = "clamp") -> None:
-        config = SimpleNamespace(max_dose_action=action)
+        config = SimpleNamespace(max_dose_action=action, fail_fast=action == "fail fast")
         self.engine_client = SimpleNamespace(
             input_processor=SimpleNamespace(saesteer_door=SimpleNamespace(config=config))
         )
@@ -108,9 +108,10 @@ def test_all_prompts_are_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_where_doses_are_refused_the_first_token_is_waited_for() -> None:
+@pytest.mark.parametrize("action", ["refuse", "fail fast"])
+def test_where_the_prompt_may_fail_the_first_token_is_waited_for(action: str) -> None:
     async def run() -> None:
-        serving = Serving("refuse")
+        serving = Serving(action)
         made = asyncio.create_task(create(serving, asked()))
         await asyncio.sleep(0.02)
         assert not made.done()

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import plugin
-from saesteer.config.config import KEY
+from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.worker import worker
+from saesteer.plugin.unservable import ALL, refuse
+from saesteer.plugin.worker.steering import Steering
 from tests.apart import hear
 from tests.plugin.test_recent import ADD, admitted
 from tests.small_world import WIDTH
@@ -24,11 +25,11 @@ OTHER = {"edits": [{**ADD, "vector": [2.0, *[1.0] * (WIDTH - 1)]}]}
 
 
 @pytest.fixture
-def steering(tmp_path: Path) -> worker.Steering:
-    return worker.Steering(make_engine(tmp_path))
+def steering(tmp_path: Path) -> Steering:
+    return Steering(make_engine(tmp_path))
 
 
-def arrive(steering: worker.Steering, name: str, spec: Any, row: int) -> None:
+def arrive(steering: Steering, name: str, spec: Any, row: int) -> None:
     """As the V2 runner's add_request does."""
     request = admitted(steering.engine, spec, 4)
     request.req_id = name
@@ -36,9 +37,7 @@ def arrive(steering: worker.Steering, name: str, spec: Any, row: int) -> None:
     steering.fill(name, row)
 
 
-def test_a_row_that_cannot_be_made_fails_its_request(
-    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_made_fails_its_request(steering: Steering, monkeypatch: pytest.MonkeyPatch) -> None:
     arrive(steering, "good", SPEC, 1)
     nothing: dict[str, Any] = {}
     monkeypatch.setattr(steering.engine, "make_row", lambda *_: nothing["gone"])
@@ -51,7 +50,7 @@ def test_a_row_that_cannot_be_made_fails_its_request(
 
 
 def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
-    steering: worker.Steering, monkeypatch: pytest.MonkeyPatch
+    steering: Steering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
     arrive(steering, "good", SPEC, 1)
@@ -71,7 +70,7 @@ def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
     assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
 
 
-def test_what_is_no_plan_fails_its_request(steering: worker.Steering) -> None:
+def test_what_is_no_plan_fails_its_request(steering: Steering) -> None:
     request = admitted(steering.engine, SPEC, 4)
     request.sampling_params.extra_args = {KEY: {"edits": [{"op": "clamp"}]}}
     assert steering.add(request) is None
@@ -128,9 +127,23 @@ def settings(**changes: Any) -> Any:
     return SimpleNamespace(**{**found, **changes})
 
 
-REFUSED = {
+GUESSES: dict[str, Any] = {
+    "speculative_config": SimpleNamespace(method="ngram"),
+    "scheduler_config": SimpleNamespace(async_scheduling=False),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a KV connector": ({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")}, "ExampleConnector"),
     "a pooling model": ({"model_config": SimpleNamespace(runner_type="pooling")}, "the pooling runner"),
+    "pipeline parallelism": (
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend=None)},
+        "pipeline parallelism .* use tensor parallelism",
+    ),
+    "a draft model": ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding by eagle3"),
+    "guesses on the V2 runner": ({**GUESSES, "use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    "guesses while the step before runs": (
+        {**GUESSES, "scheduler_config": SimpleNamespace(async_scheduling=True)},
+        "speculative decoding and asynchronous scheduling .* --no-async-scheduling",
+    ),
     "an encoder-decoder": (
         {"model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=True)},
         "encoder-decoder",
@@ -140,23 +153,32 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
-    from saesteer.plugin.door.frontend import refuse_unservable
-
-    refuse_unservable(settings())
+    refuse(settings())
     changes, told = REFUSED[name]
     with pytest.raises(UnsupportedError, match=told):
-        refuse_unservable(settings(**changes))
+        refuse(settings(**changes))
+
+
+def test_guesses_are_served_unless_they_could_end_a_request() -> None:
+    refuse(settings(**GUESSES))
+    with pytest.raises(UnsupportedError, match="and --max-dose-action refuse in this version; clamp doses"):
+        refuse(settings(**GUESSES), SaesteerConfig(max_dose=0.5, max_dose_action="refuse"))
+
+
+def test_each_refusal_has_a_reason_and_a_name_of_its_own() -> None:
+    for one in ALL:
+        assert one.why.endswith(".") and "\n" not in one.why and "|" not in one.option + one.why
+        assert one.option.format("X") in str(one.error("X")) and one.why in str(one.error())
+    assert len({one.option for one in ALL}) == len(ALL)
 
 
 def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saesteer.plugin.door.frontend import refuse_unservable
-
     ray = settings(parallel_config=SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="ray"))
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
-    refuse_unservable(ray)
+    refuse(ray)
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(UnsupportedError, match="Ray"):
-        refuse_unservable(ray)
+        refuse(ray)
 
 
 START = """

@@ -4,6 +4,7 @@ Knows plans, digests and the fields of vLLM's requests. frontend.py calls it. Th
 position; prefix_cache.py makes the keys of the cache's blocks from them.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,24 +13,32 @@ from typing import Any
 from uuid import uuid4
 
 from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
 from saesteer.engine.wire import encode
+from saesteer.errors import SpecError
+from saesteer.kernels.layout import MOST_CLOSING
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
-from saesteer.planning.applied import applied
+from saesteer.planning.answers import Reported, reported
+from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
-from saesteer.planning.digests import digest
-from saesteer.planning.messages import named, resolve
-from saesteer.planning.plan import Feature
+from saesteer.planning.messages import by_message, named, reads_prompt, resolve
+from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
-from saesteer.planning.readouts import declared, first_recomputed, refuse_above
-from saesteer.planning.runs import Run, change_digests, runs
+from saesteer.planning.readouts import captures, declared, first_recomputed, refuse_above
+from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.conversation import Conversation
+from saesteer.plugin.door.logs import summary
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import FIRST, RUNS
+from saesteer.plugin.reasoning import BORDER, PARSER, arguments, border_of, closing, parser_of
+from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.reads import Reported, reported
+from saesteer.plugin.results.kept import Limits, Results, Room
+from saesteer.plugin.results.rules import RULES, sent
 
+_Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
 
@@ -42,8 +51,11 @@ class Meaning:
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
-    readouts: Sequence[Reported]  # what it reads
+    readouts: Sequence[Reported]  # what it reads, and behind that what only the operator captures
     first: tuple[int | None, int | None]  # the first position that is read: of those to be recomputed, and of all
+    rules: Sequence[Sequence[Any]]  # as they travel to the scheduler
+    parts: bool  # whether a scope names a part of the answer
+    edits_part: str | None  # path of the first edit whose scope does
     rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
 
 
@@ -57,7 +69,9 @@ class Door:
         server: fingerprint of the server's dictionaries and limits.
         config: the operator's settings, of which the limit for doses counts here; None: no limit.
         fetching: the dictionaries that are served by rows; None: there are none.
-        model: vLLM's configuration of the model; None: there is no limit for what is read.
+        vllm_config: vLLM's; None: there is no limit for what is read, and no reasoning parser.
+        consumers: those that the operator has switched on.
+        capture: canonical names of the sites that the operator captures.
     """
 
     def __init__(
@@ -65,22 +79,46 @@ class Door:
         server: str = "",
         config: SaesteerConfig | None = None,
         fetching: Fetching | None = None,
-        model: Any = None,
+        vllm_config: Any = None,
+        consumers: Consumers | None = None,
+        capture: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.fetching = fetching
+        self.consumers = consumers or Consumers({})
+        self._capture = capture
         self.default = None if config is None else config.default_module
+        self.results = Results(Limits.of(config or SaesteerConfig()))
         self._server = server
-        self._model = model
+        self._vllm_config = vllm_config
+        self._model = model = None if vllm_config is None else vllm_config.model_config
         self._dtype = "float32" if model is None else str(model.dtype).removeprefix("torch.")
         self._catalog: Catalog | None = None
-        self._kept: dict[Any, Meaning] = {}
+        self._kept: dict[_Key, tuple[object, Meaning]] = {}  # what was asked, and its meaning
+        self._closing: dict[str, tuple[int, ...]] = {}  # by what its parser is given
         self._lock = Lock()
 
+    def captures(self, request: Any) -> bool:
+        """Whether the operator captures what a request without a spec computes; some cannot be read, and are served."""
+        return bool(self._capture) and _has_ids(request)
+
     def admit(
-        self, spec: Spec, catalog: Catalog | None, request: Any, conversation: Conversation | None = None
+        self,
+        spec: Spec,
+        catalog: Catalog | None,
+        request: Any,
+        conversation: Conversation | None = None,
+        *,
+        silent: bool = False,
     ) -> Spec:
         """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
+
+        Args:
+            spec: what the request asks for.
+            catalog: what the server has; None: it has nothing of saesteer's.
+            request: vLLM's.
+            conversation: of a chat.
+            silent: the client asks for nothing, and its answer says nothing.
 
         Returns:
             The spec with positions instead of the chat messages that it names.
@@ -91,91 +129,197 @@ class Door:
         if catalog is None:
             found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
             fail(KEY, "not_served", f"{found}, so it cannot steer")
-        ids = request.prompt_token_ids
-        if ids is None or getattr(request, "resumable", False):
+        if not _has_ids(request):
             found = "prompts given as embeddings or as streams are not served by this version"
             fail(KEY, "not_served", f"{found}; send text or token ids")
-        if conversation is not None and named(spec):
-            spec = resolved(spec, catalog, ids, conversation)
-        meaning = self.meaning(spec, catalog, len(ids))
+        ids = request.prompt_token_ids
+        messages = None
+        if conversation is not None:
+            spec, messages = located(spec, catalog, ids, conversation)
+        starts = None
+        if messages is not None and by_message(spec.returns):
+            starts = tuple(one["start"] for one in messages)
+        meaning = self.meaning(spec, catalog, len(ids), starts)
         params = request.sampling_params
+        parser = self._parser(meaning, conversation)
+        border = self._border(meaning.edits_part, parser or {}, ids) if meaning.edits_part else None
+        reads_part = any(one.readout.part for one in meaning.readouts if one.readout.shown)
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
-        if meaning.readouts:
-            self._bound(meaning.readouts, catalog, len(ids), params)
+        own = [one for one in meaning.readouts if one.readout.shown]
+        wanted = None
+        if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
+            wanted = Wanted(self.consumers, meaning.readouts, spec.returns.consumers)
         params.saesteer_report = Report(
-            meaning.applied, meaning.sites if measured else None, limit, readouts=meaning.readouts
+            meaning.applied,
+            meaning.sites if measured else None,
+            limit,
+            readouts=meaning.readouts,
+            rooms=self._bound(own, catalog, len(ids), params) if own else [],
+            messages=messages,
+            wanted=wanted,
+            silent=silent,
+            watches=bool(meaning.rules),
+            border=partial(border_of, self._vllm_config, parser or {}, ids) if reads_part or border else None,
         )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
         if meaning.first != (None, None):
             params.extra_args[FIRST] = meaning.first
+        if meaning.rules:
+            params.extra_args |= {RULES: meaning.rules, PARSER: parser}
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
-            # A cached token is not measured again, and the request that computed it may be refused for it later.
-            params.extra_args[RUNS] = keyed(meaning.runs, self._server, uuid4().hex if refusing else None)
+            # A cached token is not measured again, and the request that computed it may be refused for it later. Where
+            # a part of an answer begins follows from the tokens and from what its parser was given.
+            apart = uuid4().hex if refusing else repr(parser) if border and parser else None
+            params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
+        if border is not None:
+            params.extra_args[BORDER] = border
         return spec
 
-    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any) -> None:
-        if self._model is None or self.config is None:
-            return
-        most = params.max_tokens or max(1, self._model.max_model_len - prompt_len)
-        size = declared([one.readout for one in readouts], catalog, prompt_len, most, self._model.dtype.itemsize)
-        refuse_above(self.config.max_read_mib << 20, size * (params.n or 1))
+    def _border(self, at: str, given: Mapping[str, Any], prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """What ends the reasoning in an answer, and where the prompt has ended it, or END."""
+        if (
+            getattr(self._vllm_config, "speculative_config", None) is not None
+        ):  # a wrong guess would end the reasoning for good
+            message = "names a part of the answer, and this server guesses tokens (speculative decoding)"
+            fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
+        found = border_of(self._vllm_config, given, prompt)
+        if found.found < END:
+            return (), found.found
+        key = repr(given)
+        if key not in self._closing:
+            if len(self._closing) == _KNOWN:
+                self._closing.clear()  # it takes a client that invents arguments
+            self._closing[key] = closing(parser_of(self._vllm_config, given))
+        if not self._closing[key]:
+            message = (
+                f"names a part of the answer, but no single token ends the reasoning (or more than {MOST_CLOSING})"
+            )
+            fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
+        return self._closing[key], END
 
-    def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning:
+    def _parser(self, meaning: Meaning, conversation: Conversation | None) -> dict[str, Any] | None:
+        """What the reasoning parser of a request is made with; None if it names no part of the answer."""
+        if not meaning.parts:
+            return None
+        given = {} if conversation is None else arguments(conversation.chat_params.chat_template_kwargs)
+        try:
+            parser_of(self._vllm_config, given)  # behind the door, it would be an error of the server
+        except Exception as exc:
+            found = f"names a part of the answer, and the reasoning parser cannot tell it ({str(exc)[:200]})"
+            raise SpecError(f"{found}; expected other scopes", field=KEY, code="not_served") from exc
+        return given
+
+    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any) -> list[Room]:
+        """Refuses a request that may read too much; returns the room for what its choices keep, choice by choice."""
+        if self._model is None or self.config is None:
+            return []
+        most, choices = params.max_tokens or max(1, self._model.max_model_len - prompt_len), params.n or 1
+        found = [one.readout for one in readouts]
+        each = declared(found, catalog, prompt_len, most, self._model.dtype.itemsize)
+        sizes = [(one, size) for one, size in zip(readouts, each, strict=True) for _ in (one, *one.beside)]
+        refuse_above(self.config.max_read_mib << 20, sum(size for _, size in sizes) * choices)
+        kept = [size for one, size in sizes if not one.readout.inline]
+        return self.results.promise(kept * choices) if kept else []
+
+    def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
         """The meaning of a spec.
+
+        Args:
+            spec: without chat messages in its scopes.
+            catalog: what the server has.
+            prompt_len: the length of the prompt, in tokens.
+            starts: where the chat messages begin, if the spec reduces something to a row for each.
 
         Raises:
             SpecError: it asks for what this server does not have.
         """
+        asked = spec if starts is None else (spec, starts)
+        number = hash(asked)  # once, as it takes a while
         with self._lock:
-            found = self._find(spec, catalog, prompt_len)
+            found = self._find(asked, catalog, ((number, None), (number, prompt_len)))
         if found is None:
-            planned = plan(spec, catalog, prompt_len)
+            planned = plan(spec, catalog, prompt_len, starts)
             rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
             full = replace(catalog, rows=rows) if rows else catalog
-            found = _meaning(spec, full, planned, prompt_len, self._dtype)
+            found = _meaning(spec, full, planned, prompt_len, self._dtype, self._capture)
             with self._lock:
-                self._keep(catalog, (spec, prompt_len) if planned.relative else spec, found)
+                self._keep(catalog, (number, prompt_len if planned.relative else None), asked, found)
         elif self.fetching:
             self.fetching.check(found.rows.items())
         return found
 
-    def _find(self, spec: Spec, catalog: Catalog, prompt_len: int) -> Meaning | None:
-        for key in (spec, (spec, prompt_len)) if self._catalog is catalog else ():
-            found = self._kept.pop(key, None)
-            if found is not None:
-                self._kept[key] = found  # the most recently used comes last
-                return found
+    def _find(self, asked: object, catalog: Catalog, keys: Sequence[_Key]) -> Meaning | None:
+        for key in keys if self._catalog is catalog else ():
+            if key in self._kept and self._kept[key][0] == asked:
+                self._kept[key] = self._kept.pop(key)  # the most recently used comes last
+                return self._kept[key][1]
         return None
 
-    def _keep(self, catalog: Catalog, key: Any, found: Meaning) -> None:
+    def _keep(self, catalog: Catalog, key: _Key, asked: object, found: Meaning) -> None:
         if self._catalog is not catalog:
             self._catalog = catalog
             self._kept.clear()
-        self._kept[key] = found
+        self._kept[key] = asked, found
         if len(self._kept) > _KNOWN:
             del self._kept[next(iter(self._kept))]
 
 
-def _meaning(spec: Spec, catalog: Catalog, found: Plan, prompt_len: int, dtype: str) -> Meaning:
-    # The ops are only for logs (logs.py).
-    admitted = {"edits": [{"op": edit.op} for edit in spec.edits], **encode(found, catalog, dose=spec.returns.dose)}
-    edited = runs(found, change_digests(found, catalog))
+def _has_ids(request: Any) -> bool:
+    """Whether the prompt has token ids, all of them now."""
+    return request.prompt_token_ids is not None and not getattr(request, "resumable", False)
+
+
+def _meaning(
+    spec: Spec, catalog: Catalog, found: Plan, prompt_len: int, dtype: str, capture: Sequence[str] = ()
+) -> Meaning:
+    whole = replace(found, readouts=captures(capture, found.readouts)) if capture else found
+    admitted = {**encode(whole, catalog, dose=spec.returns.dose), "said": summary(spec)}
+    edited = runs(found, contents(found, catalog))
     rows = features_of(found, catalog) if catalog.rows else {}
-    starts = [one.windows[0][0] for one in found.readouts if one.windows]
-    first = first_recomputed(found.readouts, prompt_len), min(starts, default=None)
-    told = reported(found.readouts, catalog, dtype)
-    return Meaning(bool(found), applied(found, catalog), sites_of(found, catalog), edited, admitted, told, first, rows)
+    taken = (*found.readouts, *found.measures)
+    starts = [one.windows[0][0] for one in taken if one.windows]
+    first = first_recomputed(taken, prompt_len), min(starts, default=None)
+    told = reported(whole.readouts, catalog, dtype)
+    edits_part = next((part.field for group in found.groups for part in group.parts if part.part), None)
+    return Meaning(
+        bool(found),
+        Applied(found, catalog),
+        sites_of(found, catalog),
+        edited,
+        admitted,
+        told,
+        first,
+        sent(found.rules),
+        edits_part is not None or any(one.part for one in found.readouts) or any(one.part for one in found.rules),
+        edits_part,
+        rows,
+    )
 
 
-def resolved(spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation) -> Spec:
-    """The spec with positions instead of the chat messages that it names.
+def needs_messages(spec: Spec) -> bool:
+    """Whether a conversation may have to be rendered: the spec names messages, or reads tokens that may be theirs."""
+    return named(spec) or any(True for _ in spec.returns.scopes())
+
+
+def located(
+    spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation
+) -> tuple[Spec, list[dict[str, Any]] | None]:
+    """The spec with positions instead of the chat messages that it names, and where all of them stand, if it reads any.
 
     Raises:
-        SpecError: there is no such message.
+        SpecError: there is no such message, or the chat template cannot tell where one ends.
     """
-    return resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
+    if named(spec):
+        spec = resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
+    each = by_message(spec.returns)
+    if each is None and not reads_prompt(spec.returns, len(ids)):
+        return spec, None
+    messages = conversation.told(ids)
+    if messages is None and each is not None:
+        conversation.spans(ids, [(n, n + 1) for n in range(len(conversation.messages))], each)  # says why
+    return spec, messages
 
 
 def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -195,4 +339,4 @@ def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]
         server: fingerprint of the dictionaries and limits.
         own: makes the keys unique to one request; None: requests with the same edits share.
     """
-    return [[lo, hi, digest([server, own, edits])] for lo, hi, edits in found]
+    return [[lo, hi, hashlib.sha256(f"{server} {own} {edits}".encode()).hexdigest()] for lo, hi, edits in found]

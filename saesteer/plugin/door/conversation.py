@@ -30,6 +30,7 @@ class Conversation:
     chat_params: Any
     tok_params: Any
     _ends: dict[int, int] = field(default_factory=dict)  # number of messages → tokens of the prompt up to there
+    _told: list[list[dict[str, Any]] | None] = field(default_factory=list)  # empty until somebody asks
 
     @property
     def roles(self) -> list[str]:
@@ -57,6 +58,27 @@ class Conversation:
         for count in missing:
             self._ends[count] = self._end(count, ids, at)
         return [(self._ends.get(first, 0), self._ends[end]) for first, end in runs]
+
+    def told(self, ids: Sequence[int]) -> list[dict[str, Any]] | None:
+        """Where the messages stand in the prompt, as answers have it; None if the template cannot tell.
+
+        Tokens behind the last message, which open the answer, are an entry whose role is None.
+        """
+        if not self._told:
+            count = len(self.messages)
+            try:
+                spans = self.spans(ids, [(n, n + 1) for n in range(count)], "messages")
+            except SpecError:
+                self._told.append(None)
+                return None
+            roles: list[str | None] = [*self.roles]
+            if (end := spans[-1][1] if spans else 0) < len(ids):
+                spans, roles = [*spans, (end, len(ids))], [*roles, None]
+            found = zip(roles, spans, strict=True)
+            self._told.append(
+                [{"role": role, "index": n, "start": lo, "end": hi} for n, (role, (lo, hi)) in enumerate(found)]
+            )
+        return self._told[0]
 
     def _end(self, count: int, ids: Sequence[int], at: str) -> int:
         given = self.chat_params.chat_template_kwargs

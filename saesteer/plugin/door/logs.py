@@ -9,16 +9,17 @@ A refused spec is the client's mistake and is not logged; vLLM would log it with
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.language.fields import show
-from saesteer.language.spec import OPS
+from saesteer.language.spec import OPS, RULES, Spec
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
+_KNOWN = OPS.keys() | RULES.keys()
 _OF_STREAMS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
@@ -33,13 +34,20 @@ def filter_streams() -> None:
 
 
 def summary(wire: Any) -> str:
-    """A spec, right or wrong, in a few words that contain only numbers and names of ops."""
+    """A spec, right or wrong, or what has taken its place, in a few words that hold only numbers and names of ops."""
+    if isinstance(wire, Mapping) and isinstance(wire.get("plan"), bytes):  # admitted: no JSON has bytes
+        return str(wire["said"])
+    if isinstance(wire, Spec):
+        return _counted([edit.op for edit in wire.edits])
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     if not isinstance(edits, list | tuple):
         return f"a text of {len(wire)} characters" if isinstance(wire, str) else show(wire)
     ops = [one.get("op") if isinstance(one, Mapping) else None for one in edits]
-    counts = Counter(op if isinstance(op, str) and op in OPS else "unknown" for op in ops)
-    return ", ".join(f"{count} {op}" for op, count in counts.items()) or "no edits"
+    return _counted([op if isinstance(op, str) and op in _KNOWN else "unknown" for op in ops])
+
+
+def _counted(ops: Sequence[str]) -> str:
+    return ", ".join(f"{count} {op}" for op, count in Counter(ops).items()) or "no edits"
 
 
 @around

@@ -5,6 +5,7 @@ name it: the key is the operator's consent, and without a key every route report
 """
 
 import hmac
+import logging
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -18,24 +19,31 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from saesteer.config.config import ADMIN_KEY, KEY
+from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
+from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
 from saesteer.planning.plan import Catalog
-from saesteer.plugin.http import features
+from saesteer.plugin.http import features, results
+from saesteer.plugin.http.memory import MemoryGuard
+from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia
 from saesteer.plugin.http.openapi import document, schema_of
+from saesteer.plugin.http.playground import PREFIX, add_playground
 from saesteer.plugin.http.refusals import Refused, first_of, refuse
 from saesteer.plugin.http.routes import SERVED, Guard
+from saesteer.plugin.http.statuses import Statuses
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
+_log = logging.getLogger("vllm.saesteer")
 MAX_BODY = MAX_CHARACTERS  # bytes
 _SHORT = 16  # characters of a version hash, as in answers
 
 
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128}
+_FUNCTION = schema_of(Function)
 _VECTOR = schema_of(tuple[float, ...] | InlineVector)
 _SPEC = {"anyOf": [schema_of(Spec)]}  # pydantic would look up a reference that stands alone
 _VECTOR_EXAMPLES: list[Any] = [
@@ -63,6 +71,7 @@ class VectorBody(BaseModel):
     name: Annotated[Any, Field(json_schema_extra=_NAME)]
     vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_VECTOR)]
     bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="A probe's bias: x · v + bias.")] = 0.0
+    function: Annotated[Any, Field(json_schema_extra=_FUNCTION, description="What a probe makes of it.")] = "linear"
 
 
 class ModuleBody(BaseModel):
@@ -81,6 +90,7 @@ class VectorEntry(BaseModel):
     shape: list[int] = Field(description="[d], or [layers, d].", examples=[[34, 2560]])
     layers: list[int] | None = Field(description="The layers of its rows; null if one row fits any site.")
     bias: float
+    function: str
     version: str = Field(description="Hash of its content; answers report the same in `applied`.")
     uses: int = Field(description="Requests admitted with this content, also through modules.")
 
@@ -90,7 +100,8 @@ class VectorEntry(BaseModel):
         found: Any = catalog.vectors[name]
         shape = [found.width] if found.layers is None else [len(found.layers), found.width]
         version = found.fingerprint[:_SHORT]
-        return cls(name=name, shape=shape, layers=found.layers, bias=found.bias, version=version, uses=uses, **more)
+        probe = {"bias": found.bias, "function": found.function}
+        return cls(name=name, shape=shape, layers=found.layers, version=version, uses=uses, **probe, **more)
 
 
 class ModuleEntry(BaseModel):
@@ -171,6 +182,7 @@ class EndpointPlugin:
         app.add_middleware(Guard, served=SERVED if steers else ())
         if not configured:
             return
+        app.add_middleware(Statuses)
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
         if key and key in keys:
@@ -178,7 +190,8 @@ class EndpointPlugin:
         if key and keys:
             args.api_key = [*keys, key]
         app.include_router(router)
-        app.include_router(features.router)
+        if steers:
+            _add_routes(app, args)
         document(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -187,6 +200,22 @@ class EndpointPlugin:
         if names is not None:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
             state.saesteer_labels = {}
+            state.saesteer_results = engine_client.input_processor.saesteer_door.results
+
+
+def _add_routes(app: FastAPI, args: Any) -> None:
+    """The routes of a server that steers: for every client, and what the operator has asked for."""
+    app.include_router(features.router)
+    app.include_router(results.router)
+    config = SaesteerConfig.from_json(args.additional_config[KEY])
+    if config.memory_guard is not None:
+        app.add_middleware(MemoryGuard, limit=config.memory_guard)
+    if config.neuronpedia:
+        add_neuronpedia(app, args)
+    if config.playground:
+        add_playground(app)
+        scheme = "https" if args.ssl_certfile else "http"
+        _log.info("The playground is at %s://%s:%s%s", scheme, args.host or "localhost", args.port, PREFIX)
 
 
 def admin_key() -> str:
@@ -300,7 +329,7 @@ async def list_vectors(admin: _Admin) -> VectorList:
 @router.post("/vectors", responses=_says(400, 409, 413), summary="Register or replace a vector")
 async def put_vector(admin: _Admin, body: VectorBody) -> VectorDone:
     """The vector is on the device when this returns. Running requests keep what they started with."""
-    given = Given.read(body.vector, body.bias)
+    given = Given.read(body.vector, body.bias, body.function)
     replaced, catalog = await admin.names.put_vector(admin.engine, body.name, given)
     return VectorDone.of(catalog, body.name, replaced=replaced)
 

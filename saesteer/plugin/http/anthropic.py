@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import FIELD, is_steered, recorded, with_report
+from saesteer.plugin.http.bodies import FIELD, is_steered, streamed, with_report
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -82,7 +82,7 @@ async def _objects(
     """From 0.33 on, a stream's chunks become events before they are text."""
     steered = is_steered(request)
     reports: dict[int, Any] = {}
-    outputs = recorded(result_generator, request, reports) if steered else result_generator
+    outputs = streamed(result_generator, request, reports) if steered else result_generator
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:
             ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))

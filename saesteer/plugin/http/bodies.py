@@ -47,6 +47,27 @@ async def recorded(
             yield found
 
 
+class _Nothing(str):
+    """An empty text that counts as one: vLLM's streams leave out an output without text and tokens, even a last one."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+async def streamed(
+    outputs: AsyncGenerator[Any, None], request: Any, reports: dict[int, Any]
+) -> AsyncGenerator[Any, None]:
+    """As ``recorded``, for a stream: the end of a choice that a rule has stopped in its prompt is an event as well."""
+    async with aclosing(recorded(outputs, request, reports)) as found:
+        async for one in found:
+            for choice in (one[1] if isinstance(one, tuple) else one).outputs:
+                if choice.finish_reason is not None and not choice.text and not choice.token_ids:
+                    choice.text = _Nothing()
+            yield one
+
+
 def _reports_of(output: Any, first: int) -> dict[int, Any]:
     return {first + one.index: one.saesteer for one in output.outputs if hasattr(one, KEY)}
 
@@ -111,7 +132,7 @@ def _chat_stream(original: Original, self: Any, request: Any, result_generator: 
     if not is_steered(request):
         return original(self, request, result_generator, *args, **kwargs)
     reports: dict[int, Any] = {}
-    outputs = recorded(result_generator, request, reports)
+    outputs = streamed(result_generator, request, reports)
     return _chunks(original(self, request, outputs, *args, **kwargs), reports)
 
 
@@ -154,7 +175,7 @@ def _completion_stream(
     if not is_steered(request):
         return original(self, request, engine_inputs, result_generator, *args, **kwargs)
     reports: dict[int, Any] = {}
-    outputs = recorded(result_generator, request, reports)
+    outputs = streamed(result_generator, request, reports)
     return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), reports)
 
 

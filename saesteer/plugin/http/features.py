@@ -1,24 +1,28 @@
-"""The route that serves labels: features of a dictionary by words or by number. Only reads; knows no spec.
+"""The routes that say what a request may name: dictionaries, and their features by words or by number. Only read.
 
-It is open to whoever may send requests, so a query is bounded in every respect. Each opens its label file anew.
+They are open to whoever may send requests, so a query is bounded in every respect. Each opens its label file anew.
+They know no spec.
 """
 
-from collections.abc import Callable, Coroutine
+from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.errors import LoadError, SpecError
+from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.labels.places import place_of
 from saesteer.labels.store import MAX_QUERY, MOST, Labels, words_of
 from saesteer.language.fields import MAX_NAME, fail
+from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import dictionary_of, feature_of
-from saesteer.plugin.http.refusals import Refused, first_of, refuse
+from saesteer.planning.plan import Catalog
+from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
 
+MOST_LISTED = 1000  # dictionaries; a folder of them may hold more
 _AT = "query"  # where a refusal says that the wrong field is
 
 
@@ -54,41 +58,75 @@ class FeatureList(BaseModel):
     features: list[FeatureEntry]
 
 
+class DictionaryEntry(BaseModel):
+    """A dictionary, or a set of them."""
+
+    dictionary: str = Field(description="Its name, as in a request.")
+    layers: list[int] | None = Field(description="Of a set: its layers, one of which a request names.")
+    site: str | None = Field(description="Where it reads; of a set, that of its first layer; null: its file is unfit.")
+    readable: bool = Field(description="Whether `return.features` may read it; one that stays in its file is not.")
+
+
+class DictionaryList(BaseModel):
+    """The dictionaries of the server, as the operator listed them."""
+
+    dictionaries: list[DictionaryEntry]
+    more: bool = Field(description="Whether the server has others, which are left out here.")
+
+
 class _Missing(Exception):
     """A dictionary without labels."""
 
 
-class _Route(APIRoute):
-    """Makes all refusals look alike."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
-        handle = super().get_route_handler()
-
-        async def told(request: Request) -> Any:
-            try:
-                return await handle(request)
-            except SpecError as error:
-                return refuse(400, str(error), error.code, error.field)
-            except RequestValidationError as error:
-                message, code, path = first_of(error, _AT)
-                return refuse(400, f"{_AT}.{path}: {message}", code, f"{_AT}.{path}")
-            except LoadError as error:
-                return refuse(400, str(error), "unreadable", f"{_AT}.dictionary")
-            except _Missing as error:
-                return refuse(404, str(error), "not_served", f"{_AT}.dictionary")
-
-        return told
+def _refusal(error: Exception) -> JSONResponse | None:
+    match error:
+        case SpecError():
+            return refuse(400, str(error), error.code, error.field)
+        case RequestValidationError():
+            message, code, path = first_of(error, _AT)
+            return refuse(400, f"{_AT}.{path}: {message}", code, f"{_AT}.{path}")
+        case LoadError():
+            return refuse(400, str(error), "unreadable", f"{_AT}.dictionary")
+        case _Missing():
+            return refuse(404, str(error), "not_served", f"{_AT}.dictionary")
+    return None
 
 
 def _state(request: Request) -> Any:
     return request.app.state
 
 
-router = APIRouter(prefix="/v1/saesteer", route_class=_Route, tags=["saesteer"])
+router = APIRouter(prefix="/v1/saesteer", route_class=refusing(_refusal), tags=["saesteer"])
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": Refused, "description": "The query is wrong, or the label file is; `param` names the field."},
     404: {"model": Refused, "description": "The dictionary has no labels."},
 }
+
+
+@router.get("/dictionaries", summary="List the dictionaries")
+def list_dictionaries(state: Annotated[Any, Depends(_state)]) -> DictionaryList:
+    """The names that a request may use, the layers of sets, and what can be read. In a thread: it may open files."""
+    catalog = state.saesteer_admin.names.catalog
+    keys: dict[str, str] = {}  # of a dictionary or of one of a set, by name
+    for key in catalog.dictionaries:
+        keys.setdefault(catalog.named(key)[0], key)
+    for name, layers in catalog.sets.items():  # also those below the folder
+        keys.setdefault(name, catalog.key(name, layers[0]))
+    entries = [
+        DictionaryEntry(dictionary=name, layers=catalog.sets.get(name), site=site, readable=readable)
+        for name, key in islice(keys.items(), MOST_LISTED)
+        for site, readable in [_reading(catalog, key)]
+    ]
+    return DictionaryList(dictionaries=entries, more=len(keys) > MOST_LISTED)
+
+
+def _reading(catalog: Catalog, key: str) -> tuple[str | None, bool]:
+    """Where a dictionary reads, and whether its features can be read there."""
+    try:
+        info = catalog.dictionaries[key]
+    except (ConfigError, LoadError):  # below the folder; a request that names it is told why
+        return None, False
+    return info.site_in or info.site_out, not is_by_rows(catalog, key)
 
 
 @router.get("/features", responses=_RESPONSES, summary="Find features by words, or describe one")
@@ -106,7 +144,7 @@ def list_features(
             fail(f"{_AT}.q", "missing_field", "is missing, expected q or feature")
         fail(f"{_AT}.q", "conflict", "is given next to feature, expected one of them")
     catalog = state.saesteer_admin.names.catalog
-    key, info = dictionary_of(catalog, dictionary, layer, _AT)
+    key, info = dictionary_of(catalog, dictionary, layer, _AT, address="dictionary")
     if feature is not None:
         feature_of(catalog, dictionary, layer, feature, _AT)
     if q is not None and not words_of(q):

@@ -10,10 +10,12 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from saesteer.config.config import KEY
-from saesteer.language.edits import OPS, Edit, Gate, Scope, Strength
+from saesteer.language import address
+from saesteer.language.edits import OPS, Clamp, Edit, Gate, Scope, Strength
 from saesteer.language.fields import Record, table
 from saesteer.language.inline import InlineVector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import Spec
 from saesteer.plugin.http.routes import SERVED
 
@@ -26,7 +28,14 @@ _PLAIN: dict[Any, dict[str, str]] = {
     NoneType: {"type": "null"},
 }
 _READS = (FeatureRead, ProbeRead, ActivationRead, HiddenRead)
-_RECORDS = (Spec, Return, *_READS, Scope, Gate, Strength, InlineVector, *OPS.values())
+_EDITS = (*OPS.values(), *RULES.values())
+_RECORDS = (Spec, Return, *_READS, Scope, Gate, Watched, Strength, InlineVector, *_EDITS)
+_ADDRESSED = (Clamp, Gate, Watched, Strength, FeatureRead)  # may name features by their addresses at Neuronpedia
+_ADDRESS = {"type": "string", "pattern": f"^({address.PREFIX})?{address.FORM}$"}
+_ADDRESSES: dict[str, dict[str, Any]] = {
+    "feature": _ADDRESS,
+    "features": {"type": "array", "items": _ADDRESS, "minItems": 1},
+}
 _ANSWER = {
     "title": "SaesteerAnswer",
     "description": "What was done for a steered request. Of several choices, each has its own; the body has the first.",
@@ -43,12 +52,17 @@ _ANSWER = {
                     "op": {"type": "string"},
                     "site": {"type": "string"},
                     "version": {"type": "string", "description": "The version of its dictionary or vector."},
+                    "trained_on": {
+                        "type": "string",
+                        "description": "The dictionary's model, where it is the base of the served one, or declared.",
+                    },
                     "max_act": {
                         "type": "string",
                         "description": "Where the unit comes from: calibration, file or labels.",
                     },
                     "layer": {"type": "integer", "description": "Of a set, or of a vector with rows for layers."},
                     "positions": {"type": "array", "items": {"type": "array"}},
+                    "part": {"type": "string", "description": "Reasoning or answer, if the scope names one."},
                     "tokens_edited": {"type": "integer"},
                     "tokens_cached": {"type": "integer"},
                 },
@@ -58,6 +72,43 @@ _ANSWER = {
             "description": "How strong the edits were: one object for each site, if the request asks for it.",
             "type": "array",
             "items": {"type": "object", "properties": {"site": {"type": "string"}}},
+        },
+        "flags": {
+            "description": "Rules that have fired, each with its path in the request and its position.",
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"edit": {"type": "string"}, "position": {"type": "integer"}},
+            },
+        },
+        "activations": {
+            "description": "What was read of sites. `handle` stands for `data` where the request asks for handles.",
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "site": {"type": "string"},
+                    "at": {"type": "string"},
+                    "positions": {"type": "array"},
+                    "dtype": {"type": "string"},
+                    "shape": {"type": "array", "items": {"type": "integer"}},
+                    "data": {"type": "string", "format": "byte"},
+                    "handle": {"type": "string"},
+                },
+            },
+        },
+        "messages": {
+            "description": "Where the chat's messages stand in the prompt; the last, without a role, opens the answer.",
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"type": ["string", "null"]},
+                    "index": {"type": "integer"},
+                    "start": {"type": "integer"},
+                    "end": {"type": "integer"},
+                },
+            },
         },
     },
 }
@@ -112,6 +163,7 @@ def _ref(name: str) -> dict[str, Any]:
 
 def _schema_of_record(record: type[Record]) -> dict[str, Any]:
     hints = get_type_hints(record)
+    about: dict[str, Any] = {"title": _name(record), "description": (record.__doc__ or "").partition("\n")[0]}
     properties: dict[str, Any] = {}
     if issubclass(record, Edit):
         properties["op"] = {"type": "string", "const": record.op}
@@ -120,12 +172,16 @@ def _schema_of_record(record: type[Record]) -> dict[str, Any]:
         schema = schema_of(hints[one.name])
         if one.metadata["single"] or one.name == "messages":  # one item stands for a list of one
             schema = _any_of(_item(hints[one.name]), hints[one.name])
+        if (named := _ADDRESSES.get(key)) and record in _ADDRESSED:
+            schema = {"anyOf": [schema, named]}
+            if MISSING is table(record)["dictionary"].default:  # it is, unless an address says it
+                required.remove("dictionary")
+                about["anyOf"] = [{"required": ["dictionary"]}, {"properties": {key: named}, "required": [key]}]
         if one.default is MISSING:
             required.append(key)
         elif isinstance(one.default, str | int | float):
             schema |= {"default": one.default}
         properties[key] = schema
-    about = {"title": _name(record), "description": (record.__doc__ or "").partition("\n")[0]}
     needs = {"required": required} if required else {}
     return about | {"type": "object", "properties": properties, "additionalProperties": False} | needs
 
@@ -135,7 +191,7 @@ def schema_of(hint: Any) -> dict[str, Any]:
     if hint in _PLAIN:
         return dict(_PLAIN[hint])
     if hint is Edit:
-        return {"oneOf": [_ref(_name(one)) for one in OPS.values()], "discriminator": {"propertyName": "op"}}
+        return {"oneOf": [_ref(_name(one)) for one in _EDITS], "discriminator": {"propertyName": "op"}}
     if hint is ProbeRead:
         return {"anyOf": [_ref(_name(hint)), {"type": "string"}]}
     if hint == tuple[Consumer, ...]:

@@ -1,7 +1,12 @@
 """How saesteer's own routes refuse: one body for all of them. Knows no route."""
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 
 
@@ -41,3 +46,28 @@ def first_of(error: RequestValidationError, where: str) -> tuple[str, str, str]:
     ranges = ("greater_than_equal", "less_than_equal", "string_too_long")
     code = "out_of_range" if first["type"] in ranges else codes.get(first["type"], "wrong_type")
     return str(first["msg"]), code, path
+
+
+def refusing(answer: Callable[[Exception], JSONResponse | None]) -> type[APIRoute]:
+    """The class of routes whose errors are answered as refusals.
+
+    Args:
+        answer: a function: an error → its answer; None: it is a fault, which is raised.
+    """
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+            handle = super().get_route_handler()
+
+            async def told(request: Request) -> Any:
+                try:
+                    return await handle(request)
+                except Exception as error:
+                    refusal = answer(error)
+                    if refusal is None:
+                        raise
+                    return refusal
+
+            return told
+
+    return Route

@@ -49,6 +49,12 @@ _PLACES: tuple[tuple[str, ...], ...] = (
 )
 
 
+def path_of(scope: Scope) -> str:
+    """A request's path as the routes have it, without what a proxy has put in front (--root-path)."""
+    path, root = str(scope.get("path", "")), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 class Guard:
     """ASGI middleware that answers 400 if a body asks for steering on a route that does not serve the field.
 
@@ -66,9 +72,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses the request, or passes it on."""
-        kind = scope["type"]
-        path, root = str(scope.get("path", "")), str(scope.get("root_path", "")).rstrip("/")
-        path = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        kind, path = scope["type"], path_of(scope)
         if kind == "websocket":
             receive = _without_specs(receive, send, self._refusal(path))
         elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path):

@@ -2,8 +2,8 @@
 
 vLLM returns the stream first and admits its request when the stream is first read, after HTTP has sent 200. Here the
 stream is read first, and HTTP sends 200 while the first token is computed. If the server refuses doses above a limit,
-HTTP waits for that token, since then the prompt's doses are known. Knows vLLM's serving classes; requests without a
-spec are streamed as in stock vLLM.
+or what is not finite, HTTP waits for that token, since then the prompt has been computed. Knows vLLM's serving classes;
+requests without a spec are streamed as in stock vLLM.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def _looking(original: Original, self: Any, request: Any, *args: Any, **kw
     before = _waiting.set([*prompts])
     begun = asyncio.create_task(_begun(made))  # with the present context
     _waiting.reset(before)
-    awaited = {begun} if _refuses_doses(self) else {begun, asyncio.gather(*prompts)}
+    awaited = {begun} if _may_fail(self) else {begun, asyncio.gather(*prompts)}
     try:
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         first = begun.result() if begun.done() else []
@@ -62,9 +62,10 @@ def _prompts(request: Any) -> int:
     return len(found) if isinstance(found, list) and found and not isinstance(found[0], int) else 1
 
 
-def _refuses_doses(serving: Any) -> bool:
+def _may_fail(serving: Any) -> bool:
+    """Whether a request may be ended for what its prompt's pass computes."""
     config = serving.engine_client.input_processor.saesteer_door.config
-    return config is not None and config.max_dose_action == "refuse"
+    return config is not None and (config.max_dose_action == "refuse" or config.fail_fast)
 
 
 async def _begun(made: AsyncGenerator[Any, None]) -> list[Any]:

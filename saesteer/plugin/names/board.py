@@ -42,6 +42,24 @@ def _folder(word: str) -> Path:
     return Path(tempfile.gettempdir(), f"saesteer-{word}")
 
 
+def meeting_place() -> Path | None:
+    """The folder that the processes of this server share, made if it does not exist; None if none was announced.
+
+    Raises:
+        UnsupportedError: it belongs to another user.
+    """
+    parent, word = parent_process(), os.environ.get(ENV, "")
+    own = [os.getpid()] if parent is None else [os.getpid(), parent.pid]
+    return _made(_folder(word)) if any(word.startswith(f"{pid}-") for pid in own) else None
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UnsupportedError(f"{folder} belongs to another user, so the API servers cannot meet there")
+    return folder
+
+
 class Board:
     """One process's view.
 
@@ -52,10 +70,7 @@ class Board:
     """
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise UnsupportedError(f"{folder} belongs to another user, so the API servers cannot meet there")
-        self._folder = folder
+        self._folder = _made(folder)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         files = [os.open(folder / f"uses-{one}", os.O_RDWR | os.O_CREAT, 0o600) for one in range(count)]
         self._own, self._all = files[rank], files

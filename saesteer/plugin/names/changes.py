@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from saesteer.config.modules import check_module
-from saesteer.dictionaries.vectors import VectorSet, from_inline
+from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
 from saesteer.errors import RegistryError, SpecError
-from saesteer.language.fields import closest, listing, number, show
+from saesteer.language.fields import closest, listing, number, one_of, show
 from saesteer.language.inline import InlineVector, vector
 from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec, from_json
@@ -24,35 +24,38 @@ class Given:
 
     vector: tuple[float, ...] | InlineVector
     bias: float = 0.0
+    function: Function = "linear"
 
     @classmethod
-    def read(cls, value: Any, bias: Any) -> "Given":
+    def read(cls, value: Any, bias: Any, function: Any = None) -> "Given":
         """From JSON.
 
         Raises:
-            SpecError: it is not a vector, or its bias is not a number.
+            SpecError: it is not a vector, its bias is not a number, or its function is unknown.
         """
         if isinstance(value, str):
             expected = "a list of numbers or an object with dtype, shape and data; files are named at start"
             raise SpecError(f"got {show(value)}, expected {expected}", field="vector", code="wrong_type")
         found = vector(value, "vector")
         assert not isinstance(found, str)
-        return cls(found, 0.0 if bias is None else number(bias, "bias"))
+        made: Any = "linear" if function is None else one_of(*get_args(Function))(function, "function")
+        return cls(found, 0.0 if bias is None else number(bias, "bias"), made)
 
     def decode(self) -> VectorSet:
         """The directions."""
-        return from_inline(self.vector, bias=self.bias)
+        return from_inline(self.vector, bias=self.bias, function=self.function)
 
     def to_json(self) -> dict[str, Any]:
         """What ``read`` takes."""
         inline = self.vector
-        return {"vector": inline.to_json() if isinstance(inline, InlineVector) else list(inline), "bias": self.bias}
+        vector = inline.to_json() if isinstance(inline, InlineVector) else list(inline)
+        return {"vector": vector, "bias": self.bias, "function": self.function}
 
 
 def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
     """Read the vectors and modules that changes put, by name, from their JSON objects; None for a deleted one."""
     vectors = {
-        name: None if one is None else Given.read(one["vector"], one["bias"]).decode()
+        name: None if one is None else Given.read(one["vector"], one["bias"], one["function"]).decode()
         for name, one in told.get("vectors", {}).items()
     }
     return vectors, {name: None if one is None else from_json(one) for name, one in told.get("modules", {}).items()}

@@ -90,7 +90,7 @@ class Names:
         """Count a request that was admitted with a version."""
         default = version.catalog.default if spec.defaults else None
         edits = spec.edits if default is None else (Use(default), *spec.edits)
-        used = [version.puts[name] for name in names_in(edits, version.catalog.modules)]
+        used = [version.puts[name] for name in names_in(edits, version.catalog.modules, spec.returns)]
         with self._lock:
             if self._board is None:
                 self._uses.update(used)

@@ -7,25 +7,34 @@ They travel with vLLM's own outputs, since a question to a worker would wait for
     front end  OutputProcessor: moves them into ``saesteer`` of the request's CompletionOutput
 
 Each request that has failed on the worker sends a word along (failures.py). A step without a steered request copies
-nothing, and outputs of other requests do not change.
+nothing, unless --fail-fast looks at all of them (health.py), and outputs of other requests do not change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.v1.engine import FinishReason
 
 from saesteer.config.config import KEY
+from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
 from saesteer.engine.engine import Published
 from saesteer.engine.readouts import Brought
 from saesteer.engine.table import Row
+from saesteer.errors import SpecError
 from saesteer.kernels import layout
+from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.applied import count
-from saesteer.plugin.results import failures, metrics, reads
+from saesteer.planning.plan import END
+from saesteer.planning.rules import flags
+from saesteer.plugin.reasoning import Border
+from saesteer.plugin.results import consuming, drafts, failures, health, metrics, reads, rules
+from saesteer.plugin.results.drafts import Guessed, Guesses
+from saesteer.plugin.results.kept import Room
 from saesteer.plugin.wrap import Original, around, around_method_of
 
 
@@ -37,6 +46,8 @@ class Table(NamedTuple):
     failed: Mapping[str, str]  # failed request → word
     stops: frozenset[str]  # requests with stop strings: the front end finds these, so any output may be the last
     read: Brought | None = None  # what requests have read of this step
+    guessed: Mapping[str, Guessed] = {}  # what requests' guessed tokens have counted, beside that
+    watched: bool = False  # whether --fail-fast is on
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,9 @@ class Snapshot:
     kept: Mapping[str, Sequence[Tensor]]  # request → its counters from rows that it had before
     lost: Mapping[str, str]  # request that failed for another reason than its counters → word
     read: Brought | None = None  # as in Table
+    guesses: Mapping[str, Guesses] = field(default_factory=dict)  # of the step
+    watched: bool = False  # as in Table
+    look: health.Look | None = None  # what was seen of the step then
 
     @property
     def names(self) -> list[str]:
@@ -90,10 +104,11 @@ class Snapshot:
     @property
     def failed(self) -> Mapping[str, str]:
         """As in Table."""
+        lost = self.lost if self.look is None else self.look.failed | dict(self.lost)
         limited = self.batch.limited
         if limited is None or not (above := self.counted[limited]).any():
-            return self.lost
-        return {self.names[number]: failures.DOSE for number in limited[0][above > 0]} | dict(self.lost)
+            return lost
+        return {self.names[number]: failures.DOSE for number in limited[0][above > 0]} | dict(lost)
 
     @property
     def counted(self) -> NDArray[np.int32]:
@@ -111,8 +126,19 @@ class Snapshot:
                 own[:] = doses.merge(more.cpu().numpy(), own, row.edits)
         return table
 
+    @property
+    def guessed(self) -> Mapping[str, Guessed]:
+        """As in Table."""
+        found = {}
+        for name, row in zip(self.names, self.batch.contents, strict=True) if self.guesses else ():
+            if name in self.guesses:
+                position, rows = self.guesses[name]
+                found[name] = Guessed(position, row.edits, self.published.read(self.step, [*rows], row.counters))
+        return found
+
     def __reduce__(self) -> tuple[type[Table], tuple[Any, ...]]:
-        return Table, (self.names, self.counted, self.failed, self.stops, self.read)
+        guessed = self.guessed
+        return Table, (self.names, self.counted, self.failed, self.stops, self.read, guessed, self.watched)
 
 
 def attach(worker: Any, steering: Any) -> None:
@@ -122,14 +148,20 @@ def attach(worker: Any, steering: Any) -> None:
 
     @around_method_of(worker)
     def sample_tokens(original: Original, *args: Any, **kwargs: Any) -> Any:
-        if steering.kinds is None and not steering.failed:
+        watched = steering.health is not None
+        if steering.kinds is None and not steering.failed and not watched:
             return original(*args, **kwargs)
-        # Now, since the next step may be prepared before this one's tokens arrive.
-        snapshot = steering.snapshot(steering.read() if worker.rank == 0 else None)
+        # Now, since the next step may be prepared before this one's tokens arrive. Each rank has the whole tensors. The
+        # executor takes the first one's output, and under torchrun each rank has a scheduler that takes its own.
+        snapshot = steering.snapshot(steering.read() if worker.is_driver_worker else None)
         output = original(*args, **kwargs)
+        if watched:
+            snapshot.watched, snapshot.look = True, steering.health.take()
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer = snapshot
+            if snapshot.guesses:
+                steering.settle(snapshot.guessed, made)
         return output
 
 
@@ -144,19 +176,34 @@ def _sending(
         return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
+    watching = rules.watched(self, found.read) if found.read is not None else []
+    young = health.young(self, scheduler_output) if found.watched else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-    reads.send(self, outputs, found.read, stops)
+    if watching:
+        rules.look(self, outputs, watching)
+    if young:
+        health.end(self, outputs, young)
+    guessed = found.guessed
+    tokens = drafts.tokens_of((one for batch in outputs.values() for one in batch.outputs), guessed) if guessed else {}
+    reads.send(self, outputs, found.read, stops, {name: guessed[name].end(count) for name, count in tokens.items()})
     if self.finished_req_ids or stops:  # most steps have none
         made = (one for batch in outputs.values() for one in batch.outputs)
         last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
         ending = {one.request_id for one in last} | {request.request_id for request, _ in ended}
         counted = found.counted
-        brought = {name: counted[number].tobytes() for number, name in enumerate(found.names) if name in ending}
+        brought = {
+            name: drafts.by_token(counted[number], guessed.get(name), tokens.get(name, 0), each=name in stops)
+            for number, name in enumerate(found.names)
+            if name in ending
+        }
         for one in last:
             if one.request_id in brought:
                 one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: brought[one.request_id]}
         failures.add_outputs(outputs, ended, brought)
     return outputs
+
+
+_OURS = frozenset({KEY, failures.FAILED, reads.READ, rules.FIRED})  # in kv_transfer_params
 
 
 @dataclass(slots=True)
@@ -167,23 +214,65 @@ class Report:
     sites: tuple[str, ...] | None = None  # whose doses are reported (doses.sites_of); None: doses are not reported
     limit: float | None = None  # the server's limit for a dose
     counted: bytes = b""  # from the last output that had counters
-    readouts: Sequence[reads.Reported] = ()  # what it reads
-    read: reads.Rows | None = None  # of a choice, what has come of that
+    by_token: tuple[int, Sequence[bytes]] = (0, ())  # if that had several tokens: those before, and counters at each
+    readouts: Sequence[Reported] = ()  # what it reads
+    messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
+    rooms: list[Room] = field(default_factory=list)  # for what its choices keep, which take theirs one after the other
+    read: Rows | None = None  # of a choice, what has come of that
+    unwritten: SpecError | None = None  # why a choice has failed to keep something
+    border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
+    parts: Border | None = None  # of a choice
+    watches: bool = False  # it has rules
+    fired: list[Sequence[Any]] = field(default_factory=list)  # of a choice, as planning/rules.py has it
     fields: dict[str, Any] = field(default_factory=dict)  # of the answer
+    wanted: consuming.Wanted | None = None  # what consumers get
+    feed: Feed | None = None  # of a choice, what goes to them
+    silent: bool = False  # the answer says nothing: only the operator has asked for it
 
     def of_choice(self) -> "Report":
         """The report of one choice, with fields of its own."""
-        fields: dict[str, Any] = {"applied": [dict(one) for one in self.applied]}
+        fields: dict[str, Any] = {"applied": []}
         # "dose" stays empty if there is no site.
         fields = fields if self.sites is None else fields | {"dose": []}
-        return replace(self, fields=fields, read=reads.Rows(self.readouts, fields) if self.readouts else None)
+        fields = fields if self.messages is None else fields | {"messages": [*self.messages]}
+        fields = fields | {"flags": []} if self.watches else fields
+        kept = sum(1 + len(one.beside) for one in self.readouts if one.readout.shown and not one.readout.inline)
+        rooms, self.rooms[:kept] = self.rooms[:kept], []
+        shown = any(one.readout.shown for one in self.readouts)
+        read = Rows(self.readouts, fields, [room.keep for room in rooms]) if shown else None
+        parts = self.border and self.border()
+        return replace(self, fields=fields, read=read, rooms=rooms, parts=parts, fired=[])
 
-    def fill(self) -> None:
-        """Adds the counts and doses."""
+    def add(self, blobs: Sequence[Sequence[Any]]) -> None:
+        """Adds what has been read."""
+        if self.read is not None:
+            self.read.add(blobs)
+        if self.feed is not None:
+            self.feed.add(blobs)
+
+    def keep(self, counted: bytes | Sequence[bytes], tokens: int) -> None:
+        """Keeps the counters of an output, or those at each of its tokens; the answer had so many before it."""
+        several = [counted] if isinstance(counted, bytes) else counted
+        self.counted, self.by_token = several[-1], (tokens, several)
+
+    def cut(self, tokens: int) -> None:
+        """The answer has ended with so many tokens: vLLM drops those behind a stop string."""
+        before, several = self.by_token
+        if len(several) > 1:
+            self.counted = several[max(1, tokens - before) - 1]
+
+    def begin(self) -> None:
+        """Says what was applied; with the answer's first piece, as no request waits for it."""
+        if not self.fields["applied"]:
+            self.fields["applied"] += [dict(one) for one in self.applied]
+
+    def fill(self, border: int = END) -> None:
+        """Adds the counts and doses; ``border``: between the parts of the answer."""
+        self.begin()
         if self.counted:
             found = np.frombuffer(self.counted, dtype=np.int32)
             cached, counters, edits = int(found[0]), found[1:], len(self.applied)
-            count(self.fields["applied"], counters[:edits].tolist(), cached)
+            count(self.fields["applied"], counters[:edits].tolist(), cached, border)
             if self.sites is not None:
                 self.fields["dose"] = doses.report(counters, edits, self.sites, limited=self.limit is not None)
 
@@ -197,35 +286,54 @@ def _expecting(
     params = request.sampling_params if parent_req is None else parent_req.sampling_params
     report: Report | None = getattr(params, "saesteer_report", None)
     if report is not None:
-        self.request_states[request.request_id].saesteer = report.of_choice()
+        state = self.request_states[request.request_id]
+        state.saesteer = report.of_choice()
+        if report.wanted is not None:
+            state.saesteer.feed = report.wanted.feed(state)
     return made
 
 
 @around
 def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    failed = []
+    failed, keeping = [], []
     for one in engine_core_outputs:
         sent = one.kv_transfer_params
-        if sent is not None and (KEY in sent or failures.FAILED in sent or reads.READ in sent):
+        if sent is not None and not _OURS.isdisjoint(sent):
             found = dict(sent)
             counted, word = found.pop(KEY, None), found.pop(failures.FAILED, None)
-            blobs = found.pop(reads.READ, ())
+            blobs, fired = found.pop(reads.READ, ()), found.pop(rules.FIRED, ())
             one.kv_transfer_params = found or None
             state = self.request_states.get(one.request_id)
             answer: Report | None = getattr(state, "saesteer", None)
             if answer is not None:
-                answer.counted = counted or answer.counted
-                if answer.read is not None:
-                    answer.read.add(blobs)
+                if answer.rooms:
+                    keeping.append((state, answer))
+                if counted:
+                    answer.keep(counted, state.detokenizer.num_output_tokens())
+                answer.add(blobs)
+                if answer.feed is not None:
+                    consuming.give(state, answer.feed)
+                answer.fired += fired
+                if fired and one.stop_reason == fired[-1][1]:
+                    rules.keep_last_text(state.detokenizer)
                 if word is not None:
                     answer.fill()
                     failed.append((state, failures.reason(word, answer.fields.get("dose", ()), answer.limit)))
-    if not failed:
+            elif word is not None and state is not None:
+                failed.append((state, failures.reason(word, (), None)))  # it asks for nothing of saesteer's
+    if not failed and not keeping:
         return original(self, engine_core_outputs, *args, **kwargs)
     failures.raise_there(self, failed)
     made = original(self, engine_core_outputs, *args, **kwargs)
-    made.reqs_to_abort.extend(failures.end_with(self, failed))
+    unwritten = [(state, answer.unwritten) for state, answer in keeping if answer.unwritten is not None]
+    failures.raise_there(self, unwritten)
+    made.reqs_to_abort.extend(failures.end_with(self, [*failed, *unwritten]))
     return made
+
+
+def _is_whole(finish_reason: Any) -> bool:
+    """Whether an answer has ended, and its client still waits for it."""
+    return finish_reason is not None and finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
 
 
 @around
@@ -233,11 +341,26 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
     made = original(self, token_ids, finish_reason, *args, **kwargs)
     answer: Report | None = getattr(self, "saesteer", None)
     if answer is not None:
+        answer.begin()
         # One object for all pieces of a stream: vLLM merges waiting pieces and keeps the first one's.
-        made.saesteer = answer.fields
+        if not answer.silent:
+            made.saesteer, made.saesteer_feed = answer.fields, answer.feed
+        border = END if answer.parts is None else answer.parts.find(self.detokenizer.output_token_ids)
         if answer.read is not None:
-            answer.read.tell(self.prompt_len, self.detokenizer.num_output_tokens(), final=finish_reason is not None)
+            generated = self.detokenizer.num_output_tokens()
+            try:
+                answer.read.tell(self.prompt_len, generated, final=_is_whole(finish_reason), border=border)
+            except OSError as error:
+                answer.unwritten = failures.unwritten(error)
         if finish_reason is not None:
-            answer.fill()
+            answer.cut(self.detokenizer.num_output_tokens())
+            answer.fill(border)
             metrics.edited(answer.fields["applied"])
+            if answer.watches:
+                # The last token was no input; an answer without a token ends in its prompt.
+                end = self.prompt_len + max(0, self.detokenizer.num_output_tokens() - 1)
+                answer.fields["flags"] += flags(answer.fired, end)
+                metrics.fired(op for op, _, position in answer.fired if position < end)
+            if answer.feed is not None:
+                consuming.finish(self, answer.feed, finish_reason, answer.fields)
     return made

@@ -20,8 +20,8 @@ from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin.prefix_cache import edited_blocks
-from saesteer.plugin.results import metrics
+from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
+from saesteer.plugin.results import consuming, metrics
 from saesteer.plugin.wrap import Original, around
 
 logger = logging.getLogger("vllm.saesteer")
@@ -29,7 +29,11 @@ logger = logging.getLogger("vllm.saesteer")
 GONE = "gone"  # a vector that the request was admitted with
 DOSE = "dose"  # the dose of a token was above the limit
 BROKEN = "broken"  # the worker could not make its row; after a colon, the word says what went wrong
+SPACE = "no_space"  # what it has read could not be written to the disk; only the front end says so
 SHARED = "shared"  # it used cached blocks of a request that failed
+NON_FINITE = "non_finite"  # --fail-fast; after a colon, the word says what was not finite
+COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the token that was repeated
+_ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
 
 
@@ -50,7 +54,7 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
     """The error for the client of a failed request.
 
     Args:
-        code: GONE, DOSE or SHARED, or BROKEN with what went wrong.
+        code: GONE, DOSE or SHARED, or BROKEN, NON_FINITE or COLLAPSED with a detail.
         doses: the request's doses, as saesteer.engine.doses reports them.
         limit: the server's limit for a dose.
     """
@@ -64,8 +68,18 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
         GONE: "names in this request were replaced or deleted, and what they stood for is gone; send it again",
         SHARED: "another request with the same edits failed while this one was reading its cache; send it again",
         BROKEN: f"the server could not apply the edits ({detail.strip()}), so the request was ended",
+        NON_FINITE: f"the {detail.strip()} held NaN or infinity, so the request was ended (--fail-fast); expected "
+        "weaker edits, or a model and dictionaries whose weights are finite",
+        COLLAPSED: f"the answer began with token {detail.strip()} again and again, so the request was ended "
+        "(--fail-fast); expected weaker edits, or a sound model",
     }[code]
     return SpecError(message, field=KEY, code=code)
+
+
+def unwritten(error: OSError) -> SpecError:
+    """The error for the client of a request whose result could not be kept."""
+    message = f"could not be kept ({error.strerror or error}), so the request was ended"
+    return SpecError(f"{message}; expected room on the server's disk, or as: inline", field=_ACTIVATIONS, code=SPACE)
 
 
 def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
@@ -82,20 +96,24 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
     ended = {one.request_id: (one, word) for one, word in known if one is not None and not one.is_finished()}
     blocks = scheduler.kv_cache_manager
     # The request ran unsteered, or is refused for what it computed, while the keys of its blocks say steered. The next
-    # step may already have been scheduled, with requests that found these blocks.
-    wrong = set().union(*(edited_blocks(blocks, request) for request, _ in ended.values()))
+    # step may already have been scheduled, with requests that found these blocks. What is not finite is seen in each
+    # request that uses it, which ends for itself.
+    misled = [request for request, word in ended.values() if not word.startswith(NON_FINITE)]
+    wrong = set().union(*(edited_blocks(blocks, request) for request in misled))
     for other in scheduler.requests.values() if wrong else ():
         if other.request_id not in ended and not other.is_finished():
             own = edited_blocks(blocks, other)
             if own & wrong:
                 ended[other.request_id] = other, SHARED
                 wrong |= own
-    blocks.evict_blocks(wrong)
+    # NaN may have come from nowhere, in any block, and nobody else shall read it.
+    sick = (blocks_from(blocks, request, 0) for request, word in ended.values() if word.startswith(NON_FINITE))
+    blocks.evict_blocks(wrong.union(*sick))
     scheduler.finish_requests(list(ended), RequestStatus.FINISHED_ERROR)
     return list(ended.values())
 
 
-def add_outputs(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Mapping[str, bytes]) -> None:
+def add_outputs(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], counted: Mapping[str, Any]) -> None:
     """Adds a last output for each failed request to the outputs of the step.
 
     Args:
@@ -166,4 +184,8 @@ def _raising(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         del processor.saesteer_refused
     if refused:
         raise refused[0]
+    try:
+        consuming.settle(outputs)
+    except SpecError as error:
+        raise SpecRefused(error) from None
     return outputs

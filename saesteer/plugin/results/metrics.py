@@ -3,7 +3,7 @@
 If vLLM has set its directory, prometheus_client sums over the API server processes, as for vLLM's own metrics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,22 @@ def install() -> None:
         "saesteer_edited_tokens",
         "Tokens that edits have changed, as counted on the device, summed over the edits and sites of ended answers.",
     )
-    _families["refusals"] = Counter("saesteer_refusals", "Requests whose spec was refused, by code.", ["code"])
+    _families["rules"] = Counter("saesteer_rules", "Rules that have fired, by op: stop or flag.", ["op"])
+    _families["refusals"] = Counter(
+        "saesteer_refusals", "Requests that saesteer has refused or ended, by code.", ["code"]
+    )
+    for name, what in (
+        ("rows", "Rows that a consumer has taken."),
+        ("dropped", "Rows that a consumer did not get: its queue was full, or it had failed for their request."),
+        ("failures", "Exceptions in a consumer."),
+    ):
+        _families[name] = Counter(f"saesteer_consumer_{name}", what, ["consumer"])
+    # All API servers see the same memory.
+    _families["memory"] = Gauge(
+        "saesteer_memory_used",
+        "Share of the machine's or container's memory in use, with --memory-guard.",
+        multiprocess_mode="mostrecent",
+    )
     for name, of, what in (
         ("slots", "saesteer_pool_rows", "Slots for named vectors at a site."),
         ("slots_in_use", "saesteer_pool_rows_in_use", "Slots that named vectors hold, also older ones still in use."),
@@ -37,10 +52,32 @@ def edited(applied: Sequence[Mapping[str, Any]]) -> None:
         _families["edited"].inc(sum(one.get("tokens_edited", 0) for one in applied))
 
 
+def fired(ops: Iterable[str]) -> None:
+    """Counts the rules that have fired for an answer that has ended.
+
+    Args:
+        ops: of each rule.
+    """
+    for op in ops if _families else ():
+        _families["rules"].labels(op).inc()
+
+
 def refused(code: str) -> None:
-    """Counts a refused spec."""
+    """Counts a request that was refused or ended."""
     if _families:
         _families["refusals"].labels(code).inc()
+
+
+def consumed(what: str, consumer: str, count: int) -> None:
+    """Counts what a consumer did.
+
+    Args:
+        what: rows, dropped or failures.
+        consumer: its name.
+        count: how many.
+    """
+    if _families:
+        _families[what].labels(consumer).inc(count)
 
 
 def pools(usage: Mapping[str, Sequence[int]]) -> None:
@@ -52,3 +89,9 @@ def pools(usage: Mapping[str, Sequence[int]]) -> None:
     for site, (used, size) in usage.items() if _families else ():
         _families["slots_in_use"].labels(site).set(used)
         _families["slots"].labels(site).set(size)
+
+
+def memory(share: float) -> None:
+    """Records the share of memory that is in use."""
+    if _families:
+        _families["memory"].set(share)

@@ -31,6 +31,7 @@ from saesteer.errors import UnsupportedError
 from saesteer.kernels import layout, ops
 from saesteer.language.sites import parse
 from saesteer.models.families import Family, find_trunk
+from saesteer.plugin import unservable
 
 
 class Op(nn.Module):
@@ -133,15 +134,10 @@ def attach(model: nn.Module, engine: Engine) -> None:
 
 
 def _refuse(layer: nn.Module, family: Family) -> None:
-    found = {
-        "Transformers' layers (--model-impl transformers)": family.fused
-        and type(layer).__module__.startswith("transformers."),
-        # Each rank has its own part of the stream's tokens, and the work list counts all.
-        "sequence-parallel experts": getattr(layer, "use_attn_reduce_scatter_for_moe", False),
-    }
-    for option, on in found.items():
-        if on:
-            raise UnsupportedError(f"saesteer cannot serve {family.name} with {option} in this version; switch it off")
+    if family.fused and type(layer).__module__.startswith("transformers."):
+        raise unservable.FOREIGN_LAYERS.error(where=f"{family.name} ")
+    if getattr(layer, "use_attn_reduce_scatter_for_moe", False):
+        raise unservable.SHARED_EXPERTS.error(where=f"{family.name} ")
 
 
 def _swap(module: Any, family: Family, norm_of: str | None) -> None:

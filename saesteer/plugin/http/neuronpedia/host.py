@@ -1,0 +1,189 @@
+"""The engine behind Neuronpedia's routes: prompts as tokens, answers of the model, what it reads. Knows no shape."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+
+from saesteer.config.config import KEY
+from saesteer.config.decoders import decoder_row
+from saesteer.dictionaries.coder import RANKED, CoderInfo
+from saesteer.errors import LoadError, SpecError
+from saesteer.language.fields import fail
+from saesteer.planning.lookup import check_feature
+from saesteer.planning.plan import Catalog
+from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One server, as a request finds it."""
+
+    engine: Any  # vLLM's client of its engine
+    catalog: Catalog
+    template: str | None  # the operator's chat template: a file or the text itself
+    reading: asyncio.Lock  # of whole files, one at a time
+
+    @property
+    def model(self) -> Any:
+        """vLLM's facts about the model."""
+        return self.engine.model_config
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a prompt and its answer may have."""
+        found: int = self.model.max_model_len
+        return found
+
+    async def prompt(self, text: str, *, bos: bool = True) -> Prompt:
+        """A text as tokens.
+
+        Args:
+            text: as it is; names of special tokens in it become those tokens.
+            bos: whether a BOS token comes first, if the tokenizer has one and the text does not begin with it.
+
+        Raises:
+            SpecError: it is too long.
+        """
+        word = self.engine.get_tokenizer().bos_token
+        put = bos and word and not text.startswith(word)
+        return await asyncio.to_thread(self._tokens, word + text if put else text)
+
+    async def chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        """A chat as the model's template writes it, with the opening of an answer.
+
+        Raises:
+            SpecError: the model has no template, the template refuses the messages, or they are too long.
+        """
+        return await asyncio.to_thread(self._chat, messages)
+
+    def plain(self, ids: Sequence[int]) -> str:
+        """Tokens as text, without special ones."""
+        found: str = self.engine.get_tokenizer().decode([*ids], skip_special_tokens=True)
+        return found
+
+    def _chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        tokenizer, template = self.engine.get_tokenizer(), self.template
+        if template is not None and os.path.isfile(template):
+            template = Path(template).read_text()
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            fail("prompt", "not_served", "is a chat, but the model has no chat template; expected /v1/steer/completion")
+        options: Json = {} if template is None else {"chat_template": template}
+        try:
+            text = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **options)
+        except Exception as exc:  # templates may raise anything
+            message = f"is refused by the chat template ({str(exc)[:200]}), expected messages that it takes"
+            raise SpecError(message, field="prompt", code="not_served") from exc
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> Prompt:
+        tokenizer = self.engine.get_tokenizer()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            fail("prompt", "empty_scope", "has no token, expected some text")
+        if len(ids) > self.longest:
+            fail("prompt", "too_many", f"has {len(ids)} tokens, expected at most {self.longest}")
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {*tokenizer.all_special_ids, *(one for one, token in added.items() if token.special)}
+        tokens = tuple(tokenizer.decode([one]) for one in ids)
+        return Prompt(text, (*ids,), tokens, tuple(one in special for one in ids), tokenizer.bos_token_id)
+
+    async def generate(
+        self, prompt: Prompt, spec: Json, *, stream: bool = False, **sampling: Any
+    ) -> AsyncGenerator[Any, None]:
+        """What the engine says of one answer, each time all of it so far; without ``stream``, only at its end.
+
+        Raises:
+            SpecError: the request is refused, or fails.
+        """
+        kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
+        try:
+            params = SamplingParams(output_kind=kind, extra_args={KEY: spec}, **sampling)
+            asked = {"type": "token", "prompt_token_ids": [*prompt.ids]}
+            async with aclosing(self.engine.generate(asked, params, f"neuronpedia-{uuid4().hex}")) as outputs:
+                async for output in outputs:
+                    yield output.outputs[0]
+        except SpecError:
+            raise
+        except (ValueError, VLLMValidationError) as exc:  # vLLM's own checks
+            raise SpecError(str(exc), field="request", code="out_of_range") from exc
+
+    async def read(self, prompt: Prompt, what: Json) -> Json:
+        """What an unsteered pass over a prompt reads.
+
+        Args:
+            prompt: its last token is an input as well.
+            what: a spec's ``return``.
+
+        Raises:
+            SpecError: the request is refused, or fails.
+        """
+        spec = {"defaults": False, "return": what}
+        [choice] = [one async for one in self.generate(prompt, spec, max_tokens=1, temperature=0.0, detokenize=False)]
+        report: Json = getattr(choice, KEY)
+        return report
+
+    async def features(self, prompt: Prompt, reads: Mapping[Place, Json]) -> dict[Place, list[Json]]:
+        """The rows that reads of dictionaries find, by dictionary, in the order of their positions.
+
+        Raises:
+            SpecError: the request is refused, or fails.
+        """
+        report = await self.read(prompt, {"features": [{**place.fields, **one} for place, one in reads.items()]})
+        rows: dict[Place, list[Json]] = {}
+        for place in reads:
+            entries = [
+                one for one in report["features"] if self.catalog.key(one["dictionary"], one.get("layer")) == place.key
+            ]
+            rows[place] = [row for entry in entries for row in entry["rows"]]
+        return rows
+
+    async def row_of(self, place: Place, index: int, at: str) -> NDArray[np.float32]:
+        """The decoder row of a feature, [d].
+
+        Args:
+            place: its dictionary.
+            index: its number.
+            at: where the request names it.
+
+        Raises:
+            SpecError: there is no such feature, it writes several rows, or the file cannot be read.
+        """
+        info = place.info
+        assert isinstance(info, CoderInfo)
+        if info.targets is not None:
+            fail(at, "not_served", "is of a cross-layer transcoder, whose features have several rows, expected another")
+        if index < 0:
+            fail(f"{at}.index", "out_of_range", f"got {index}, expected the number of a feature")
+        check_feature(place.source, info, index, f"{at}.index")
+        return await (self.whole_file if info.activation in RANKED else in_thread)(decoder_row, info, index)
+
+    async def whole_file(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads a whole file, in a thread, while no other does: a dictionary takes as much memory as its file."""
+        async with self.reading:
+            return await in_thread(made, *args, **kwargs)
+
+
+async def in_thread(made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What reads a file, off the event loop.
+
+    Raises:
+        SpecError: the file cannot be read.
+    """
+    try:
+        return await asyncio.to_thread(made, *args, **kwargs)
+    except LoadError as exc:
+        raise SpecError(str(exc), field="source", code="unreadable") from exc

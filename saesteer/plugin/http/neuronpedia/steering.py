@@ -1,0 +1,148 @@
+"""What Neuronpedia's steering routes answer: the texts so far, steered and not. Knows no route."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saesteer.config.decoders import site_of_hook
+from saesteer.language.fields import fail, show
+from saesteer.plugin.http.neuronpedia import shapes
+from saesteer.plugin.http.neuronpedia.host import Host
+from saesteer.plugin.http.neuronpedia.meaning import (
+    Json,
+    Prompt,
+    Steered,
+    but_special,
+    edits_of,
+    everywhere,
+    place_of,
+    sampling,
+    spec_of,
+)
+
+_LEAST = -9999.0  # JSON has no number for the logarithm of 0
+
+
+class Said(NamedTuple):
+    """What the model has said so far."""
+
+    text: str = ""
+    ids: Sequence[int] = ()
+    logprobs: list[shapes.Logprob] | None = None
+
+
+Answer = Callable[[Mapping[shapes.Type, Said]], shapes.Shape]
+Answers = AsyncGenerator[shapes.Shape, None]
+
+
+async def completion(host: Host, asked: shapes.SteerCompletionRequest) -> Answers:
+    """The continuations of a text, each time all of them so far."""
+    prompt = await host.prompt(asked.prompt)
+
+    def answer(said: Mapping[shapes.Type, Said]) -> shapes.SteerCompletionResponse:
+        found = [(kind, said.get(kind, Said())) for kind in asked.types]
+        outputs = [shapes.SteerOutput(type=kind, output=one.text, logprobs=one.logprobs) for kind, one in found]
+        return shapes.SteerCompletionResponse(outputs=outputs)
+
+    return _answers(host, asked, prompt, everywhere(), answer, plain=True)
+
+
+async def chat(host: Host, asked: shapes.SteerCompletionChatRequest) -> Answers:
+    """The answers in a chat, each time all of them so far."""
+    if asked.is_assistant_axis:
+        fail("isAssistantAxis", "not_served", "needs persona vectors, which this server has not; expected false")
+    prompt = await host.chat([one.model_dump() for one in asked.prompt])
+    given = shapes.ChatResult(chat_template=asked.prompt, raw=prompt.text)
+
+    def answer(said: Mapping[shapes.Type, Said]) -> shapes.SteerCompletionChatResponse:
+        outputs = []
+        for kind in asked.types:
+            one = said.get(kind, Said())
+            message = shapes.ChatMessage(role="assistant", content=host.plain(one.ids))
+            outputs.append(
+                shapes.ChatResult(
+                    chat_template=[*asked.prompt, message],
+                    raw=prompt.text + one.text,
+                    type=kind,
+                    logprobs=one.logprobs,
+                )
+            )
+        return shapes.SteerCompletionChatResponse(outputs=outputs, input=given)
+
+    scope = everywhere() if asked.steer_special_tokens else but_special(prompt)
+    return _answers(host, asked, prompt, scope, answer, plain=False)
+
+
+async def _answers(
+    host: Host, asked: shapes.Steer, prompt: Prompt, scope: Json, answer: Answer, *, plain: bool
+) -> Answers:
+    """One answer after the other; those that have not begun are empty.
+
+    Args:
+        host: the server.
+        asked: the request.
+        prompt: as tokens.
+        scope: the tokens that are steered.
+        answer: the shape of what was said.
+        plain: whether the text is without special tokens.
+
+    Raises:
+        SpecError: the request is wrong, refused, or fails.
+    """
+    if (asked.features is None) == (asked.vectors is None):
+        fail("features", "conflict", "stands next to vectors, or both are missing, expected one of the two")
+    edits = await _edits(host, asked, scope) if "STEERED" in asked.types else []
+    options = sampling(asked, host.longest - len(prompt.ids)) | {"skip_special_tokens": plain}
+    said: dict[shapes.Type, Said] = {}
+    for kind in dict.fromkeys(asked.types):
+        # A client that disconnects frees its request at once.
+        async with aclosing(
+            host.generate(prompt, spec_of(kind, edits), stream=bool(asked.stream), **options)
+        ) as choices:
+            async for one in choices:
+                said[kind] = Said(one.text, one.token_ids, _logprobs(host, one, asked.n_logprobs or 0))
+                yield answer(said)
+
+
+async def _edits(host: Host, asked: shapes.Steer, scope: Json) -> list[Json]:
+    if asked.vectors is None:
+        given = [await _feature(host, one, f"features[{i}]") for i, one in enumerate(asked.features or ())]
+    else:
+        given = [_vector(one, f"vectors[{i}]") for i, one in enumerate(asked.vectors)]
+    return edits_of(given, asked, scope)
+
+
+def _vector(one: shapes.SteerVector, at: str) -> Steered:
+    site = site_of_hook(one.hook)
+    if site is None:
+        fail(f"{at}.hook", "unknown_name", f"got {show(one.hook)}, expected a hook such as blocks.20.hook_resid_post")
+    with np.errstate(over="ignore"):  # what float32 does not hold is refused as infinite
+        return Steered(site, one.strength, np.array(one.steering_vector, np.float32), at)
+
+
+async def _feature(host: Host, one: shapes.SteerFeature, at: str) -> Steered:
+    place = place_of(host.catalog, one.source, one.model, f"{at}.source")
+    row, site = await host.row_of(place, one.index, at), place.info.site_out
+    if site is None:
+        fail(at, "not_served", "is of a dictionary whose files name no site, expected another")
+    return Steered(site, one.strength, row, at)
+
+
+def _logprobs(host: Host, choice: Any, most: int) -> list[shapes.Logprob] | None:
+    """The most likely tokens at each position, and the one that was sampled."""
+    if not most or not choice.logprobs:
+        return None
+    found = []
+    for token, held in zip(choice.token_ids, choice.logprobs, strict=False):
+        best = sorted(held.items(), key=lambda one: -one[1].logprob)[:most]
+        tops = [shapes.LogprobTop(token=_word(host, one, held), logprob=max(of.logprob, _LEAST)) for one, of in best]
+        own = max(held[token].logprob, _LEAST)
+        found.append(shapes.Logprob(token=_word(host, token, held), logprob=own, top_logprobs=tops))
+    return found
+
+
+def _word(host: Host, token: int, held: Mapping[int, Any]) -> str:
+    told: str | None = held[token].decoded_token
+    return host.engine.get_tokenizer().decode([token]) if told is None else told

@@ -1,0 +1,82 @@
+"""The playground's route for each of its files, and the headers under which a browser runs them. Knows no spec.
+
+The page is files of saesteer/playground, read once. It calls the same routes as every client, with the key that its
+user types, so it needs no key itself; what it may load and run is only what this server sends.
+"""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+FOLDER = Path(__file__).parents[2] / "playground"
+PREFIX = "/saesteer/"
+
+_PAGE = "text/html; charset=utf-8"
+_SCRIPT = "text/javascript; charset=utf-8"
+# Every file that is served, with its type. The page itself is served under "", and what is not listed is not there.
+FILES = {
+    "": ("index.html", _PAGE),
+    "style.css": ("style.css", "text/css; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+} | {
+    name: (name, _SCRIPT)
+    for name in (
+        "main.js",
+        "state.js",
+        "api.js",
+        "requests.js",
+        "answers.js",
+        "code.js",
+        "actions.js",
+        "views/page.js",
+        "views/search.js",
+        "views/sliders.js",
+        "views/chat.js",
+        "views/tokens.js",
+        "vendor/lit-html/lit-html.js",
+        "vendor/lit-html/directive.js",
+        "vendor/lit-html/directive-helpers.js",
+        "vendor/lit-html/directives/live.js",
+        "vendor/lit-html/directives/repeat.js",
+    )
+}
+
+# Nothing from elsewhere, no script or style inside the page, and text becomes HTML only in lit-html's own templates.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types lit-html",
+    ]
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # a newer saesteer has other files under the same names
+}
+
+
+def add_playground(app: FastAPI) -> None:
+    """Add a route for each file; a path that a client makes up reaches none of them, and no folder."""
+    for name, (file, kind) in FILES.items():
+        app.add_route(PREFIX + name, _serving((FOLDER / file).read_bytes(), kind), include_in_schema=False)
+
+
+def _serving(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return serve

@@ -1,0 +1,168 @@
+"""Between vLLM's outputs and the consumers: what is read goes out, and results come into answers. Knows no consumer.
+
+front end  a request's state has a Feed, which gets what has come with each output (counts.py)
+           when an answer ends, it waits for the consumers that its request names: over HTTP in AsyncLLM.generate, which
+           blocks nobody else, offline in LLM. What the operator captures is waited for by nobody
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from saesteer.config.config import KEY
+from saesteer.consumers.feed import Feed, Taker, ticket
+from saesteer.consumers.known import Consumers
+from saesteer.consumers.runner import ANSWER_SECONDS, ConsumerError
+from saesteer.errors import SpecError
+from saesteer.language.fields import step
+from saesteer.language.returns import Consumer
+from saesteer.language.spec import Spec
+from saesteer.planning.answers import Reported
+from saesteer.plugin.wrap import Original, around
+
+FAILED = "consumer"  # code of the error: a consumer failed for this request
+_AT = f"{KEY}.return.consumers"
+_PAUSE = 0.005  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What consumers get of a request, for each of its answers."""
+
+    consumers: Consumers
+    readouts: Sequence[Reported]
+    named: Sequence[Consumer]  # by the request, with parameters
+
+    def feed(self, state: Any) -> Feed:
+        """The feed of one answer.
+
+        Args:
+            state: vLLM's RequestState.
+        """
+        about = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
+        place = str(about), int(state.request_index or 0)
+        own: list[Taker] = []
+        for one in self.named:
+            runner = self.consumers.named[one.name]
+            parameters = runner.check(one.parameters, step(_AT, one.name))
+            own.append((runner, ticket(*place, parameters, state.prompt_len)))
+        capturing = [
+            (runner, ticket(*place, None, state.prompt_len, captured=True)) for runner in self.consumers.capturing
+        ]
+        return Feed(self.readouts, own, capturing)
+
+
+def give(state: Any, feed: Feed) -> None:
+    """Hands over what is known to be inputs, before vLLM takes the next output; LLM's loop may wait for consumers."""
+    end = state.prompt_len + max(0, state.detokenizer.num_output_tokens() - 1)
+    feed.give(_Tokens(state), end, wait=state.queue is None)
+
+
+def finish(state: Any, feed: Feed, reason: Any, fields: Mapping[str, Any]) -> None:
+    """Ends a feed with its answer.
+
+    Args:
+        state: vLLM's RequestState.
+        feed: its feed.
+        reason: vLLM's FinishReason.
+        fields: of the answer.
+    """
+    if str(reason) in ("abort", "error"):
+        feed.abandon()
+        return
+    length = state.prompt_len + state.detokenizer.num_output_tokens()
+    end, wait = max(state.prompt_len, length - 1), state.queue is None
+    feed.finish(_Tokens(state), end, length, str(reason), fields, wait=wait)
+
+
+class _Tokens:
+    """The ids of a request's tokens by position."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __call__(self, lo: int, hi: int) -> list[int]:
+        prompt = self._state.prompt_len
+        ids = list(self._state.prompt_token_ids[lo:hi])
+        if hi > prompt:
+            ids += self._state.detokenizer.output_token_ids[max(0, lo - prompt) : hi - prompt]
+        return ids
+
+
+@around
+def _leaving(original: Original, self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tells consumers of requests that are aborted."""
+    states = dict(self.request_states)
+    gone = original(self, request_ids, *args, **kwargs)
+    for name in gone:
+        feed: Feed | None = getattr(getattr(states.get(name), KEY, None), "feed", None)
+        if feed is not None:
+            feed.abandon()
+    return gone
+
+
+def are_named(params: Any) -> bool:
+    """Whether a request may name consumers, without parsing all of its spec."""
+    wire = (getattr(params, "extra_args", None) or {}).get(KEY)
+    if isinstance(wire, Spec):
+        return bool(wire.returns.consumers)
+    if isinstance(wire, str):
+        return '"consumers"' in wire
+    wanted = wire.get("return") if isinstance(wire, Mapping) else None
+    return isinstance(wanted, Mapping) and bool(wanted.get("consumers"))
+
+
+async def room(consumers: Consumers, params: Any) -> None:
+    """Waits at the door for consumers that are behind, as long as their policies say.
+
+    What runs goes on: only new requests are slowed down.
+    """
+    waited = (*consumers.capturing, *(consumers.named.values() if are_named(params) else ()))
+    start = time.monotonic()
+    for runner in waited:
+        while runner.behind and time.monotonic() < start + runner.policy.wait:
+            await asyncio.sleep(_PAUSE)
+
+
+async def settled(output: Any) -> None:
+    """Waits for the consumers of the answers that end with this output, and puts their results into them.
+
+    Raises:
+        SpecError: a consumer failed.
+    """
+    for fields, name, result in _results([output]):
+        try:
+            fields[name] = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(result)), ANSWER_SECONDS)
+        except (ConsumerError, TimeoutError) as exc:
+            raise _failed(name, exc) from None
+
+
+def settle(outputs: Iterable[Any]) -> None:
+    """The same for all outputs of a call to LLM.
+
+    Raises:
+        SpecError: a consumer failed.
+    """
+    for fields, name, result in _results(outputs):
+        try:
+            fields[name] = result.result(ANSWER_SECONDS)
+        except (ConsumerError, TimeoutError) as exc:
+            raise _failed(name, exc) from None
+
+
+def _results(outputs: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, "Future[Any]"]]:
+    """For each consumer of each answer that has ended: where its result goes, its name, and the result."""
+    for output in outputs:
+        for choice in getattr(output, "outputs", ()):
+            feed: Feed | None = getattr(choice, "saesteer_feed", None)
+            if feed is not None and feed.own and choice.finish_reason not in (None, "abort", "error"):
+                fields = choice.saesteer.setdefault("consumers", {})
+                yield from ((fields, name, result) for name, result in feed.results.items())
+
+
+def _failed(name: str, exc: Exception) -> SpecError:
+    late = f"consumer {name!r} did not answer within {ANSWER_SECONDS:.0f} seconds"
+    return SpecError(str(exc) if isinstance(exc, ConsumerError) else late, field=step(_AT, name), code=FAILED)

@@ -1,0 +1,136 @@
+"""--fail-fast: whether what each step computes is sound. Ends no request itself, and knows no edit.
+
+worker     next to each step's logits, two reductions over the rows that lm_head gets: one of what it reads, one of
+           what it makes. Their results go to the host with the step's tokens, and nobody waits for them
+scheduler  a request with a row that is not finite fails (failures.py) before its token counts, and one whose answer
+           begins with the same token again and again fails behind the step
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from saesteer.errors import UnsupportedError
+from saesteer.plugin.results import failures
+from saesteer.plugin.wrap import Original, around_method_of
+
+# Longer than what sound answers begin with, such as a line of dots or of dashes that a tokenizer cuts into like pieces;
+# short enough to end before a client has read much of it.
+RUN = 16  # tokens
+
+
+@dataclass(slots=True)
+class Look:
+    """What was seen of one step. It can be read once the host has the step's tokens."""
+
+    names: Sequence[str]  # the request of each row; with rejected drafts a request has several
+    seen: Tensor  # [2, rows] fp32, in host memory or on its way: finite where what lm_head reads and makes is
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The word for each request that has failed."""
+        read, made = self.seen.isfinite().tolist()
+        words = {True: "logits", False: "hidden states"}
+        rows = zip(self.names, read, made, strict=True)
+        return {name: f"{failures.NON_FINITE}: {words[hidden]}" for name, hidden, all_ in rows if not (hidden and all_)}
+
+
+def look(names: Sequence[str], hidden: Tensor, logits: Tensor) -> Look:
+    """Look at a step's rows, without waiting for the device.
+
+    NaN and infinity reach a sum. Of logits the largest is enough: NaN reaches it, and a model may give −∞ to tokens
+    that it forbids, but not to all of them.
+
+    Args:
+        names: the request of each row.
+        hidden: [rows, d], what lm_head reads.
+        logits: [rows, vocabulary], what it makes.
+    """
+    seen = torch.stack((hidden.sum(-1, dtype=torch.float32), logits.amax(-1).float()))
+    return Look(names, seen.to("cpu", non_blocking=True))
+
+
+class Health:
+    """The present step of a worker."""
+
+    def __init__(self) -> None:
+        self._names: Sequence[str] | None = None  # of the step whose logits have not come yet
+        self._look: Look | None = None
+
+    def begin(self, names: Sequence[str], rows: Iterable[int]) -> None:
+        """A step of these requests is about to run.
+
+        Args:
+            names: of its batch, in order.
+            rows: that lm_head gets of each.
+        """
+        self._names = [name for name, several in zip(names, rows, strict=False) for _ in range(several)]
+        self._look = None
+
+    def see(self, hidden: Tensor, logits: Tensor | None) -> None:
+        """lm_head has run; all but its first call in a step is for the logprobs of prompts, or a dry run."""
+        if self._names is not None and logits is not None and len(self._names) == len(hidden):
+            self._look = look(self._names, hidden, logits)
+        self._names = None
+
+    def take(self) -> Look | None:
+        """What was seen of the step; None on a rank without logits."""
+        return self._look
+
+
+def attach(runner: Any, health: Health) -> None:
+    """See each call of lm_head.
+
+    Raises:
+        UnsupportedError: an option of vLLM lets each rank make other logits.
+    """
+    if getattr(runner.parallel_config, "enable_batch_sharded_sampling", False):
+        raise UnsupportedError("saesteer cannot serve --fail-fast with batch-sharded sampling; switch one of them off")
+
+    @around_method_of(runner.get_model())
+    def compute_logits(original: Original, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = original(hidden_states, *args, **kwargs)
+        health.see(hidden_states, logits)
+        return logits
+
+
+def young(scheduler: Any, scheduler_output: Any) -> list[Any]:
+    """vLLM's requests of a step whose answers are shorter than RUN; call it before the scheduler takes the step."""
+    known = map(scheduler.requests.get, scheduler_output.num_scheduled_tokens)
+    return [one for one in known if one is not None and one.num_output_tokens < RUN]
+
+
+def end(scheduler: Any, outputs: dict[int, Any], requests: Iterable[Any]) -> None:
+    """Ends those whose answers have begun with RUN times the same token: their output of this step says why.
+
+    Args:
+        scheduler: the engine's, once it has taken the step.
+        outputs: of the step, by client.
+        requests: as ``young`` found them.
+    """
+    collapsed = {one.request_id: one for one in requests if collapses(one.output_token_ids)}
+    if not collapsed:
+        return
+    scheduler.finish_requests(
+        [name for name, one in collapsed.items() if not one.is_finished()], RequestStatus.FINISHED_ERROR
+    )
+    for output in _of(outputs, collapsed):
+        token = collapsed[output.request_id].output_token_ids[0]
+        output.new_token_ids, output.new_logprobs = [], None
+        output.finish_reason, output.stop_reason = FinishReason.ERROR, None
+        word = {failures.FAILED: f"{failures.COLLAPSED}: {token}"}
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), **word}
+
+
+def _of(outputs: dict[int, Any], names: Iterable[str]) -> Iterator[Any]:
+    return (one for batch in outputs.values() for one in batch.outputs if one.request_id in names)
+
+
+def collapses(ids: Sequence[int]) -> bool:
+    """Whether an answer begins with RUN times the same token."""
+    return len(ids) >= RUN and len(set(ids[:RUN])) == 1

@@ -1,0 +1,108 @@
+"""Rules of running requests: each step's values are looked at where vLLM schedules. Knows no tensor and no HTTP.
+
+worker     what rules watch travels with the other read-outs of each step (reads.py)
+scheduler  looks at it behind the step (planning/rules.py), ends the requests whose stops have fired, and lets the next
+           output of a request carry what has fired
+front end  the last output's text is whole, and the answer has ``flags``
+
+Tokens that a later step has computed meanwhile are dropped by vLLM, as if a client had disconnected.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from saesteer.config.config import KEY
+from saesteer.engine.readouts import Brought
+from saesteer.planning.plan import END, Rule
+from saesteer.planning.rules import Fired, Values, Watch
+from saesteer.plugin.reasoning import PARSER, border_of
+
+RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
+FIRED = f"{KEY}_fired"  # next to the counts in kv_transfer_params
+
+
+def sent(rules: Sequence[Rule]) -> list[list[Any]]:
+    """Rules as they travel to the scheduler."""
+    return [[one.op, one.field, one.windows, one.bounds, one.run, one.part] for one in rules]
+
+
+def watched(scheduler: Any, brought: Brought) -> list[tuple[Any, Values]]:
+    """vLLM's running requests with rules, each with what a step has brought for them.
+
+    Args:
+        scheduler: the engine's, before it processes the step, since it forgets requests that end with it.
+        brought: what was read of the step.
+    """
+    found = ((scheduler.requests.get(name), values) for name, values in brought.watched().items())
+    return [(request, values) for request, values in found if request is not None and not request.is_finished()]
+
+
+def look(scheduler: Any, outputs: dict[int, Any], watching: Iterable[tuple[Any, Values]]) -> None:
+    """Lets rules fire, and ends the requests that they stop.
+
+    Args:
+        scheduler: the engine's, once it has processed the step.
+        outputs: of the step, by client; a request that ends without a token gets one.
+        watching: as ``watched`` found it.
+    """
+    made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
+    for request, values in watching:
+        state = request.__dict__.get("saesteer_watch")
+        if state is None:
+            state = request.saesteer_watch = _Watching(request, scheduler.vllm_config)
+        border = END if state.border is None else state.border.find(request.output_token_ids)
+        # vLLM may have dropped the token that this step sampled, behind a preemption, and samples another one later.
+        fired = state.watch.look(values, request.num_tokens - 1, border)
+        state.waiting += map(list, fired)
+        output = made.get(request.request_id)
+        if fired and fired[-1].op == "stop":
+            output = _stop(scheduler, outputs, request, output, fired[-1])
+        if state.waiting and output is not None:
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), FIRED: state.waiting}
+            state.waiting = []
+
+
+class _Watching:
+    """What the scheduler keeps on a request with rules."""
+
+    def __init__(self, request: Any, vllm_config: Any) -> None:
+        sent = request.sampling_params.extra_args
+        self.watch = Watch([Rule(*words) for words in sent[RULES]])
+        self.border = None
+        if self.watch.in_parts:
+            self.border = border_of(vllm_config, sent[PARSER], request.prompt_token_ids)
+        self.waiting: list[list[Any]] = []  # what has fired since the request's last output
+
+
+def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fired: Fired) -> Any:
+    """End a request, and make the step's output its last one."""
+    in_prompt = fired.position < request.num_prompt_tokens
+    # Several tokens at once, if guesses held; those behind the one that was sampled there are none of the answer's.
+    held = 0 if output is None else len(output.new_token_ids)
+    wanted = fired.position + 2 - (request.num_tokens - held)
+    if output is None:
+        output = EngineCoreOutput(request.request_id, [], events=request.take_events())
+        output.trace_headers = request.trace_headers
+        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+    elif in_prompt:
+        output.new_token_ids, output.new_logprobs = [], None
+    elif wanted < held:
+        output.new_token_ids = output.new_token_ids[:wanted]
+        output.new_logprobs = output.new_logprobs and output.new_logprobs.slice_request(0, wanted)
+    if in_prompt or wanted < held or output.finish_reason != FinishReason.STOP:  # else the model itself has ended there
+        output.finish_reason, output.stop_reason = FinishReason.STOP, fired.field
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_STOPPED)
+    return output
+
+
+def keep_last_text(detokenizer: Any) -> None:
+    """Makes the last token's text stand in the answer: vLLM takes the token before a stop for a stop token."""
+    detokenizer.update = partial(_whole, detokenizer.update)
+
+
+def _whole(update: Callable[[list[int], bool], Any], new_token_ids: list[int], stop_terminated: bool) -> Any:
+    return update(new_token_ids, False)

@@ -1,0 +1,187 @@
+"""What of vLLM cannot be served, each with its reason: one table for the refusals and for the page. Knows no request.
+
+Under each of these options an edit would be lost, land on the wrong token, or be counted or kept wrongly. vLLM is
+imported only where a row needs it, since the page's table is made without vLLM.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from saesteer.config.config import SaesteerConfig
+from saesteer.errors import UnsupportedError
+
+
+class Setup(NamedTuple):
+    """What an engine is started with."""
+
+    vllm: Any  # its VllmConfig
+    ours: SaesteerConfig
+
+    @property
+    def guesses(self) -> Any:
+        """How it guesses tokens; None: not at all."""
+        return self.vllm.speculative_config
+
+    @property
+    def second_runner(self) -> bool:
+        """Whether vLLM's V2 runner runs the model."""
+        return bool(getattr(self.vllm, "use_v2_model_runner", False))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An option that cannot be served."""
+
+    option: str  # as a message has it; {}: what was found
+    why: str  # a sentence
+    found: Callable[[Setup], Any] | None = None  # true, or a word for the option, if an engine has it; None: see attach
+    instead: str = "switch it off"
+
+    def error(self, found: object = "", *, where: str = "") -> UnsupportedError:
+        """The error.
+
+        Args:
+            found: what stands for {} in the option.
+            where: what cannot be served with the option.
+        """
+        what = f"{where}with {self.option.format(found)}"
+        return UnsupportedError(f"saesteer cannot serve {what} in this version; {self.instead}. {self.why}")
+
+
+def _connector(setup: Setup) -> Any:
+    found = getattr(setup.vllm, "kv_transfer_config", None)
+    return None if found is None else str(found.kv_connector)
+
+
+def _other_runner(setup: Setup) -> str | None:
+    kind = str(setup.vllm.model_config.runner_type)
+    return None if kind == "generate" else kind
+
+
+def _is_first_ray(setup: Setup) -> bool:
+    import vllm.envs
+
+    # 0.33 has only the second one, and no such variable.
+    second: bool = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return setup.vllm.parallel_config.distributed_executor_backend == "ray" and not second
+
+
+def _other_guesses(setup: Setup) -> str | None:
+    return None if setup.guesses is None or setup.guesses.method == "ngram" else str(setup.guesses.method)
+
+
+REFUSALS = (
+    Refusal(
+        "a KV connector ({})",
+        "Connectors store blocks under keys of their own, mostly of token ids alone, so another request would get "
+        "edited blocks. This holds for prefill/decode disaggregation and KV offloading, too.",
+        _connector,
+    ),
+    Refusal("the {} runner", "A model that generates nothing has no path for what is edited and read.", _other_runner),
+    Refusal(
+        "an encoder-decoder model",
+        "Positions of a request mean tokens of the prompt and the answer; an encoder has positions of its own.",
+        lambda setup: getattr(setup.vllm.model_config, "is_encoder_decoder", False),
+    ),
+    Refusal(
+        "vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
+        "It bypasses the worker's method that returns counts and read-outs.",
+        _is_first_ray,
+        "unset the variable",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "The ops are placed on one model that has all layers. What a request reads or counts on an earlier stage, and "
+        "a register that a later stage takes, would not reach the last stage, which alone answers.",
+        lambda setup: setup.vllm.parallel_config.pipeline_parallel_size > 1,
+        "use tensor parallelism",
+    ),
+    Refusal(
+        "prefill context parallelism",
+        "Each rank has only a part of a prompt's tokens, and the work list counts all of them.",
+        lambda setup: getattr(setup.vllm.parallel_config, "prefill_context_parallel_size", 1) > 1,
+    ),
+    Refusal(
+        "sequence parallelism (pass_config.enable_sp)",
+        "Each rank has only a part of the stream's tokens, and the work list counts all of them.",
+        lambda setup: getattr(setup.vllm.compilation_config.pass_config, "enable_sp", False),
+    ),
+    Refusal(
+        "micro-batch overlap (use_ubatching)",
+        "The model runs on slices of a step, and the work list counts tokens from the step's beginning.",
+        lambda setup: getattr(setup.vllm.parallel_config, "use_ubatching", False),
+    ),
+    Refusal(
+        "kv_sharing_fast_prefill",
+        "Late layers run on some of a prompt's tokens only, so edits there would land on others.",
+        lambda setup: getattr(setup.vllm.cache_config, "kv_sharing_fast_prefill", False),
+    ),
+    Refusal(
+        "speculative decoding by {}",
+        "Only guesses by n-grams have been tested. Other methods run a model or layers of their own between the steps.",
+        _other_guesses,
+        'use the method "ngram", or switch it off',
+    ),
+    Refusal(
+        "speculative decoding on vLLM's V2 runner",
+        "There only the device knows which guesses hold, so what wrong guesses have counted could not be dropped.",
+        lambda setup: setup.guesses is not None and setup.second_runner,
+        "set VLLM_USE_V2_MODEL_RUNNER=0, or switch it off",
+    ),
+    Refusal(
+        "speculative decoding and asynchronous scheduling",
+        "The next step would be prepared before it is known which guesses hold.",
+        lambda setup: setup.guesses is not None and setup.vllm.scheduler_config.async_scheduling,
+        "add --no-async-scheduling, or switch it off",
+    ),
+    Refusal(
+        "speculative decoding and --max-dose-action refuse",
+        "A wrong guess above the limit would end its request.",
+        lambda setup: setup.guesses is not None and setup.ours.max_dose_action == "refuse",
+        "clamp doses, or switch it off",
+    ),
+    Refusal(
+        "the Rust front end (VLLM_USE_RUST_FRONTEND)",
+        "It answers without Python, so nothing would check specs or put results into answers.",
+        lambda _: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "1",
+        "unset the variable",
+    ),
+)
+# Found where names are shared.
+OWN_ENGINES = Refusal(
+    "an admin key and external or hybrid load balancing of data parallel engines",
+    "An API server reaches only its own engines there, so the others would miss a change of names.",
+    instead="let each API server reach all engines, or set no admin key",
+)
+# Found in a loaded model.
+FOREIGN_LAYERS = Refusal(
+    "Transformers' layers (--model-impl transformers)",
+    "Their stream is one tensor, where vLLM's own layers of the same name pass two on.",
+)
+SHARED_EXPERTS = Refusal(
+    "sequence-parallel experts",
+    "Each rank has its own part of the stream's tokens, and the work list counts all of them.",
+)
+# Found in a request, which gets a 400.
+BEAMS = Refusal(
+    "beam search of a steered request",
+    "A beam is another request for each token, whose prompt is all of the last one.",
+)
+NO_BEAMS = "beam search cannot be steered; expected sampling, on a server without a default module"
+
+ALL = (*REFUSALS, OWN_ENGINES, FOREIGN_LAYERS, SHARED_EXPERTS, BEAMS)
+
+
+def refuse(vllm_config: Any, ours: SaesteerConfig | None = None) -> None:
+    """Refuse an engine that has one of the options.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    setup = Setup(vllm_config, ours or SaesteerConfig())
+    for one in REFUSALS:
+        found = one.found and one.found(setup)
+        if found:
+            raise one.error(found)

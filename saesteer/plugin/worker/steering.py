@@ -1,0 +1,198 @@
+"""The running requests that are steered: their rows, what they count and read, and their last batch.
+
+The worker's hooks (worker.py) say what comes and goes; of vLLM's runners only a step's facts are known here.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.config.config import KEY
+from saesteer.engine.engine import Engine, Row
+from saesteer.engine.parts import Border
+from saesteer.engine.readouts import Brought, Reading, Segment
+from saesteer.engine.registry import Gone
+from saesteer.plugin.reasoning import border_in
+from saesteer.plugin.results import counts, drafts, failures, health
+from saesteer.plugin.worker import graphs
+
+logger = logging.getLogger("vllm.saesteer")
+_Known = Callable[[], tuple[Sequence[int], int]]  # of a request, token ids, and how many of them no step computes now
+_RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
+
+
+class Steering:
+    """The running requests that are steered, by id, and their last batch.
+
+    Most steps of a server decode one more token for the requests of the previous step. What depends only on requests
+    is computed when they change, so such a step only has to compare two lists.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.choice = graphs.Choice(engine.graph_sets)
+        self.health = health.Health() if engine.config.fail_fast else None
+        self.rows: dict[str, Row] = {}  # of steered requests only
+        self._recent: dict[bytes, Row] = {}  # by plan
+        self._places: dict[str, int] = {}  # table rows, by request
+        self._holders: dict[int, str] = {}  # the same, by row
+        self.failed: dict[str, str] = {}  # requests that cannot be served as they were admitted, and why
+        self._kept: dict[str, list[Tensor]] = {}  # counters from rows that were given up
+        self.guesses: dict[str, drafts.Guesses] = {}  # of the last batch's steered requests
+        self._cached: dict[str, int] = {}  # tokens that a request did not compute itself, when last admitted
+        self._stops: set[str] = set()  # steered requests with stop strings
+        self._borders: dict[str, Border] = {}  # of requests that edit a part of the answer, as they were admitted
+        self.parts = False  # whether one of them is in the last batch
+        self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
+        self._batch: list[str] | None = None  # None: something has changed since
+        self._tokens = 0  # in that batch
+        self._readers: list[tuple[int, str, Sequence[Reading]]] = []  # of the last batch, with their places in it
+        # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
+        # begin, the positions of the first ones, and what lm_head multiplies.
+        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
+        self.kinds: NDArray[np.int32] | None = None  # of the last batch's rows, by site; None: none of them is steered
+
+    def add(self, request: Any) -> Row | None:
+        """Remember a new request and return its row's content, or None if it is not steered."""
+        self.forget(request.req_id)
+        try:
+            row = self._row_of(request)
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request.req_id, exc)
+            return None
+        if row is not None:
+            self._batch = None
+            self.rows[request.req_id] = row
+            self._cached[request.req_id] = request.num_computed_tokens
+            if request.sampling_params.stop:
+                self._stops.add(request.req_id)
+            if row.parts:
+                self._borders[request.req_id] = border_in(request)
+        return row
+
+    def _row_of(self, request: Any) -> Row | None:
+        """Make the row only if no recent request had the same plan."""
+        admitted = (request.sampling_params.extra_args or {}).get(KEY)
+        if admitted is None:
+            return None
+        plan = admitted["plan"]
+        row = self._recent.pop(plan, None) or self.engine.make_row(admitted)
+        if row is not None:
+            self._recent[plan] = row  # the last used stands last
+            if len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
+        return row
+
+    def restart(self, request: str, computed: int) -> None:
+        """A preempted request resumes after `computed` cached tokens: it holds no row, and its counts start again."""
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            self._cached[request] = computed
+
+    def fail(self, request: str, exc: Exception) -> None:
+        """End a request for which something went wrong here; an exception that leaves here ends the engine for all."""
+        gone = isinstance(exc, Gone)
+        logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
+        self.forget(request)
+        self.failed[request] = failures.GONE if gone else f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+
+    def fill(self, request: str, row: int, known: _Known = lambda: ((), 0)) -> None:
+        """Give a table row to a request that is about to run: its own content, or none if it is not steered."""
+        content, border = self.rows.get(request), self._borders.get(request)
+        try:
+            if content is not None:
+                self.place(request, row)
+            self.engine.fill(row, content, border and border.after(*known()))
+        except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
+            self.fail(request, exc)
+            self.engine.fill(row, None)
+
+    def place(self, request: str, row: int) -> None:
+        """Assign a table row to a steered request; the request that held it before keeps its counts."""
+        if row in self._holders:
+            self._keep(self._holders[row])
+        if request in self._places:
+            self._keep(request)  # it returns to a different row
+        self._places[request], self._holders[row] = row, request
+
+    def _keep(self, request: str) -> None:
+        row = self._leave(request)
+        self._kept.setdefault(request, []).append(self.engine.counted(row, self.rows[request].counters))
+
+    def _drop(self, request: str) -> None:
+        self._kept.pop(request, None)
+        if request in self._places:
+            self._leave(request)
+
+    def _leave(self, request: str) -> int:
+        row = self._places.pop(request)
+        del self._holders[row]
+        self.engine.release(row)
+        return row
+
+    def forget(self, request: str) -> None:
+        """Forget a request that has ended or will start again."""
+        self.failed.pop(request, None)
+        if request in self.rows:
+            self._batch = None
+            self._drop(request)
+            del self.rows[request], self._cached[request]
+            self._stops.discard(request)
+            self._borders.pop(request, None)
+
+    def read(self) -> Brought | None:
+        """What the requests of the last batch read of its step, which has been launched."""
+        if not self._readers or self.step is None:
+            return None
+        starts, positions, hidden = self.step()
+        segments = [
+            Segment(name, readings, int(starts[at]) + first, int(positions[at]) + first, tokens)
+            for at, name, readings in self._readers
+            if name in self.rows
+            for first, tokens in drafts.pieces(self.guesses.get(name), int(starts[at + 1] - starts[at]))
+        ]
+        return self.engine.captures.read(segments, hidden)
+
+    def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
+        """A step has run: of its guesses, keep what those that hold have counted, and nothing of the others."""
+        drafts.settle(self._kept, guessed, output)
+        self.engine.forget_drafts()
+
+    def snapshot(self, read: Brought | None = None) -> counts.Snapshot:
+        """What was counted so far for the steered requests of the last batch, with what they read of its step."""
+        if self._listed is None:
+            names = [request for request in self._batch or () if request in self._places]
+            self._listed = counts.SteeredBatch(
+                names,
+                [self._cached[name] for name in names],
+                [self._places[name] for name in names],
+                [self.rows[name] for name in names],
+                frozenset(self._stops.intersection(names)),
+                refusing=self.engine.config.max_dose_action == "refuse",
+            )
+        # Copies, since they are read later.
+        kept = {name: [*self._kept[name]] for name in self._listed.names if name in self._kept} if self._kept else {}
+        return counts.Snapshot(self._listed, *self.engine.last_published(), kept, dict(self.failed), read, self.guesses)
+
+    def look(self, batch: list[str], tokens: int) -> bool:
+        """Whether this step differs from the last look's in more than its positions; `kinds` then holds its kinds.
+
+        It is the same when the same requests, steered as before, have one token each again.
+        """
+        before, self._tokens = self._tokens, tokens
+        if batch == self._batch:
+            return not before == tokens == len(batch)
+        self._batch, self._listed = list(batch), None
+        found = [self.rows[request].kinds for request in batch if request in self.rows]
+        self.kinds = reduce(or_, found) if found else None
+        self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
+        rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
+        self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
+        return True

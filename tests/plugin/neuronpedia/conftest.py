@@ -1,0 +1,40 @@
+"""vLLM's app with Neuronpedia's routes, and what stands in for its engine."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from fastapi.testclient import TestClient
+
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from tests.plugin.neuronpedia.asking import KEY
+from tests.plugin.neuronpedia.stand_in import StandIn
+from tests.plugin.test_guard import app_of_vllm
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: str) -> StandIn:
+    from transformers import AutoTokenizer
+
+    mlp = str(next(DEMO_SAE.parent.glob("*l12*.safetensors")))
+    places = {"demo": str(DEMO_SAE), "mlp": mlp, "stored": f"rows:{DEMO_SAE}"}
+    config = {"dictionaries": places, "inline_rows": 2, "sites": ["resid_post.3"], "reads": ["resid_post.3"]}
+    held = Assets.open(SaesteerConfig.from_json(config)).catalog(width=576, layers=30)
+    addresses = {"np:smollm2/15-demo-res": "demo", "np:smollm2/12-demo-mlp": "mlp"}
+    catalog = replace(held, addresses=addresses, origins={})
+    return StandIn(catalog, AutoTokenizer.from_pretrained(model_dir))
+
+
+@pytest.fixture(scope="module")
+def client(engine: StandIn) -> Iterator[TestClient]:
+    with pytest.MonkeyPatch.context() as patch:
+        app: Any = app_of_vllm(patch, "--api-key", "usual", additional={"saesteer": {"neuronpedia": True}})
+        app.state.saesteer_admin = Namespace(names=Namespace(catalog=engine.catalog), engine=engine)
+        yield TestClient(app, headers=KEY)

@@ -1,0 +1,292 @@
+"""Consumers on a real engine: they get what answers have, whole and once, and one that fails harms nobody else."""
+
+import json
+import os
+import shutil
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from saesteer.consumers import register
+from saesteer.consumers.shards import shards
+from saesteer.errors import SpecError
+from tests.plugin.conftest import CUDA, LONG_PROMPT, Dictionaries, engine_options, preemptions
+from tests.plugin.judge import Judge, install
+from tests.plugin.serving import events_of, served
+from tests.plugin.test_reads import ask, text
+from tests.shared import Shared
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 16 if CUDA else 32
+SITE = "resid_post.20"
+# As in test_reads: prompts are computed in chunks, and a crowd preempts.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
+READ: dict[str, Any] = {"activations": [{"site": SITE}], "probes": ["probe"]}
+Rows = dict[int, tuple[int, bytes]]  # by position: the token's id and the row
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("consumers")
+
+
+@pytest.fixture
+def llm(model_dir: str, dictionaries: Dictionaries, folder: Path, shared: Shared) -> Any:
+    from contextlib import contextmanager
+
+    from saesteer import LLM
+
+    register("judge", Judge)
+    consumers = {"filesystem": {"folder": str(folder / "asked")}, "judge": {}, "logging": {"all": True}}
+
+    @contextmanager
+    def started() -> Iterator[Any]:
+        made = LLM(
+            model_dir,
+            **dictionaries.options,
+            reads=[SITE],
+            consumers=consumers,
+            capture=[SITE, "resid_pre.21", "resid_post.7"],
+            capture_folder=str(folder / "captured"),
+            **engine_options(**OPTIONS),
+        )
+        try:
+            yield made
+        finally:
+            made.llm_engine.engine_core.shutdown()
+
+    found = shared.get(f"consumers {folder}", started)
+    assert found.reset_prefix_cache()
+    return found
+
+
+def written(folder: Path, site: str = SITE) -> dict[tuple[str, int], Rows]:
+    """The rows of the activations at a site in shards, by request and choice; none is there twice."""
+    found: dict[tuple[str, int], Rows] = {}
+    for tensors, about in shards(folder):
+        with safe_open(tensors, "np") as file:
+            for piece in about["pieces"]:
+                for name, first in piece["first"].items():
+                    told = about["tensors"][name]
+                    if (told["kind"], told["site"]) != ("activation", site):
+                        continue
+                    rows = file.get_slice(name)[first : first + piece["rows"]]
+                    mine = found.setdefault((piece["request"], piece["choice"]), {})
+                    for row, at, token in zip(rows, piece["positions"], piece["tokens"], strict=True):
+                        assert at not in mine
+                        mine[at] = token, row.tobytes()
+    return found
+
+
+def captured(llm: Any, folder: Path, site: str = SITE) -> dict[tuple[str, int], Rows]:
+    """What has been captured, once that has been written."""
+    [runner] = [
+        one for one in llm.llm_engine.input_processor.saesteer_door.consumers.capturing if one.name == "capture"
+    ]
+    while runner._queue or runner._held:
+        time.sleep(0.01)
+    runner.consumer._publish(runner.consumer._captured)
+    return written(folder / "captured", site)
+
+
+def told(output: Any, choice: Any) -> Rows:
+    """The same from an answer."""
+    [entry] = choice.saesteer["activations"]
+    ids = [*output.prompt_token_ids, *choice.token_ids]
+    numbers = np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
+    return {at: (ids[at], row.tobytes()) for at, row in zip(entry["positions"], numbers, strict=True)}
+
+
+def test_files_hold_what_answers_have(llm: Any, folder: Path) -> None:
+    spec = {"return": READ | {"consumers": {"filesystem": {"tag": "run7"}, "judge": {}}}}
+    (output,) = ask(llm, [text("files", 700)], spec, n=2, temperature=1.2)
+    for choice in output.outputs:
+        said = choice.saesteer["consumers"]
+        rows = told(output, choice)
+        assert (
+            said["filesystem"]["tag"] == "run7" and said["filesystem"]["rows"] == len(rows) + len(choice.token_ids) - 1
+        )
+        there: dict[tuple[str, int], Rows] = {}
+        for shard in said["filesystem"]["shards"]:
+            there |= written(folder / "asked" / shard)
+        assert [*there.values()] == [rows] and [number for _, number in there] == [choice.index]
+        ids = [*output.prompt_token_ids, *choice.token_ids]
+        assert (said["judge"]["tokens"], said["judge"]["finish"]) == (ids, "length")
+        every = [*range(len(ids) - 1), *range(len(output.prompt_token_ids), len(ids) - 1)]
+        assert said["judge"]["positions"] == sorted(every)
+        assert said["judge"]["kinds"] == ["activation", "probe"]
+
+
+def test_one_that_raises_fails_its_request_alone(llm: Any) -> None:
+    for where in ("take", "end"):
+        with pytest.raises(SpecError, match=r"consumer 'judge' failed for this request .*the judge is ill") as caught:
+            ask(llm, [text(f"ill {where}")], {"return": READ | {"consumers": {"judge": {"fail": where}}}})
+        assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", "consumer")
+    (output,) = ask(llm, [text("well")], {"return": READ | {"consumers": {"judge": {}}}})
+    assert output.saesteer["consumers"]["judge"]["finish"] == "length"
+
+
+WRONG = [
+    ({"jugde": {}}, "saesteer.return.consumers.jugde", "unknown_name"),
+    ({"capture": {}}, "saesteer.return.consumers.capture", "unknown_name"),
+    ({"judge": {"seed": 1}}, "saesteer.return.consumers.judge.seed", "unknown_field"),
+    ({"filesystem": {"tag": "../x"}}, "saesteer.return.consumers.filesystem.tag", "out_of_range"),
+    ({"filesystem": {"folder": "/tmp"}}, "saesteer.return.consumers.filesystem.folder", "unknown_field"),
+]
+
+
+@pytest.mark.parametrize(("consumers", "field", "code"), WRONG, ids=[row[1] for row in WRONG])
+def test_wrong_parameters_are_refused_at_the_door(llm: Any, consumers: Any, field: str, code: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        ask(llm, [text("wrong")], {"return": READ | {"consumers": consumers}})
+    assert (caught.value.field, caught.value.code) == (field, code)
+
+
+def test_a_crowd_is_captured_row_for_row(llm: Any, folder: Path) -> None:
+    """Requests that ask for nothing, next to some that read the same rows and some that edit, while many preempt."""
+    edit = {"op": "add", "vector": "any", "site": SITE, "scale": 5.0}
+    everything = {"activations": [{"site": SITE}]}
+    kinds: list[Any] = [None, {"return": everything}, {"edits": [edit], "return": everything}, {"edits": [edit]}]
+    specs = [kinds[n % 4] for n in range(12)]
+    before, known = preemptions(llm), {*captured(llm, folder)}
+    outputs = ask(
+        llm, [text(f"crowd {n}", 120 + 70 * (n % 5)) for n in range(12)], specs, [30 + 9 * (n % 7) for n in range(12)]
+    )
+    assert preemptions(llm) > before, "the cache was small enough to preempt"
+    there = {one: rows for one, rows in captured(llm, folder).items() if one not in known}
+    assert len(there) == 12
+    for output, spec in zip(outputs, specs, strict=True):
+        (choice,) = output.outputs
+        rows = there[output.request_id, 0]
+        ids = [*output.prompt_token_ids, *choice.token_ids]
+        assert sorted(rows) == [*range(len(ids) - 1)] and all(token == ids[at] for at, (token, _) in rows.items())
+        if spec is None:
+            assert not hasattr(output, "saesteer") and not hasattr(choice, "saesteer")
+        else:
+            assert "consumers" not in output.saesteer
+        if spec is not None and "return" in spec:
+            assert rows == told(output, choice), "the same rows, to the bit"
+        else:
+            assert "activations" not in getattr(output, "saesteer", {})
+
+
+def test_cached_prompt_tokens_are_not_captured_again(llm: Any, folder: Path) -> None:
+    (first,) = ask(llm, [text("again", 500)], None)
+    (second,) = ask(llm, [text("again", 500)], None)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids and first.num_cached_tokens == 0
+    assert second.num_cached_tokens > BLOCK, "capture leaves the cache as it is"
+    for site in (SITE, "resid_post.7"):
+        there = captured(llm, folder, site)
+        whole, rest = there[first.request_id, 0], there[second.request_id, 0]
+        assert sorted(rest) == [*range(second.num_cached_tokens, len(whole))]
+
+
+def test_prompts_that_cannot_be_read_are_served(llm: Any) -> None:
+    from types import SimpleNamespace
+
+    door = llm.llm_engine.input_processor.saesteer_door
+    assert door.captures(SimpleNamespace(prompt_token_ids=[1]))
+    assert not door.captures(SimpleNamespace(prompt_token_ids=None))
+    assert not door.captures(SimpleNamespace(prompt_token_ids=[1], resumable=True))
+
+
+def test_nobody_is_left_behind_by_an_abort(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    consumers = engine.input_processor.saesteer_door.consumers
+    spec = {"return": READ | {"consumers": {"filesystem": {"tag": "gone"}, "logging": {}}}}
+    params = SamplingParams(
+        max_tokens=300, ignore_eos=True, extra_args={"saesteer": spec}, output_kind=RequestOutputKind.DELTA
+    )
+    ids = llm.get_tokenizer()(text("gone", 100)).input_ids
+    engine.add_request("gone", {"prompt_token_ids": ids}, params)
+    for _ in range(6):
+        engine.step()
+    filesystem, logging = (consumers.named[name].consumer for name in ("filesystem", "logging"))
+    engine.abort_request(["gone"])
+    engine.step()
+    until = time.monotonic() + 20
+    while (filesystem._series or logging._seen) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not filesystem._series and not logging._seen
+
+
+@pytest.fixture(scope="module")
+def server(
+    model_dir: str, dictionaries: Dictionaries, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, Path]]:
+    place = tmp_path_factory.mktemp("served")
+    install(place)
+    settings = place / "saesteer.yaml"
+    settings.write_text(json.dumps({**dictionaries.options, "reads": [SITE]}))
+    flags = [model_dir, "--saesteer-config", str(settings), "--max-model-len", "512", "--max-num-seqs", "8"]
+    flags += ["--served-model-name", "base", "--kv-cache-memory-bytes", str(200 << 20), "--dtype", "float32"]
+    flags += ["--consumer", f"filesystem={json.dumps({'folder': str(place / 'asked')})}", "--consumer", "judge"]
+    flags += ["--capture", SITE, "--capture-folder", str(place / "captured")]
+    environment = {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+    with served(flags, place / "log", environment=environment) as client:
+        yield client, place
+    assert written(place / "captured"), "what was captured is written when the server stops"
+    assert not [*(place / "captured").glob(".*")]
+
+
+def post(client: httpx.Client, consumers: Any, **more: Any) -> httpx.Response:
+    body = {"model": "base", "prompt": LONG_PROMPT[:200], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    spec = {"return": {"activations": [{"site": SITE}], "consumers": consumers}}
+    return client.post("/v1/completions", json={**body, "saesteer": spec, **more})
+
+
+def test_over_http(server: tuple[httpx.Client, Path]) -> None:
+    client, place = server
+    made = post(client, {"filesystem": {"tag": "http"}, "judge": {"seconds": 0.3}}).json()
+    said = made["saesteer"]["consumers"]
+    assert said["judge"]["positions"] == [*range(made["usage"]["total_tokens"] - 1)]
+    [there] = written(place / "asked" / "http").values()
+    assert len(there) == said["filesystem"]["rows"] == len(said["judge"]["positions"])
+    response = post(client, {"judge": {}}, stream=True)
+    *_, last = [event for event in events_of(response) if event.get("choices")]
+    assert last["saesteer"]["consumers"]["judge"]["finish"] == "length"
+
+    chat = {"model": "base", "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 4}
+    chat["saesteer"] = {"return": {"probes": ["probe"], "consumers": {"judge": {}}}}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    assert answer["saesteer"]["consumers"]["judge"]["kinds"] == ["probe"]
+
+    for where in ("take", "end"):
+        refused = post(client, {"judge": {"fail": where}})
+        assert refused.status_code == 400 and "the judge is ill" in refused.text and "[consumer]" in refused.text
+        *_, last = events_of(post(client, {"judge": {"fail": where}}, stream=True))
+        assert "the judge is ill" in last["error"]["message"]
+        assert post(client, {"judge": {}}).status_code == 200
+    refused = post(client, {"judge": {"fail": "never"}})
+    assert refused.status_code == 400 and "saesteer.return.consumers.judge.fail" in refused.text
+
+    plain = {"model": "base", "prompt": "Water is", "max_tokens": 4}
+    assert "saesteer" not in client.post("/v1/completions", json=plain).json()
+    numbers = client.get("/metrics").text
+    assert 'saesteer_consumer_failures_total{consumer="judge"} 4.0' in numbers
+    assert 'saesteer_consumer_rows_total{consumer="capture"}' in numbers
+
+
+def test_a_folder_that_is_gone_fails_who_asked_for_it(server: tuple[httpx.Client, Path]) -> None:
+    client, place = server
+    shutil.move(place / "asked", place / "away")
+    try:
+        refused = post(client, {"filesystem": {"tag": "lost"}})
+        assert refused.status_code == 400 and "could not be written" in refused.text
+        assert str(place) not in refused.text, "the operator's folder is nobody's business"
+        assert post(client, {"judge": {}}).status_code == 200
+    finally:
+        shutil.move(place / "away", place / "asked")
+    assert post(client, {"filesystem": {"tag": "lost"}}).status_code == 200

@@ -1,0 +1,273 @@
+"""Between outputs and consumers, with stand-ins for vLLM's objects: who waits, for what, and who learns of an end."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.consumers import Consumer, Request
+from saesteer.consumers.known import Consumers
+from saesteer.consumers.runner import Policy, Runner
+from saesteer.errors import SpecError
+from saesteer.language import spec as language
+from saesteer.planning.plan import Catalog
+from saesteer.planning.readouts import captures, together
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.door.frontend import _settled
+from saesteer.plugin.results import consuming
+from saesteer.plugin.results.failures import SpecRefused
+from tests.consumers.rows import token, value
+
+
+class Judge(Consumer):
+    """Says which positions it got, once its gate is open."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.gate = Event()
+        self.gate.set()
+        self.gone: list[str] = []
+
+    def check(self, parameters: Mapping[str, Any], at: str) -> Any:
+        return dict(parameters)
+
+    def end(self, request: Request) -> Any:
+        assert self.gate.wait(20)
+        if request.parameters.get("ill"):
+            raise RuntimeError("the judge is ill")
+        return [int(at) for rows in request.rows for at in rows.positions]
+
+    def drop(self, request: Request) -> None:
+        self.gone.append(request.id)
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge({})
+
+
+@pytest.fixture
+def consumers(judge: Judge) -> Iterator[Consumers]:
+    made = Consumers({"judge": Runner("judge", judge)})
+    yield made
+    judge.gate.set()
+    made.close()
+
+
+CATALOG = Catalog({}, None, 64, width=2, consumers={"judge": lambda parameters, _: parameters})
+PROMPT = 5
+
+
+def admitted(consumers: Consumers, spec: Any, *, capture: Any = (), silent: bool = False) -> Any:
+    """The report of an admitted request, and what travels with it."""
+    params = SimpleNamespace(extra_args=None, max_tokens=4, n=1)
+    request = SimpleNamespace(prompt_token_ids=[token(at) for at in range(PROMPT)], sampling_params=params)
+    door = Door(consumers=consumers, capture=capture)
+    door.admit(language.from_json(spec), CATALOG, request, silent=silent)
+    return params.saesteer_report, params.extra_args
+
+
+READ = {"activations": [{"site": "resid_post.3"}]}
+
+
+def state(report: Any, queue: Any = None) -> Any:
+    """vLLM's RequestState of a running request."""
+    ids: list[int] = []
+    detokenizer = SimpleNamespace(output_token_ids=ids, num_output_tokens=lambda: len(ids))
+    made = SimpleNamespace(external_req_id="a", request_id="a-1", parent_req=None, request_index=0, queue=queue)
+    made.prompt_token_ids, made.prompt_len = [token(at) for at in range(PROMPT)], PROMPT
+    made.detokenizer, made.saesteer = detokenizer, report.of_choice()
+    made.saesteer.feed = report.wanted.feed(made)
+    return made
+
+
+def blob(number: int, lo: int, hi: int) -> list[Any]:
+    numbers = [[value(0, at)] * 2 for at in range(lo, hi)]
+    return [number, [[lo, hi]], np.array(numbers, "<f4").tobytes()]
+
+
+def run(made: Any, reason: str = "stop") -> Any:
+    """Three tokens, the last of which is never an input."""
+    report = made.saesteer
+    for lo, hi in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 2)):
+        report.add([blob(0, lo, hi)])
+        consuming.give(made, report.feed)
+        made.detokenizer.output_token_ids.append(token(hi))
+    consuming.finish(made, report.feed, reason, report.fields)
+    choice = SimpleNamespace(finish_reason=reason, saesteer=report.fields, saesteer_feed=report.feed)
+    return SimpleNamespace(outputs=[choice])
+
+
+def test_a_result_comes_into_the_answer(consumers: Consumers) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    output = run(state(report))
+    consuming.settle([output])
+    assert output.outputs[0].saesteer["consumers"] == {"judge": [*range(PROMPT + 2)]}
+
+
+def test_a_failure_is_the_requests_error(consumers: Consumers) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {"ill": True}}}})
+    with pytest.raises(SpecError, match="the judge is ill") as caught:
+        consuming.settle([run(state(report))])
+    assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", consuming.FAILED)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_has_no_end_is_forgotten(consumers: Consumers, judge: Judge, reason: str) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    output = run(state(report), reason)
+    consuming.settle([output])
+    consumers.close()
+    assert judge.gone == ["a"] and "consumers" not in output.outputs[0].saesteer
+
+
+def test_an_abort_reaches_the_consumers(consumers: Consumers, judge: Judge) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    processor = SimpleNamespace(request_states={"a-1": state(report), "b": SimpleNamespace()})
+
+    def stock(self: Any, request_ids: Any, internal: bool) -> list[str]:
+        return [name for name in request_ids if self.request_states.pop(name, None)]
+
+    assert consuming._leaving(stock)(processor, ["a-1", "b", "c"], internal=True) == ["a-1", "b"]
+    consumers.close()
+    assert judge.gone == ["a"]
+
+
+def test_only_the_last_output_waits_and_nobody_else(consumers: Consumers, judge: Judge) -> None:
+    """Over HTTP: other requests go on while a consumer takes its time."""
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    judge.gate.clear()
+    last = run(state(report, queue=object()))
+    first = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=None, saesteer_feed=report.feed)])
+
+    async def outputs() -> Any:
+        yield first
+        yield last
+
+    async def play() -> list[str]:
+        said: list[str] = []
+
+        async def read() -> None:
+            async for one in _settled(outputs()):
+                name = "first" if one is first else "last"
+                said.append(name)
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        said.append("others")
+        judge.gate.set()
+        await reading
+        return said
+
+    assert asyncio.run(play()) == ["first", "others", "last"]
+    assert last.outputs[0].saesteer["consumers"]["judge"]
+
+
+def test_a_failure_over_http_is_a_refusal(consumers: Consumers) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {"ill": 1}}}})
+    last = run(state(report, queue=object()))
+
+    async def outputs() -> Any:
+        yield last
+
+    async def play() -> None:
+        async for _ in _settled(outputs()):
+            pass
+
+    with pytest.raises(SpecRefused, match=r"the judge is ill.*\[consumer\]"):
+        asyncio.run(play())
+
+
+def test_a_consumer_that_hangs_is_given_up(consumers: Consumers, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "ANSWER_SECONDS", 0.1)
+    judge.gate.clear()
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    with pytest.raises(SpecError, match="did not answer within"):
+        consuming.settle([run(state(report))])
+    with pytest.raises(SpecError, match="did not answer within"):
+        asyncio.run(consuming.settled(run(state(report))))
+
+
+def test_new_requests_wait_for_one_that_is_behind() -> None:
+    slow = Runner("slow", Judge({}), Policy(queue_bytes=10, wait=0.2))
+    slow._held = 9
+    asked = SimpleNamespace(extra_args={"saesteer": {"return": {"consumers": {"slow": {}}}}})
+    for capturing, params, waits in (((), None, False), ((), asked, True), ((slow,), None, True)):
+        start = time.monotonic()
+        asyncio.run(consuming.room(Consumers({"slow": slow}, capturing), params))
+        assert (time.monotonic() - start > 0.15) == waits
+    slow._held = 0
+    start = time.monotonic()
+    asyncio.run(consuming.room(Consumers({"slow": slow}, (slow,)), asked))
+    assert time.monotonic() - start < 0.15
+
+
+@pytest.mark.parametrize(
+    ("wire", "named"),
+    [
+        (None, False),
+        ({"edits": []}, False),
+        ({"return": None}, False),
+        ({"return": {"consumers": {}}}, False),
+        ({"return": {"consumers": {"a": {}}}}, True),
+        ('{"return": {"consumers": {"a": {}}}}', True),
+        ('{"edits": []}', False),
+        (7, False),
+    ],
+)
+def test_who_names_consumers(wire: Any, named: bool) -> None:
+    assert consuming.are_named(SimpleNamespace(extra_args={"saesteer": wire})) == named
+    if isinstance(wire, dict):
+        assert consuming.are_named(SimpleNamespace(extra_args={"saesteer": language.from_json(wire)})) == named, (
+            "once parsed"
+        )
+    assert not consuming.are_named(None)
+
+
+def test_capture_is_no_part_of_the_answer(consumers: Consumers) -> None:
+    """The readouts of a request stay what they are; what only the operator captures stands behind them."""
+    report, sent = admitted(consumers, {"edits": []}, capture=("resid_post.3",), silent=True)
+    assert report.silent and report.of_choice().fields == {"applied": []} and report.of_choice().read is None
+    (one,) = report.wanted.readouts
+    assert one.readout.site == "resid_post.3" and one.readout.captured and not one.readout.shown
+    assert {*sent} == {"saesteer"}, "it asks for no recomputation, and has no key of its own in the prefix cache"
+    more = {"return": {"activations": [{"site": "resid_post.9", "reduce": "mean"}], "hidden": True}}
+    report, sent = admitted(consumers, more, capture=("resid_post.3", "resid_post.9"))
+    assert [one.readout.kind for one in report.readouts if one.readout.shown] == ["activation", "hidden"]
+    assert [one.readout.captured for one in report.readouts] == [False, False, True], "two sites that travel as one"
+    choice = report.of_choice()
+    choice.add([blob(2, 0, 3)])
+    choice.read.tell(PROMPT, 1, final=True)
+    assert choice.fields["activations"][0]["tokens"] == 0
+
+
+def test_a_request_and_the_operator_share_a_read() -> None:
+    wanted = {
+        "activations": [{"site": "resid_post.9"}, {"site": "resid_post.3"}, {"site": "resid_post.5", "at": "after"}]
+    }
+    from saesteer.planning.planner import plan
+
+    own = plan(language.from_json({"return": wanted}), CATALOG, PROMPT).readouts
+    *asked, added = captures(("resid_post.3", "resid_post.5", "resid_post.9"), own)
+    assert [replace(one, captured=False) for one in asked] == [*own]
+    assert [one.captured for one in asked] == [True, True, False] and added.captured
+    assert (added.site, added.recompute, added.after) == ("resid_post.5", False, False)
+    groups = [[one.site for one in several] for several in together((*asked, added), CATALOG)]
+    assert groups == [["resid_post.9", "resid_post.3"], ["resid_post.5"], ["resid_post.5"]]
+
+
+def test_an_answer_that_names_none_says_nothing_of_them(consumers: Consumers) -> None:
+    capturing = Consumers({}, (consumers.named["judge"],))
+    consumers.named["judge"].consumer.end = lambda request: None  # type: ignore[method-assign]
+    report, _ = admitted(capturing, {"return": READ}, capture=("resid_post.3",))
+    output = run(state(report))
+    consuming.settle([output])
+    assert "consumers" not in output.outputs[0].saesteer

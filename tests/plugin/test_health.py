@@ -1,0 +1,175 @@
+"""What --fail-fast finds, from rows of lm_head to the requests that a scheduler ends. Starts no engine."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from saesteer.errors import UnsupportedError
+from saesteer.plugin.results import counts, failures, health
+from saesteer.plugin.results.health import RUN, Health, attach, collapses, look
+from tests.plugin.test_failures import Front, Scheduler, failing, running
+
+INF, NAN = float("inf"), float("nan")
+ROW = st.lists(st.sampled_from([0.0, 1.0, -3.5, 6e4]), min_size=3, max_size=3)
+
+
+@given(
+    st.lists(st.tuples(ROW, ROW, st.sampled_from([None, NAN, INF, -INF]), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 2),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_exactly_the_rows_that_are_not_finite_fail(rows: Any, place: int, dtype: torch.dtype) -> None:
+    hidden = torch.tensor([read for read, *_ in rows], dtype=dtype)
+    logits = torch.tensor([made for _, made, *_ in rows], dtype=dtype)
+    expected = {}
+    for number, (_, _, wrong, in_hidden) in enumerate(rows):
+        if wrong is None:
+            continue
+        (hidden if in_hidden else logits)[number, place] = wrong
+        if in_hidden or wrong != -INF:  # −∞ forbids a token
+            expected[str(number)] = f"non_finite: {'hidden states' if in_hidden else 'logits'}"
+    names = [str(number) for number in range(len(rows))]
+    assert look(names, hidden, logits).failed == expected
+
+
+def test_a_row_without_any_token_left_fails() -> None:
+    assert look(["a"], torch.zeros(1, 2), torch.full((1, 3), -INF)).failed == {"a": "non_finite: logits"}
+
+
+def model(seen: Health, **options: Any) -> Any:
+    """A runner's model, whose lm_head makes the logits that it is asked for."""
+    found = nn.Module()
+    found.compute_logits = lambda hidden: None if hidden is None else hidden * 2  # type: ignore[assignment]
+    attach(SimpleNamespace(get_model=lambda: found, parallel_config=SimpleNamespace(**options)), seen)
+    return found
+
+
+def test_a_step_is_seen_once() -> None:
+    seen = Health()
+    lm_head = model(seen)
+    lm_head.compute_logits(torch.full((4, 2), NAN))  # a dry run
+    assert seen.take() is None
+    seen.begin(["a", "b"], [1, 1])
+    assert lm_head.compute_logits(torch.tensor([[1.0, 1], [NAN, 1]])).shape == (2, 2)
+    lm_head.compute_logits(torch.full((2, 2), NAN))  # logprobs of prompts
+    found = seen.take()
+    assert found is not None and found.failed == {"b": "non_finite: hidden states"}
+    seen.begin(["a"], [1])
+    assert seen.take() is None, "another step"
+
+
+def test_rejected_drafts_are_rows_of_their_request() -> None:
+    seen = Health()
+    lm_head = model(seen)
+    seen.begin(["a", "b", "c"], np.array([1, 3, 1]))
+    hidden = torch.zeros(5, 2)
+    hidden[3] = NAN
+    lm_head.compute_logits(hidden)
+    found = seen.take()
+    assert found is not None and set(found.failed) == {"b"}
+
+
+def test_sharded_sampling_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--fail-fast with batch-sharded sampling"):
+        model(Health(), enable_batch_sharded_sampling=True)
+
+
+def test_a_snapshot_says_it_on_either_way_home() -> None:
+    """To a scheduler in the same process, and to one in another."""
+    batch = counts.SteeredBatch([], [], [], [], frozenset())
+    found = look(["a", "b"], torch.tensor([[NAN], [1.0]]), torch.zeros(2, 1))
+    snapshot = counts.Snapshot(batch, 0, SimpleNamespace(), {}, {"c": "gone"}, watched=True, look=found)  # type: ignore[arg-type]
+    for table in (snapshot, pickle.loads(pickle.dumps(snapshot))):
+        assert (table.failed, table.watched) == ({"a": "non_finite: hidden states", "c": "gone"}, True)
+
+
+@given(st.lists(st.integers(0, 2), max_size=2 * RUN))
+def test_a_collapse_is_the_same_token_from_the_start(ids: list[int]) -> None:
+    same = 0
+    while same < len(ids) and ids[same] == ids[0]:
+        same += 1
+    assert collapses(ids) == (same >= RUN)
+
+
+@given(st.integers(0, 5), st.lists(st.integers(1, 4), min_size=1, max_size=40), st.integers(0, 30))
+def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], other_at: int) -> None:
+    """However many tokens a step brings; once, or not at all."""
+    request: Any = SimpleNamespace(request_id="a", output_token_ids=[], done=False)
+    request.is_finished = lambda: request.done
+    ended: list[str] = []
+
+    def finish_requests(names: list[str], status: Any) -> None:
+        assert "ERROR" in status.name
+        request.done = True
+        ended.extend(names)
+
+    scheduler = SimpleNamespace(requests={"a": request}, finish_requests=finish_requests)
+    for several in steps:
+        if request.done:
+            break
+        request.num_output_tokens = len(request.output_token_ids)
+        young = health.young(scheduler, SimpleNamespace(num_scheduled_tokens={"a": several, "gone": 1}))
+        start = len(request.output_token_ids)
+        request.output_token_ids += [9 if at == other_at else token for at in range(start, start + several)]
+        outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("a", [token] * several, stop_reason=3)])}
+        health.end(scheduler, outputs, young)
+        (output,) = outputs[0].outputs
+        if request.done:
+            assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.ERROR)
+            assert output.kv_transfer_params == {failures.FAILED: f"collapsed: {token}"}
+        else:
+            assert output.new_token_ids and output.finish_reason is None
+    assert ended == (["a"] if len(request.output_token_ids) >= RUN and other_at >= RUN else [])
+
+
+def test_whoever_ended_with_that_token_fails_as_well() -> None:
+    request: Any = SimpleNamespace(request_id="a", output_token_ids=[5] * RUN, is_finished=lambda: True)
+    output = EngineCoreOutput("a", [5], finish_reason=FinishReason.LENGTH)
+    finished: list[Any] = []
+    scheduler = SimpleNamespace(finish_requests=lambda names, _: finished.extend(names))
+    health.end(scheduler, {0: EngineCoreOutputs(outputs=[output])}, [request])
+    assert (output.finish_reason, finished) == (FinishReason.ERROR, [])
+
+
+def test_what_is_not_finite_leaves_the_cache_and_takes_nobody_along() -> None:
+    """The one that shares its blocks ends by itself if it is not finite, too."""
+    scheduler = Scheduler(running("a"), running("c"), running("d"), running("e", edited=5))
+    ended = failures.end(scheduler, {"a": "non_finite: logits"})
+    assert [(request.request_id, word) for request, word in ended] == [("a", "non_finite: logits")]
+    assert scheduler.kv_cache_manager.evicted == {1, 2, 3, 7}
+    assert set(scheduler.requests) == {"c", "d", "e"}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("non_finite: hidden states", "the hidden states held NaN or infinity"),
+        ("non_finite: logits", "the logits held NaN or infinity"),
+        ("collapsed: 253", "the answer began with token 253 again and again"),
+    ],
+)
+@pytest.mark.parametrize("steered", [False, True], ids=["plain", "steered"])
+def test_whoever_waits_is_told(word: str, told: str, steered: bool) -> None:
+    front = Front()
+    queue, other = front.add("a"), front.add("b")
+    assert queue is not None and other is not None
+    if not steered:
+        del front.processor.request_states["a"].saesteer
+    front.process(failing("a", word), EngineCoreOutput("b", [6]))
+    with pytest.raises(failures.SpecRefused, match=told) as error:
+        queue.get_nowait()
+    assert error.value.code == word.partition(":")[0] and "--fail-fast" in str(error.value)
+    assert str(error.value).endswith(f"[{error.value.code}]")
+    output: Any = other.get_nowait()
+    assert output.outputs[0].token_ids == [6]

@@ -1,0 +1,365 @@
+"""Results that are fetched by a handle: where they are kept, and the routes on vLLM's app. Starts no engine."""
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+
+from saesteer.client import Client, numbers
+from saesteer.config.config import SaesteerConfig
+from saesteer.errors import RequestRefused, ServerError, SpecError
+from saesteer.language.spec import from_json
+from saesteer.planning.answers import Rows
+from saesteer.planning.plan import END, Catalog
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results.kept import Handle, Limits, Results, Room
+from tests.plugin.test_guard import app_of_vllm
+from tests.plugin.test_read_rows import blob, readout
+
+ROUTE = "/v1/saesteer/results"
+KEY = {"Authorization": "Bearer usual"}
+ENTRY = {"site": "resid_post.3", "at": "before", "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
+DATA = np.arange(6, dtype="<f4").tobytes()
+
+
+def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
+    folder.mkdir(exist_ok=True)
+    return Results(Limits(number, size, seconds), folder)
+
+
+def kept(found: Results) -> str:
+    [room] = found.promise([len(DATA)])
+    return room.keep(ENTRY, DATA)
+
+
+def files(found: Results) -> list[str]:
+    return [path.name for path in found.folder.iterdir() if path.name != "lock"]
+
+
+def code(caught: pytest.ExceptionInfo[SpecError]) -> tuple[str, str]:
+    return caught.value.field, caught.value.code
+
+
+@pytest.fixture
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = app_of_vllm(monkeypatch, "--api-key", "usual")
+    found.state.saesteer_results = results(tmp_path)
+    return found
+
+
+class Transport(httpx.BaseTransport):
+    """Our client's way to an app in this process."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = TestClient(app)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        found = self.app.request(
+            request.method, str(request.url), headers=dict(request.headers), content=request.read()
+        )
+        return httpx.Response(found.status_code, content=found.content)
+
+
+def test_a_result_is_fetched_as_often_as_wanted_until_it_is_deleted(app: Any) -> None:
+    handle = kept(app.state.saesteer_results)
+    with Client(api_key="usual", transport=Transport(app)) as client:
+        for _ in range(2):
+            [found] = client.fetch([handle])
+            assert found.dtype == np.float32 and found.tolist() == [[0, 1, 2], [3, 4, 5]]
+        client.delete_result(handle)
+        for ask in (lambda: client.fetch([handle]), lambda: client.delete_result(handle)):
+            with pytest.raises(RequestRefused, match="was deleted, has expired 60 seconds after its answer") as caught:
+                ask()
+            assert (caught.value.status, caught.value.code, caught.value.field) == (404, "unknown_name", "handle")
+    assert files(app.state.saesteer_results) == []
+
+
+def test_a_file_says_what_it_is(app: Any, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    client = TestClient(app, headers=KEY)
+    found = client.get(f"{ROUTE}/{kept(app.state.saesteer_results)}")
+    assert found.headers["content-length"] == str(len(found.content))
+    (tmp_path / "file").write_bytes(found.content)
+    with safe_open(tmp_path / "file", "np") as file:
+        assert file.metadata() == {"site": "resid_post.3", "at": "before"}
+        assert file.get_tensor("positions").tolist() == [4, 6]
+        assert file.get_tensor("activations").tobytes() == DATA
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_who_may_not_send_requests_may_not_fetch(app: Any, method: str) -> None:
+    place = f"{ROUTE}/{kept(app.state.saesteer_results)}"
+    assert TestClient(app).request(method, place).status_code == 401
+    assert TestClient(app, headers=KEY).request(method, place).status_code == 200
+
+
+@pytest.mark.parametrize("handle", ["0" * 32, "lock", "..%2flock", "0" * 31, "x" * 5000, "0" * 32 + f".{os.getpid()}"])
+def test_what_is_no_handle_is_refused(app: Any, handle: str) -> None:
+    app.state.saesteer_results.promise([1])
+    for method in ("GET", "DELETE"):
+        assert TestClient(app, headers=KEY).request(method, f"{ROUTE}/{handle}").status_code == 404
+
+
+def test_the_document_describes_the_routes(app: Any) -> None:
+    found = app.openapi()["paths"][f"{ROUTE}/{{handle}}"]
+    assert found["get"]["responses"]["200"]["content"].keys() == {"application/octet-stream"}
+    assert found.keys() == {"get", "delete"} and "404" in found["delete"]["responses"]
+
+
+def test_a_result_can_be_read_to_its_end_though_it_is_deleted(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    handle = kept(found)
+    with found.open(handle) as file:
+        found.delete(handle)
+        assert DATA in file.read()
+
+
+def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
+    found = results(tmp_path, seconds=60)
+    handles = [kept(found) for _ in range(3)]
+    past = time.time() - 61
+    for handle in handles:
+        os.utime(found.folder / handle, (past, past))
+    for act in (found.open, found.delete):
+        with pytest.raises(SpecError, match="60 seconds"):
+            act(handles.pop())
+    kept(found)
+    assert handles[0] not in files(found) and len(files(found)) == 1
+
+
+def test_nobody_needs_to_ask_for_what_expires_to_go(tmp_path: Path) -> None:
+    found = results(tmp_path, seconds=1)
+    kept(found)
+    deadline = time.monotonic() + 20
+    while files(found) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert files(found) == []
+
+
+def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_path: Path) -> None:
+    one, two = results(tmp_path), results(tmp_path)  # of two API servers
+    handle = kept(one)
+    size = (one.folder / handle).stat().st_size
+    with pytest.raises(SpecError, match="asks for 5 results of 5 bytes together, expected at most 4 of 1000") as caught:
+        one.promise([1] * 5)
+    assert code(caught) == ("saesteer.return.activations", "too_large")
+    rooms = two.promise([500])
+    message = rf"1 results of 500 bytes together, while 2 of 4 with {size + 500} of 1000 bytes .* for 60 seconds"
+    with pytest.raises(SpecError, match=message) as caught:
+        one.promise([500])
+    assert code(caught) == ("saesteer.return.activations", "results_full")
+    with pytest.raises(SpecError, match=r"--max-results, --max-results-mib"):
+        one.promise([1, 1, 1])
+    rooms.clear()
+    assert one.promise([500])
+    two.open(handle).close()
+
+
+def test_a_room_that_nobody_holds_is_given_up(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    rooms = found.promise([10, 20])
+    assert len(files(found)) == 2
+    rooms[0].keep(ENTRY, DATA)
+    del rooms
+    gc.collect()
+    assert len(files(found)) == 1
+
+
+def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (found.folder / f"{'0' * 32}.{ended.pid}").touch()
+    rooms = found.promise([10])
+    assert len(files(found)) == len(rooms)
+
+
+def fill_the_disk(room: Room) -> None:
+    room._path.unlink()
+    room._path.symlink_to("/dev/full")
+
+
+def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    [room] = found.promise([10])
+    fill_the_disk(room)
+    with pytest.raises(OSError, match="No space"):
+        room.keep(ENTRY, DATA)
+    assert files(found) == []
+
+
+def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    handle = kept(found)
+    assert isinstance(handle, Handle)
+    assert numbers({"handle": handle}).tolist() == [[0, 1, 2], [3, 4, 5]]
+    elsewhere = pickle.loads(pickle.dumps(handle))
+    assert type(elsewhere) is str and elsewhere == handle
+    with pytest.raises(ServerError, match=f"fetch the handle {handle}"):
+        numbers({"handle": elsewhere})
+    handle.delete()
+    with pytest.raises(SpecError, match="was deleted"):
+        numbers({"handle": handle})
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    reduce=st.sampled_from(["none", "mean", "max", "last"]),
+    cuts=st.sets(st.integers(1, 11), max_size=3),
+    stream=st.booleans(),
+)
+def test_a_result_is_what_the_answer_would_hold(
+    tmp_path: Path, dtype: str, reduce: Any, cuts: set[int], stream: bool
+) -> None:
+    found = results(tmp_path, number=10_000, size=1 << 30)
+    [room] = found.promise([0])
+    told: list[Any] = []
+    for more in ({}, {"inline": False}):
+        fields: dict[str, Any] = {}
+        one = readout("activation", [(2, END)], reduce=reduce, **more)._replace(dtype=dtype)
+        rows = Rows([one], fields, [room.keep] if more else [])
+        edges = [2, *sorted(cut for cut in cuts if cut > 2), 12]
+        for lo, hi in pairwise(edges):
+            number, spans, data = blob(0, one.readout, [(lo, hi)])
+            if reduce == "none" and dtype != "float32":
+                data = np.frombuffer(data, "<f4").astype("<f2").tobytes()  # two bytes each, whatever they stand for
+            rows.add([[number, spans, data]])
+            if stream:
+                rows.tell(8, hi - 7 if hi > 7 else 0, final=False)
+        rows.tell(8, 5, final=True)
+        told.append(fields["activations"])
+    inline, [handled] = told
+    assert numbers(handled).tolist() == [row for entry in inline for row in numbers(entry).tolist()]
+    positions = [at for entry in inline for at in entry["positions"]]
+    assert handled["positions"] == positions and handled["dtype"] == inline[0]["dtype"]
+    assert handled["shape"] == [sum(entry["shape"][0] for entry in inline), 3]
+    assert handled.keys() == inline[0].keys() - {"data"} | {"handle"}
+
+
+def report(found: Results, choices: int) -> counts.Report:
+    one = readout("activation", [(0, END)], inline=False)
+    return counts.Report([], readouts=[one], rooms=found.promise([100] * choices))
+
+
+def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
+    found = results(tmp_path, number=4, size=10_000)
+    config = SaesteerConfig.from_json({"max_read_mib": 1})
+    door = Door("", config, None, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, max_model_len=64)))
+    door.results = found
+    catalog = Catalog({}, frozenset({"resid_post.3"}), 64, width=8)
+    reads = [{"site": "resid_post.3", "as": "handle"}, {"site": "resid_post.3", "at": "after"}]
+    spec = from_json({"return": {"activations": reads}})
+
+    def asking(**sampling: Any) -> Any:
+        params = SimpleNamespace(extra_args=None, **{"max_tokens": 4, "n": 1, **sampling})
+        return SimpleNamespace(prompt_token_ids=[1] * 5, sampling_params=params)
+
+    request = asking(n=3)
+    door.admit(spec, catalog, request)
+    assert found.sweep() == [8 * 2 * (5 + 4 - 1)] * 3, "of what is inline, no room is taken"
+    with pytest.raises(SpecError) as caught:
+        door.admit(spec, catalog, asking(n=2))
+    assert code(caught) == ("saesteer.return.activations", "results_full")
+    with pytest.raises(SpecError) as caught:
+        door.admit(spec, catalog, asking(max_tokens=1 << 20))
+    assert code(caught) == ("saesteer.return", "too_large")
+    del request
+    gc.collect()
+    assert found.sweep() == []
+
+
+def test_a_folder_that_is_gone_or_full_is_no_error_of_the_server(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    kept(found)
+    shutil.rmtree(found.folder)
+    assert kept(found) in files(found)
+    shutil.rmtree(found.folder)
+    found.folder.touch()
+    with pytest.raises(SpecError, match=r"could not be kept \(File exists\)") as caught:
+        found.promise([1])
+    assert caught.value.code == "no_space"
+
+
+def test_handles_are_texts_in_every_body(tmp_path: Path) -> None:
+    class Body(BaseModel):
+        model_config = ConfigDict(extra="allow")
+
+    handle = kept(results(tmp_path))
+    said = {"saesteer": {"activations": [{"handle": handle}]}}
+    assert json.loads(Body(**said).model_dump_json()) == json.loads(json.dumps(said)) == said
+
+
+class State(SimpleNamespace):
+    """As much of vLLM's state of one choice as ends it."""
+
+    def ends(self, reason: Any) -> Any:
+        made = counts._telling(lambda *_: SimpleNamespace())(self, [], reason)
+        return getattr(made, "saesteer", None)
+
+
+def state(answer: counts.Report) -> State:
+    made = State(saesteer=answer, prompt_len=2, detokenizer=SimpleNamespace(num_output_tokens=lambda: 1))
+    assert answer.read is not None
+    answer.read.add([blob(0, answer.readouts[0].readout, [(0, 2)])])
+    return made
+
+
+def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) -> None:
+    from vllm.v1.engine import FinishReason
+
+    found = results(tmp_path)
+    asked = report(found, 3)
+    done, aborted, unborn = (asked.of_choice() for _ in range(3))
+    assert asked.rooms == []
+    [entry] = state(done).ends(FinishReason.STOP)["activations"]
+    assert numbers(entry).shape == (2, 3)
+    assert state(aborted).ends(FinishReason.ABORT)["activations"] == []
+    del done, aborted, unborn, asked
+    gc.collect()
+    assert files(found) == [entry["handle"]]
+
+
+def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path) -> None:
+    from vllm.v1.engine import FinishReason
+
+    found = results(tmp_path)
+    answer = report(found, 1).of_choice()
+    fill_the_disk(answer.rooms[0])
+    one = state(answer)
+    queue: list[Any] = []
+    one.queue, one.request_id, one.parent_req = SimpleNamespace(put=queue.append), "a", None
+    processor = SimpleNamespace(request_states={"a": one}, abort_requests=lambda *_, **__: [])
+
+    def original(*_: Any) -> Any:
+        one.ends(FinishReason.LENGTH)
+        queue.append("its last output")
+        return SimpleNamespace(reqs_to_abort=[])
+
+    sent = {"saesteer": np.zeros(1, np.int32).tobytes()}
+    counts._receiving(original)(processor, [SimpleNamespace(request_id="a", kv_transfer_params=sent)])
+    assert isinstance(queue[-1], failures.SpecRefused), "behind the last output, whose place it takes"
+    assert queue[-1].code == "no_space" and "No space left on device" in str(queue[-1])
+    assert files(found) == []

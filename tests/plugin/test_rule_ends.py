@@ -1,0 +1,109 @@
+"""How rules end and mark requests where vLLM schedules, with a scheduler of one method: which output says what."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from saesteer.planning.plan import END, Rule
+from saesteer.plugin.reasoning import PARSER
+from saesteer.plugin.results import rules
+from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
+
+PROMPT = 4
+STOP, FLAG = "saesteer.edits[0]", "saesteer.edits[1]"
+
+
+class Scheduler:
+    """Knows one request, which has so many tokens."""
+
+    vllm_config = None
+
+    def __init__(self, tokens: int, **runs: int) -> None:
+        made = [Rule(op, [STOP, FLAG][op == "flag"], ((0, END),), ((0, 0.5, END),), run) for op, run in runs.items()]  # type: ignore[arg-type]
+        params = SimpleNamespace(extra_args={RULES: rules.sent(made), PARSER: None})
+        self.request: Any = SimpleNamespace(
+            request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
+        )
+        self.request.take_events, self.request.trace_headers, self.request.output_token_ids = list, None, []
+        self.finished: list[str] = []
+
+    def finish_requests(self, names: list[str], status: Any) -> None:
+        assert status.name == "FINISHED_STOPPED"
+        self.finished += names
+
+    def step(self, first: int, *values: float, **output: Any) -> Any:
+        """A step has computed positions from ``first`` on; returns the request's output of it."""
+        made = [EngineCoreOutput("one", **output)] if output else []
+        outputs = {3: EngineCoreOutputs(outputs=made)} if made else {}
+        positions = [*range(first, first + len(values))]
+        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})])
+        return outputs[3].outputs[0] if outputs else None
+
+
+def fired(output: Any) -> Any:
+    return (output.kv_transfer_params or {}).get(FIRED)
+
+
+def test_the_token_sampled_there_is_the_last() -> None:
+    one = Scheduler(PROMPT + 2, stop=1)
+    output = one.step(PROMPT, 1.0, new_token_ids=[7])
+    assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([7], FinishReason.STOP, STOP)
+    assert fired(output) == [["stop", STOP, PROMPT]] and one.finished == ["one"]
+
+
+@pytest.mark.parametrize("position", [1, PROMPT - 1])
+@pytest.mark.parametrize("sampled", [False, True], ids=["in mid-prompt", "at its end"])
+def test_no_token_stands_behind_a_stop_in_the_prompt(position: int, sampled: bool) -> None:
+    one = Scheduler(PROMPT + sampled, stop=1)
+    values = [float(at == position) for at in range(PROMPT)]
+    if not sampled and position == PROMPT - 1:
+        assert one.step(0, *values) is None and not one.finished, "its token was dropped, and will be sampled again"
+        one.request.num_tokens, sampled = PROMPT + 1, True
+    output = one.step(0, *values, **({"new_token_ids": [7], "finish_reason": FinishReason.LENGTH} if sampled else {}))
+    assert (output.new_token_ids, output.new_logprobs) == ([], None)
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, STOP)
+    assert fired(output) == [["stop", STOP, position]] and one.finished == ["one"]
+
+
+def test_a_model_that_stops_by_itself_there_has_stopped() -> None:
+    one = Scheduler(PROMPT + 2, stop=1)
+    output = one.step(PROMPT, 1.0, new_token_ids=[7], finish_reason=FinishReason.STOP, stop_reason=7)
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 7)
+    assert fired(output) == [["stop", STOP, PROMPT]]
+
+
+def test_a_flag_waits_for_an_output_and_counts_once() -> None:
+    one = Scheduler(PROMPT, flag=2)
+    assert one.step(0, 1.0, 1.0) is None, "in mid-prompt there is none"
+    one.request.num_tokens += 1
+    output = one.step(2, 1.0, 1.0, new_token_ids=[7])
+    assert fired(output) == [["flag", FLAG, 1]] and output.finish_reason is None
+    one.request.num_tokens += 1
+    assert fired(one.step(0, *[1.0] * 5, new_token_ids=[7])) is None, "behind a preemption"
+    assert not one.finished
+
+
+def test_a_dropped_token_is_sampled_again() -> None:
+    """The run goes on where the token is known, whatever was computed behind it before."""
+    one = Scheduler(PROMPT + 2, stop=3)
+    assert one.step(PROMPT - 1, 1.0, 1.0, new_token_ids=[7]).finish_reason is None
+    assert one.step(PROMPT + 1, 1.0) is None and not one.finished, "preempted: the token of this step was dropped"
+    one.request.num_tokens += 1
+    output = one.step(PROMPT - 1, 1.0, 1.0, 1.0, new_token_ids=[8])
+    assert fired(output) == [["stop", STOP, PROMPT + 1]]
+
+
+def test_requests_that_have_ended_are_left_alone() -> None:
+    brought: Any = SimpleNamespace(watched=lambda: {name: {} for name in ("gone", "ended", "runs")})
+    known = {"ended": SimpleNamespace(is_finished=lambda: True), "runs": SimpleNamespace(is_finished=lambda: False)}
+    assert rules.watched(SimpleNamespace(requests=known), brought) == [(known["runs"], {})]
+
+
+def test_the_last_text_is_kept() -> None:
+    heard: list[Any] = []
+    detokenizer = SimpleNamespace(update=lambda ids, stopped: heard.append((ids, stopped)))
+    keep_last_text(detokenizer)
+    detokenizer.update([7], True)  # as vLLM calls it
+    assert heard == [([7], False)]

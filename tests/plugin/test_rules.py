@@ -1,0 +1,237 @@
+"""Rules on the real engine: requests end, and are marked, at the position where their own read-outs say so.
+
+Each request reads what its rules watch, so a plain loop over its scores says where the rules fire.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from saesteer import hf
+from tests.plugin.conftest import preemptions
+from tests.plugin.test_reads import BLOCK, EVERYWHERE, OPTIONS, STEERED, ask, text
+
+pytestmark = pytest.mark.slow
+
+READS = {"probes": [{"probe": "probe", "scope": EVERYWHERE}]}
+ALWAYS = -1e9
+
+
+@pytest.fixture
+def llm(make_engine: Callable[..., Any]) -> Any:
+    found = make_engine(**OPTIONS)
+    assert found.reset_prefix_cache()
+    return found
+
+
+def rule(op: str, above: float, run: int = 1, **scope: Any) -> dict[str, Any]:
+    found = {"op": op, "when": {"probe": "probe", "above": above}, "for": run}
+    return found | ({"scope": scope} if scope else {})
+
+
+def spec(*rules: Any, edits: Sequence[Any] = ()) -> dict[str, Any]:
+    """Rules behind edits, with a read of what they watch."""
+    return {"edits": [*edits, *rules], "return": READS}
+
+
+def scores(choice: Any) -> dict[int, float]:
+    """By position."""
+    return {
+        at: score
+        for entry in choice.saesteer["probes"]
+        for at, score in zip(entry["positions"], entry["scores"], strict=True)
+    }
+
+
+def fires(found: dict[int, float], above: float, run: int = 1, start: int = 0) -> int | None:
+    """Where a rule fires, by a plain loop."""
+    length = 0
+    for at in sorted(found):
+        length = length + 1 if at >= start and found[at] > above else 0
+        if length == run:
+            return at
+    return None
+
+
+def threshold(found: dict[int, float], at: int, start: int) -> float:
+    """A bound that is first exceeded at a position, if that is the highest score so far."""
+    before = max((found[one] for one in found if start <= one < at), default=found[at] - 1)
+    assert before < found[at] - 1e-3, "a record"
+    return (before + found[at]) / 2
+
+
+def records(found: dict[int, float], start: int) -> list[int]:
+    """Positions whose score is clearly higher than all before, from a start on."""
+    kept, highest = [], float("-inf")
+    for at in sorted(one for one in found if one >= start):
+        if found[at] > highest + 1e-2:
+            kept.append(at)
+        highest = max(highest, found[at])
+    return kept
+
+
+def flag(number: int, position: int | None) -> dict[str, Any]:
+    return {"edit": f"saesteer.edits[{number}]", "position": position}
+
+
+@pytest.mark.parametrize("edits", [[], STEERED], ids=["plain", "steered"])
+def test_a_stop_ends_with_the_token_that_is_sampled_there(llm: Any, edits: Any) -> None:
+    prompt = [text(f"stops {len(edits)}")]
+    (plain,) = ask(llm, prompt, spec(edits=edits), 40)
+    (whole,) = plain.outputs
+    start, found = len(plain.prompt_token_ids), scores(whole)
+    first = next(one for one in range(start, start + 39) if len(records(found, one)) > 1)
+    position = records(found, first)[-1]
+    stop = rule("stop", threshold(found, position, first), positions=[[first, None]])
+    (output,) = ask(llm, prompt, spec(rule("flag", ALWAYS), stop, edits=edits), 40)
+    (choice,) = output.outputs
+    assert choice.token_ids == whole.token_ids[: position + 2 - start]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", f"saesteer.edits[{len(edits) + 1}]")
+    assert choice.saesteer["flags"] == [flag(len(edits), start), flag(len(edits) + 1, position)]
+    assert [*scores(choice)] == [*range(position + 1)], "all inputs are read, and nothing that came behind"
+    assert choice.saesteer["probes"][0].keys() == {"probe", "site", "at", "positions", "scores"}
+    (same,) = ask(llm, prompt, spec(edits=edits), len(choice.token_ids))
+    assert choice.text == same.outputs[0].text, "with the last token's text"
+
+
+def test_several_tokens_in_a_row(llm: Any) -> None:
+    prompt = [text("in a row")]
+    (plain,) = ask(llm, prompt, spec(), 60)
+    start, found = len(plain.prompt_token_ids), scores(plain.outputs[0])
+    generated = sorted(score for at, score in found.items() if at >= start)
+    above = (generated[15] + generated[16]) / 2
+    expected = fires(found, above, 3, start)
+    assert expected is not None and expected != fires(found, above, 1, start)
+    (output,) = ask(llm, prompt, spec(rule("stop", above, 3)), 60)
+    assert output.outputs[0].saesteer["flags"] == [flag(0, expected)]
+    assert len(output.outputs[0].token_ids) == expected + 2 - start
+    never = rule("stop", above, 61)
+    (output,) = ask(llm, prompt, spec(never), 60)
+    assert (output.outputs[0].finish_reason, output.outputs[0].saesteer["flags"]) == ("length", [])
+
+
+def test_two_conditions_must_hold_together(llm: Any) -> None:
+    """A feature and a probe at two sites, before the edits there."""
+    prompt = [text("two conditions")]
+    when = [{"probe": "any", "site": "resid_mid.7", "above": 0}, {"dictionary": "demo", "feature": 3497, "below": 0.5}]
+    reads = {
+        "probes": [{"probe": "any", "site": "resid_mid.7"}],
+        "features": [{"dictionary": "demo", "features": [3497]}],
+    }
+    steer = {"edits": [*STEERED, {"op": "flag", "when": when, "for": 2}], "return": reads}
+    (output,) = ask(llm, prompt, steer, 40)
+    said = output.outputs[0].saesteer
+    (rows,) = (entry["rows"] for entry in said["features"])
+    both = zip(scores(output.outputs[0]).items(), rows, strict=True)
+    found = {at: float(score > 0 and row["features"]["3497"] < 0.5) for (at, score), row in both}
+    expected = fires(found, 0.5, 2)
+    assert said["flags"] == ([] if expected is None else [flag(len(STEERED), expected)])
+
+
+@pytest.mark.parametrize("place", ["first chunk", "second chunk", "last"])
+def test_a_stop_in_the_prompt_answers_without_a_token(llm: Any, place: str) -> None:
+    prompt = [text(f"prompt {place}", 700)]
+    (plain,) = ask(llm, prompt, spec(), 2)
+    length, found = len(plain.prompt_token_ids), scores(plain.outputs[0])
+    assert length > 2 * 64, "three chunks"
+    start = {"first chunk": 1, "second chunk": 64, "last": length - 1}[place]
+    position = next(at for at in records(found, start) if at > start or place == "last")
+    above = threshold(found, position, start)
+    stop = rule("stop", above, positions=[[start, None]])
+    late = rule("flag", ALWAYS, positions=[[position + 1, None]])
+    for cached in (False, True):
+        assert cached or llm.reset_prefix_cache()
+        if cached:
+            ask(llm, prompt, None, 2)
+        both = [{"edits": [stop, late]}, None]
+        output, other = ask(llm, [*prompt, text(f"beside {place} {cached}", 300)], both, 8)
+        (choice,) = output.outputs
+        assert (choice.token_ids, choice.text) == ([], "")
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", "saesteer.edits[0]")
+        assert choice.saesteer == {"applied": [], "flags": [flag(0, position)]}
+        assert len(other.outputs[0].token_ids) == 8
+        if cached and place != "last":
+            assert (output.num_cached_tokens or 0) <= start // BLOCK * BLOCK
+
+
+def test_prompts_stay_cached_where_only_generated_tokens_are_watched(llm: Any) -> None:
+    prompt = [text("stays cached", 500)]
+    (first,) = ask(llm, prompt, {"edits": [rule("stop", ALWAYS)]}, 8)
+    (second,) = ask(llm, prompt, {"edits": [rule("flag", ALWAYS)]}, 8)
+    whole = (len(first.prompt_token_ids) - 1) // BLOCK * BLOCK
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, whole)
+    start = len(first.prompt_token_ids)
+    assert len(first.outputs[0].token_ids) == 2 and first.outputs[0].saesteer["flags"] == [flag(0, start)]
+    assert len(second.outputs[0].token_ids) == 8 and second.outputs[0].saesteer["flags"] == [flag(0, start)]
+
+
+def test_each_of_several_answers_has_its_own(llm: Any) -> None:
+    prompt = [text("several rules")]
+    (plain,) = ask(llm, prompt, spec(), 40)
+    start, found = len(plain.prompt_token_ids), scores(plain.outputs[0])
+    above = sorted(score for at, score in found.items() if at >= start)[-4]
+    (output,) = ask(llm, prompt, spec(rule("stop", above), rule("flag", above - 1, 2)), 40, n=3, temperature=1.3)
+    for choice in output.outputs:
+        own = scores(choice)
+        stopped, flagged = fires(own, above, 1, start), fires(own, above - 1, 2, start)
+        marks = [flag(0, stopped)] * (stopped is not None) + [flag(1, flagged)] * (flagged is not None)
+        assert sorted(choice.saesteer["flags"], key=str) == marks
+        assert (choice.stop_reason == "saesteer.edits[0]") == (stopped is not None)
+        assert len(choice.token_ids) == (40 if stopped is None else stopped + 2 - start)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+
+
+def test_a_crowd_that_preempts(llm: Any) -> None:
+    """Rules over prompts and answers fire where the scores of the same run say, though much is computed twice."""
+    prompts = [text(f"rules {n}", 300 + 40 * (n % 5)) for n in range(24)]  # eight at once need twice the cache
+    specs = [
+        spec(
+            rule("flag", 5.0 * (n % 4), 1 + n % 3, positions=[[1, None]]),
+            rule("stop", 30.0 + n % 12, 1, generated=True),
+            edits=STEERED if n % 3 == 1 else [],
+        )
+        for n in range(24)
+    ]
+    before = preemptions(llm)
+    outputs = ask(llm, prompts, specs, [70 + 9 * (n % 7) for n in range(24)])
+    assert preemptions(llm) > before, "the cache was small enough to preempt"
+    fired = 0
+    for n, output in enumerate(outputs):
+        (choice,), start, first = output.outputs, len(output.prompt_token_ids), len(STEERED) * (n % 3 == 1)
+        own = scores(choice)
+        flagged, stopped = fires(own, 5.0 * (n % 4), 1 + n % 3, 1), fires(own, 30.0 + n % 12, 1, start)
+        marks = [flag(first, flagged)] * (flagged is not None) + [flag(first + 1, stopped)] * (stopped is not None)
+        assert sorted(choice.saesteer["flags"], key=str) == sorted(marks, key=str)
+        assert (choice.finish_reason == "stop") == (stopped is not None)
+        if stopped is not None:
+            assert len(choice.token_ids) == stopped + 2 - start
+        fired += len(marks)
+    assert fired > 6
+
+
+def test_a_stop_string_ends_the_answer_before_a_flag(llm: Any) -> None:
+    """The front end finds stop strings behind the engine, whose flags from there on are not the answer's."""
+    prompt = [text("string", 150)]
+    (whole,) = ask(llm, prompt, None)
+    start = len(whole.prompt_token_ids)
+    words = llm.get_tokenizer().decode(whole.outputs[0].token_ids[5:7])
+    rules = [rule("flag", ALWAYS, run) for run in (1, 5, 9)]
+    (output,) = ask(llm, prompt, {"edits": rules}, stop=[words])
+    (choice,) = output.outputs
+    assert choice.stop_reason == words
+    inputs = len(choice.token_ids) - 1
+    assert choice.saesteer["flags"] == [flag(n, start + run - 1) for n, run in enumerate((1, 5, 9)) if run <= inputs]
+    assert inputs < 9
+
+
+def test_transformers_find_the_same(llm: Any, oracle: hf.Model) -> None:
+    prompt = [text("oracle")]
+    (plain,) = ask(llm, prompt, spec(edits=STEERED), 20)
+    levels = sorted(scores(plain.outputs[0]).values())
+    above = sum(levels[len(levels) // 3 :][:2]) / 2
+    steer = {"edits": [*STEERED, rule("flag", above, 2, positions=[[1, None]])]}
+    (output,) = ask(llm, prompt, steer, 20)
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+    found = oracle.read(ids, steer=steer, prompt_len=len(output.prompt_token_ids))
+    assert found == {"flags": output.outputs[0].saesteer["flags"]} and len(found["flags"]) == 1
