@@ -47,8 +47,9 @@ class Mode:
 
     name: str
     engine: Literal["stock", "disabled", "saesteer"]
-    asks: Literal["nothing", "module", "inline", "clamp"] = "nothing"
+    asks: Literal["nothing", "module", "inline", "clamp", "vector"] = "nothing"
     sets: int = 0  # inline: different sets among the requests; 0: each request brings its own, never seen before
+    edits: int = 1  # clamp: features of each request at its one layer; vector: layers at which one is added
 
 
 STOCK = Mode("stock", "stock")
@@ -66,6 +67,11 @@ MODES = {
     )
 }
 USUAL = tuple(name for name in MODES if name != "fresh")
+# One number varied, for curves: edits at one layer, and layers with one edit.
+VARIED = {
+    **{f"clamps-{edits}": Mode(f"clamps-{edits}", "saesteer", "clamp", edits=edits) for edits in (4, 16, 64)},
+    **{f"vectors-{layers}": Mode(f"vectors-{layers}", "saesteer", "vector", edits=layers) for layers in (1, 4, 16)},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def answers(load: Load) -> list[int]:
 
 def mode_of(load: Load) -> Mode:
     """Its row of the table."""
-    return MODES.get(load.mode, STOCK)
+    return (MODES | VARIED).get(load.mode, STOCK)
 
 
 def prompts(load: Load, shape: Shape) -> list[list[int]]:
@@ -124,7 +130,12 @@ def _spec(mode: Mode, shape: Shape, unique: int, number: int) -> Spec | None:
     if mode.asks == "module":
         return {"edits": [{"op": "use", "module": MODULE}]}
     if mode.asks == "clamp":
-        return _clamp(37 * unique % FEATURES)
+        return _clamp(*((37 * unique + 101 * edit) % FEATURES for edit in range(mode.edits)))
+    if mode.asks == "vector":
+        # Spread over the model; a small one has fewer.
+        layers = sorted({(2 * n + 1) * shape.layers // (2 * mode.edits) for n in range(mode.edits)})
+        add = {"op": "add", "vector": VECTOR, "scale": SCALE}
+        return {"edits": [{**add, "site": f"resid_post.{layer}"} for layer in layers]}
     if mode.asks == "inline":
         # Modes share no set: the same prompt with the same edits would be found in the prefix cache.
         inline = _wire(shape, 100 * mode.sets + number % mode.sets) if mode.sets else _draw(shape, 10_000 + unique)
@@ -132,8 +143,9 @@ def _spec(mode: Mode, shape: Shape, unique: int, number: int) -> Spec | None:
     return None
 
 
-def _clamp(feature: int) -> Spec:
-    return {"edits": [{"op": "clamp", "dictionary": DICTIONARY, "feature": feature, "value": 30.0}]}
+def _clamp(*features: int) -> Spec:
+    clamp = {"op": "clamp", "dictionary": DICTIONARY, "value": 30.0}
+    return {"edits": [{**clamp, "feature": feature} for feature in features]}
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cases import ACTIVE, CAP, FEATURES, PASSES, THRESHOLD, TOP_K, Case
+from bench.cases import CAP, FEATURES, THRESHOLD, TOP_K, Case, moved, sums
 from bench.timing import DEVICE, DTYPE, Ceilings
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import Bound, bind
@@ -179,18 +179,6 @@ class Batches:
 
 
 def floor(case: Case, form: str, cache: str, width: int, ceiling: Ceilings) -> float:
-    """Microseconds that no kernel can beat: an empty launch, the bytes that must move, or a dense encoder's sums.
-
-    A token passes through memory as often as its form says; a cold feature's rows do once; of a dictionary that is
-    encoded whole, all encoder rows do.
-    """
-    moved = PASSES[form] * case.steered_tokens
-    if case.whole:
-        moved += FEATURES
-    if case.kind == "reconstruct":
-        moved += min(FEATURES, ACTIVE * case.steered_tokens)
-    elif cache == "cold":
-        moved += (1 if case.kind in ("add", "match") else 2) * case.edits * len(case.steered)
-    sums = 2 * case.steered_tokens * FEATURES * width if case.whole else 0
-    us = moved * width * DTYPE.itemsize / ceiling.copy_gb_s / 1e3
-    return max(ceiling.launch_us, us, sums / ceiling.matmul_tflop_s / 1e6)
+    """Microseconds that no kernel can beat: an empty launch, the bytes that must move, or the sums of the products."""
+    us = moved(case, form, cache, width) / ceiling.copy_gb_s / 1e3
+    return max(ceiling.launch_us, us, sums(case, width) / ceiling.matmul_tflop_s / 1e6)

@@ -89,6 +89,28 @@ class Case:
         return self.kind in ("topk", "reconstruct")
 
 
+def moved(case: Case, form: str, cache: str, width: int) -> int:
+    """Bytes of bfloat16 that must pass through memory.
+
+    A token passes as often as its form says; a cold feature's rows do once; of a dictionary that is encoded whole, all
+    encoder rows do.
+    """
+    rows: float = PASSES[form] * case.steered_tokens
+    if case.whole:
+        rows += FEATURES
+    if case.kind == "reconstruct":
+        rows += min(FEATURES, ACTIVE * case.steered_tokens)
+    elif cache == "cold":
+        rows += (1 if case.kind in ("add", "match") else 2) * case.edits * len(case.steered)
+    return int(rows * width * 2)
+
+
+def sums(case: Case, width: int) -> int:
+    """Multiplications and additions of each edited token with all encoder rows, or with the two rows of each edit."""
+    rows = FEATURES if case.whole else case.edits * (1 if case.kind == "add" else 2)
+    return 2 * case.steered_tokens * rows * width
+
+
 DECODE = (1,) * 16
 LONG = (512,) * 16
 TENTH = (103,) * 32 + (102,) * 48  # each tenth request has 820 of 8192 tokens

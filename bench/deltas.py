@@ -111,10 +111,10 @@ def summary(pairs: Sequence[tuple[Figures, Figures]], targets: Mapping[str, Targ
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The summaries for people: of each metric stock, ours, and the difference with its spread and verdict."""
-    lines = [f"{'':15}" + "".join(f"{TITLES[metric] + ', ms':^48}" for metric in METRICS)]
-    lines.append(f"{'mode':11}{'at':>4}" + f"{'stock':>9}{'ours':>9}   {'delta, least to most, %':27}" * 3)
+    lines = [f"{'':21}" + "".join(f"{TITLES[metric] + ', ms':^48}" for metric in METRICS)]
+    lines.append(f"{'mode':11}{'at':>4}{'out':>6}" + f"{'stock':>9}{'ours':>9}   {'delta, least to most, %':27}" * 3)
     for row in rows:
-        line = f"{row['mode']:11}{row['at_once']:>4}"
+        line = f"{row['mode']:11}{row['at_once']:>4}{row.get('tokens', ''):>6}"
         for metric in METRICS:
             one = row[metric]
             verdict = "" if "aim_percent" not in one else " ok" if one["reached"] else f" MISSED {one['aim_percent']:g}"
@@ -125,5 +125,5 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     marks = [rows[0][metric].get("published_percent") for metric in METRICS] if rows else []
     if any(marks):
         told = "".join(f"{'':21}{f'+{low:g} to +{high:g}':27}" for low, high in marks)
-        lines.append(f"{'published':15}{told}".rstrip())
+        lines.append(f"{'published':21}{told}".rstrip())
     return "\n".join(lines)

@@ -43,7 +43,7 @@ EXPECTED = {"stock": "ignored", "disabled": "refused", "saesteer": "applied"}
 Options = dict[str, Any]
 
 
-def options(model: str, folder: Path, *, at_once: int, length: int) -> Options:
+def options(model: str, folder: Path, *, at_once: int, length: int, eager: bool = False) -> Options:
     """What all engines are started with; vLLM's own defaults are left alone as far as they decide speed.
 
     Args:
@@ -51,6 +51,7 @@ def options(model: str, folder: Path, *, at_once: int, length: int) -> Options:
         folder: for its files.
         at_once: requests under way at most.
         length: tokens of a request, prompt and answer.
+        eager: without CUDA graphs and compilation; always so without a GPU.
     """
     found: Options = {
         "model": str(model_folder(model, folder)),
@@ -63,7 +64,7 @@ def options(model: str, folder: Path, *, at_once: int, length: int) -> Options:
         "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": cache_room(model, at_once=at_once, length=length),
     }
-    return found if on_gpu() else found | {"enforce_eager": True}
+    return found | {"enforce_eager": True} if eager or not on_gpu() else found
 
 
 def settings(model: str, folder: Path) -> Options:
@@ -110,27 +111,31 @@ class Engine(ABC):
         self.kind = kind
         self.shape = Shape.of(model)
         self.log = folder / f"{kind}.log"
-        environment = {**os.environ, "VLLM_CACHE_ROOT": str(folder / f"cache-{kind}")}
-        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        environment.pop("SAESTEER_DISABLE", None)
-        if kind == "stock":
-            environment["VLLM_PLUGINS"] = ""
-        else:
-            environment.pop("VLLM_PLUGINS", None)
-        if not on_gpu():  # engines take turns, but each would bind all cores
-            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         command = self._command(given, own if kind == "saesteer" else None, folder)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,
-                env=environment,
+                env=self._environment(folder),
                 stdin=subprocess.PIPE,
                 stdout=self._stdout(log),
                 stderr=log,
                 text=True,
                 start_new_session=True,  # so that its own processes end with it
             )
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Of the process: its own caches, and which of vLLM's plugins it loads."""
+        environment = {**os.environ, "VLLM_CACHE_ROOT": str(folder / f"cache-{self.kind}")}
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        environment.pop("SAESTEER_DISABLE", None)
+        if self.kind == "stock":
+            environment["VLLM_PLUGINS"] = ""
+        else:
+            environment.pop("VLLM_PLUGINS", None)
+        if not on_gpu():  # engines take turns, but each would bind all cores
+            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return environment
 
     @abstractmethod
     def _command(self, given: Options, own: Options | None, folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ Knows the functions that both sides call for a request, and none of vLLM's own w
 was never seen, "again" one that came before. A request's parts, in µs of processor time:
 
     front end   parse   the request's JSON object becomes a spec
+                copy    vLLM copies deeply what carries the spec, and the spec is found there
                 admit   the spec is planned, and what goes with the request is made of the plan; of this, (plan) is the
                         plan alone
     worker      row     the words of the request's table row, made of the plan
@@ -22,6 +23,7 @@ import tempfile
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -39,13 +41,14 @@ from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
-from saesteer.plugin.door import admission
-from saesteer.plugin.worker import worker
+from saesteer.plugin.door import admission, frontend
+from saesteer.plugin.worker.steering import Steering
 
 PROMPT = 256  # tokens
 ROWS = 8  # of the table
-PARTS = ("parse", "admit", "plan", "row", "fill")
-SUMS = {"front end": ("parse", "admit"), "worker": ("row", "fill"), "both": ("parse", "admit", "row", "fill")}
+PARTS = ("parse", "copy", "admit", "plan", "row", "fill")
+FRONT, WORKER = ("parse", "copy", "admit"), ("row", "fill")
+SUMS = {"front end": FRONT, "worker": WORKER, "both": (*FRONT, *WORKER)}
 
 Row = dict[str, Any]
 Spec = dict[str, Any]
@@ -120,7 +123,7 @@ class Front:
             max_tokens=PROMPT,
         )
         self.door = admission.Door("fingerprint", self.config)
-        self.steering = worker.Steering(self.engine)
+        self.steering = Steering(self.engine)
         self.times: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)  # case, asked, part → µs
         self._requests = 0
 
@@ -136,7 +139,9 @@ class Front:
         self._requests += 1
         request = FakeRequest(FakeParams({KEY: spec}), f"request-{self._requests}")
         catalog, number = self.engine.catalog, 1 + self._requests % ROWS
-        parsed = timed("parse", lambda: from_json(spec))
+        carried = frontend.with_spec(request.sampling_params, timed("parse", lambda: from_json(spec)))
+        parsed = timed("copy", lambda: frontend.spec_of(FakeParams(deepcopy(carried.extra_args))))
+        assert parsed is not None
         timed("admit", lambda: self.door.admit(parsed, catalog, request))
         if asked == "first":
             timed("plan", lambda: plan(parsed, catalog, PROMPT))

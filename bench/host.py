@@ -153,6 +153,7 @@ def fake(steps: int = 2000) -> list[Row]:
     from saesteer.language.spec import from_json
     from saesteer.plugin.door.admission import Door
     from saesteer.plugin.worker import worker
+    from saesteer.plugin.worker.steering import Steering
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -170,7 +171,7 @@ def fake(steps: int = 2000) -> list[Row]:
             max_tokens=8192,
         )
     state: Any = _State()
-    worker._wrap_v2(state, worker.Steering(engine))
+    worker._wrap_v2(state, Steering(engine))
     probe, door = Probe(), Door()
     probe.attach(state)
     ids = [f"request-{n}" for n in range(REQUESTS)]

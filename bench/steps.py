@@ -1,6 +1,10 @@
 """GPU time that ops add to a step of a model, in replays of two of its captured graphs in turn; to a few microseconds.
 
     python -m bench.steps --out DIR [--model gemma-3-27b] [--stock]     a dummy model in vLLM, 16 requests that decode
+    python -m bench.steps --out DIR --requests 1 16 64 256              more of them, with one engine
+    python -m bench.steps --out DIR --prompt-tokens 64 512 2048         further on in their texts
+    python -m bench.steps --out DIR --modes clamp clamps-4 clamps-16 clamps-64 vectors-1 vectors-4 vectors-16 named
+                                                                        more edits, at more layers
 
 saesteer captures every step without ops, with those of dictionaries and with all. All these graphs stand in one process
 and read the same inputs, so a difference of two is what their ops take, whatever the clocks of the GPU do meanwhile.
@@ -26,14 +30,14 @@ from typing import Any
 import torch
 
 from bench import engines
-from bench.asks import MODES, Load, Shape, prompts, specs
+from bench.asks import MODES, VARIED, Load, Shape, prompts, specs
 from bench.dummy import MODELS
 from bench.nodes import keep_graphs, kernels, plain
 from bench.timing import machine
 from saesteer.plugin.contract import vllm_version
 
 USUAL = ("idle", "clamp", "named")
-PROMPT, TOKENS = 256, 200  # of a request; it decodes until all modes have been measured
+PROMPT, TOKENS = 256, 200  # of a request; it decodes until its mode has been measured
 SETTLE = 8  # steps in which all requests decode, before the one that is replayed
 RUN_IN = 6  # replays of each graph that count for nothing
 
@@ -78,14 +82,15 @@ class Meter:
     Args:
         model: one of ``bench.dummy.MODELS``.
         requests: that decode at once, at most.
+        prompt: tokens of a request's prompt, at most.
         folder: for the model's files.
     """
 
-    def __init__(self, model: str, requests: int, folder: Path) -> None:
+    def __init__(self, model: str, requests: int, prompt: int, folder: Path) -> None:
         from saesteer import LLM
 
         self.shape = Shape.of(model)
-        given = engines.options(model, folder, at_once=requests, length=PROMPT + TOKENS)
+        given = engines.options(model, folder, at_once=requests, length=prompt + TOKENS)
         self.llm: Any = LLM(**given, **engines.settings(model, folder))
         [(self.manager, self.steering)] = self.llm.collective_rpc(_parts)
         self._then: Callable[[Any], None] | None = None
@@ -99,16 +104,17 @@ class Meter:
 
         self.manager.run_fullgraph = run_fullgraph
 
-    def rows(self, name: str, requests: int, seed: int, **how: int) -> list[Row]:
+    def rows(self, name: str, requests: int, prompt: int, seed: int, **how: int) -> list[Row]:
         """What the ops of each set take in a step in which all requests of a mode decode; none are in the first set.
 
         Args:
             name: of the mode.
             requests: that decode.
+            prompt: tokens before the first that they decode.
             seed: of their prompts, which the prefix cache must not have.
             **how: for ``measure``.
         """
-        load = Load(name, seed, 0, requests, PROMPT, TOKENS)
+        load = Load(name, seed, 0, requests, prompt, TOKENS)
         asked = zip(prompts(load, self.shape), specs(load, self.shape), strict=True)
         names = [self._admit(f"{seed} {number}", ids, spec) for number, (ids, spec) in enumerate(asked)]
         made: Counter[str] = Counter()
@@ -122,7 +128,8 @@ class Meter:
             for number, sites in enumerate(self.steering.choice.sets):
                 if number >= at or not number:  # a smaller one would not do
                     row = measure(graphs[0], graphs[number], **how)
-                    about = {"mode": name, "requests": requests, "sites": len(sites), "served": number == at}
+                    about = {"mode": name, "requests": requests, "prompt_tokens": prompt}
+                    about |= {"sites": len(sites), "served": number == at}
                     found.append(about | row)
 
         self._between(replay)
@@ -191,20 +198,23 @@ def differences(ours: Counter[str], theirs: Counter[str]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """For people."""
-    lines = [f"{'mode':10}{'requests':>9}{'ops':>5}{'step us':>10}{'added us':>10}{'%':>8}{'from':>8}{'to':>8}"]
+    titles = f"{'step us':>10}{'added us':>10}{'%':>8}{'from':>8}{'to':>8}"
+    lines = [f"{'mode':11}{'requests':>9}{'prompt':>8}{'ops':>5}{titles}"]
     for r in rows:
         figures = f"{r['base_us']:10.1f}{r['us']:10.2f}{r['percent']:8.2f}{r['low']:8.2f}{r['high']:8.2f}"
-        lines.append(f"{r['mode']:10}{r['requests']:9}{r['sites']:5}{figures}{'  served' if r['served'] else ''}")
+        place = f"{r['mode']:11}{r['requests']:9}{r['prompt_tokens']:8}{r['sites']:5}"
+        lines.append(f"{place}{figures}{'  served' if r['served'] else ''}")
     return "\n".join(lines)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ours = [name for name, mode in MODES.items() if mode.engine == "saesteer"]
+    ours = [name for name, mode in (MODES | VARIED).items() if mode.engine == "saesteer"]
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
     parser.add_argument("--modes", nargs="+", choices=ours, default=list(USUAL), metavar="MODE", help=", ".join(ours))
     parser.add_argument("--requests", type=int, nargs="+", default=[16], help="that decode; each needs its own graph")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[PROMPT], help="before those that they decode")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pairs", type=int, default=60, help="replays of each graph in a round")
     parser.add_argument("--stock", action="store_true", help="compare the kernels with stock vLLM's")
@@ -225,13 +235,13 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "stock.json")
         other = _beside(given, said) if given.stock else None
-        meter = Meter(given.model, max(given.requests), Path(folder))
+        meter = Meter(given.model, max(given.requests), max(given.prompt_tokens), Path(folder))
         if other is not None and other.wait():
             raise SystemExit("stock vLLM failed, see above")
         theirs = None if other is None else Counter[str](json.loads(said.read_text()))
     rows: list[Row] = []
-    for seed, (requests, name) in enumerate(product(given.requests, given.modes), 1):
-        rows += meter.rows(name, requests, seed, rounds=given.rounds, pairs=given.pairs)
+    for seed, (requests, prompt, name) in enumerate(product(given.requests, given.prompt_tokens, given.modes), 1):
+        rows += meter.rows(name, requests, prompt, seed, rounds=given.rounds, pairs=given.pairs)
     print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
     print(table(rows))
     held = meter.kernels(given.requests[0])

@@ -1,20 +1,17 @@
 """The benchmark's own rules, without a GPU: what it measures, what it lets through, and what it counts as ours."""
 
-import json
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from time import sleep
 from typing import Any
 
 import pytest
 import torch
 
-from bench import plot
 from bench.batch import FORMS, TINY, Batches, edit, floor
-from bench.cases import ACTIVE, CASES, CURVES, FEATURES, THRESHOLD, WIDTHS, Case
+from bench.cases import ACTIVE, CASES, FEATURES, THRESHOLD, WIDTHS, Case
 from bench.gate import Gate
-from bench.kernels import caches, fits, row, table
+from bench.kernels import fits, row, table
 from bench.layers import BARE, TOKENS, Layers
 from bench.layers import CASES as LAYER_CASES
 from bench.probe import Probe
@@ -144,19 +141,6 @@ def test_rows_say_what_was_reached() -> None:
     assert row("edit", case, 777, "bare", "warm", Timing(1, 1, 1), 1.0)["reached"] is None
     assert "MISSED" in table(rows) and "yes" in table(rows)
     assert spread([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-
-
-def test_every_curve_is_drawn(tmp_path: Path) -> None:
-    rows = [
-        {"gpu": "none", **row("edit", case, width, "normed", cache, Timing(2.0, 1.9, 2.2), 1.0)}
-        for width in WIDTHS
-        for case in CURVES
-        for cache in caches(case)
-    ]
-    results = tmp_path / "kernels.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in rows))
-    plot.draw(plot.read(results), tmp_path / "kernels.png")
-    assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("kernel", SWEEPS)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from bench import deltas, modes, streams
-from bench.asks import MODES, USUAL, Load, Shape, answers, prompts, specs
+from bench.asks import MODES, USUAL, VARIED, VECTOR, Load, Shape, answers, prompts, specs
 from bench.deltas import METRICS, TARGETS, Figures, Run, figures, paired, summary, table
-from bench.dummy import MODELS, cache_bytes, tokenizer_folder, weight_bytes
+from bench.dummy import MODELS, cache_bytes, tokenizer_folder, vector_file, weight_bytes
 from bench.engines import memory, options, settings
 from bench.offline import Times, drive
 from saesteer.config.assets import Assets
@@ -157,6 +157,41 @@ def test_sets_are_as_many_as_the_mode_says_and_no_mode_has_anothers() -> None:
     assert len(set.union(*inline)) == sum(map(len, inline))
     assert brought("inline-16", 1) == brought("inline-16", 2), "sets come again from run to run"
     assert not set(brought("fresh", 1)) & set(brought("fresh", 2)), "and fresh ones never do"
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_a_varied_mode_has_as_many_edits_as_it_says(name: str, tmp_path: Path) -> None:
+    what, number = name.split("-")
+    shape = Shape(34, TINY.width, TINY.vocabulary)
+    config = settings("tiny", tmp_path)
+    bits = torch.zeros(shape.layers, shape.width, dtype=torch.bfloat16)
+    catalog = Assets.open(
+        SaesteerConfig.from_json(config | {"vectors": {VECTOR: str(vector_file(bits + 1, tmp_path))}})
+    ).catalog(width=shape.width, layers=shape.layers)
+    for spec in specs(Load(name, 3, 0, 16, 16, 8), shape):
+        found = plan(from_json(json.loads(json.dumps(spec))), catalog, 16)
+        sites = {group.site for group in found.groups}
+        assert len(spec["edits"]) == int(number)  # type: ignore[index]
+        assert len(sites) == (int(number) if what == "vectors" else 1)
+        if what == "clamps":
+            assert len({edit["feature"] for edit in spec["edits"]}) == int(number)  # type: ignore[index]
+
+
+def test_lengths_of_answers_have_rows_of_their_own_and_may_be_eager(tmp_path: Path) -> None:
+    class Fake:
+        def run(self, load: Load) -> Times:
+            return Times([0.1] * load.requests, [0.1 + 0.01 * (load.tokens - 1)] * load.requests, 0)
+
+    given = modes.arguments(["--modes", "idle", "--tokens", "8", "64", "--rounds", "1", "--eager"])
+    engines: Any = {kind: Fake() for kind in modes.kinds(given.modes)}
+    bench = modes.Bench(given, engines)
+    bench.warm_up()
+    bench.round(0)
+    rows = bench.rows()
+    assert [(row["tokens"], row["eager"]) for row in rows] == [(8, True), (64, True)]
+    assert all(row["per_token"]["ms"] == pytest.approx(10) for row in rows)
+    assert [line.split()[2] for line in table(rows).splitlines()[2:4]] == ["8", "64"]
+    assert options("tiny", tmp_path, at_once=4, length=24, eager=True)["enforce_eager"]
 
 
 def test_prompts_are_alike_for_one_seed_and_share_nothing_else() -> None:

@@ -1,0 +1,102 @@
+"""The charts: drawn from made-up rows, from what is stored, and shown on the page. Nothing is measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import plot
+from bench.asks import VARIED
+from bench.cases import CASES, CURVES, WIDTHS
+from bench.kernels import caches, row
+from bench.timing import Timing
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+def stored(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def kernels() -> list[dict[str, Any]]:
+    about = {"gpu": "none", "copy_gb_s": 4200.0, "matmul_tflop_s": 800.0}
+    return [
+        about | row("edit", case, width, "normed", cache, Timing(2.0, 1.9, 2.2), 1.0)
+        for width in WIDTHS
+        for case in (*CASES, *CURVES)
+        for cache in caches(case)
+    ]
+
+
+def steps() -> list[dict[str, Any]]:
+    spread = {"percent": 1.0, "low": 0.9, "high": 1.2}
+    return [
+        {"gpu": "none", "model": model, "commit": commit, "mode": mode, "requests": requests, "sites": sites}
+        | {"served": sites == served, **spread}
+        for model, commit in (("4b", "old"), ("27b", "old"), ("4b", "new"))
+        for mode, served in (("idle", 0), ("clamp", 1), ("named", 34), *((name, 34) for name in VARIED))
+        for requests in (1, 16)
+        for sites in (0, 1, 34)
+        if sites >= served
+    ]
+
+
+def modes() -> list[dict[str, Any]]:
+    ends = {"per_token": {"stock_ms": 3.8, "ms": 3.9, "each_ms": [3.85, 3.9, 4.0]}}
+    return [
+        {"gpu": "none", "model": "4b", "commit": "new", "mode": mode, "tokens": tokens, "at_once": at_once}
+        | {"eager": eager, **ends}
+        for mode in ("idle", "named")
+        for eager in (False, True)
+        for tokens, at_once in ((64, 16), (256, 16), (2048, 16), (256, 1), (256, 256))
+    ]
+
+
+def test_every_chart_is_drawn(tmp_path: Path) -> None:
+    for name, rows in (("kernels.jsonl", kernels()), ("steps.jsonl", steps()), ("modes.jsonl", modes())):
+        stored(tmp_path, name, rows)
+    drawn = plot.draw(tmp_path, tmp_path / "out")
+    assert [path.name for path in drawn] == list(plot.CHARTS)
+    texts = {path.stem: path.read_text() for path in drawn}
+    assert all(len(text) > 10_000 for text in texts.values())
+    assert "16 x reconstruct" in texts["roofline"] and "floor at 5376" in texts["kernels"]
+    assert "27b: % over a step without ops" in texts["costs"] and "dashed: without CUDA graphs" in texts["lengths"]
+
+
+def test_what_has_no_rows_is_not_drawn(tmp_path: Path) -> None:
+    without = [{key: one[key] for key in one if key != "eager"} for one in modes()]
+    stored(tmp_path, "modes.jsonl", without)
+    assert plot.draw(tmp_path, tmp_path) == []
+
+
+def test_a_run_without_curves_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no curve 'edits' at width 2304"):
+        plot.points([one for one in kernels() if one["curve"] is None], "edits", 2304)
+
+
+def test_the_last_commit_of_each_model_is_drawn() -> None:
+    latest = plot.latest(steps())
+    assert {model: {one["commit"] for one in own} for model, own in latest.items()} == {"4b": {"new"}, "27b": {"old"}}
+
+
+def test_a_varied_number_is_that_of_the_mode() -> None:
+    own = plot.latest(steps())["4b"]
+    assert [one["varied"] for one in plot.varied(own, "clamp", "clamps")] == [1, 4, 16, 64]
+    assert [one["varied"] for one in plot.varied(own, "", "vectors", "named")] == [1, 4, 16, 34]
+    assert all(one["requests"] == 16 and one["served"] for one in plot.varied(own, "clamp", "clamps"))
+
+
+def test_the_page_shows_the_charts_of_what_is_stored(tmp_path: Path) -> None:
+    names = {path.name for path in plot.draw(RESULTS, tmp_path)}
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert names == {name for name in plot.CHARTS if f"(../bench/results/{name})" in page}
+    for name in names:
+        shapes = [(folder / name).read_text().count("<use") for folder in (RESULTS, tmp_path)]
+        assert shapes[0] == shapes[1], "it is older than its rows: `make plots`"
+
+
+def test_of_a_case_that_was_measured_twice_the_last_counts() -> None:
+    rows = [{"case": "a", "us": 1}, {"case": "b", "us": 2}, {"case": "a", "us": 3}]
+    assert sorted(one["us"] for one in plot.last(rows, "case")) == [2, 3]

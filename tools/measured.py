@@ -1,0 +1,130 @@
+"""Tables of what was measured, from the JSON lines in bench/results; each line has its spread and its commit.
+
+Of a file that grows, the last row of each case counts. Knows nothing of the pages, and measures nothing.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.plot import last, read
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+Row = dict[str, Any]
+Table = tuple[Sequence[str], list[Sequence[object]]]
+
+BRINGS = {
+    "idle": "nothing",
+    "clamp": "one clamp, at one layer",
+    "named": "a module of vectors for all layers, by name",
+    "inline-16": "vectors for all layers, 16 different sets",
+    "shared": "the same vectors for all layers, sent by each",
+}
+MODELS = {"gemma-3-4b": "4B", "gemma-3-27b": "27B"}
+USUAL = {"at_once": 16, "requests": 64, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
+
+
+def rows(name: str, *keys: str) -> list[Row]:
+    """The rows of a file, of those that are equal in these keys the last; none if there is no such file."""
+    path = RESULTS / name
+    return last(read(path), *keys) if path.exists() else []
+
+
+def steps() -> Table:
+    """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would."""
+    head = ("each request brings", "model", "the set that is replayed", "graphs with all ops", "commit")
+    found = rows("steps.jsonl", "model", "mode", "requests", "sites", "prompt_tokens")
+    found = [row for row in found if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
+    lines: list[Sequence[object]] = []
+    for model, label in MODELS.items():
+        own = [row for row in found if row["model"] == model]
+        for mode in ("idle", "clamp", "named"):
+            mine = sorted((row for row in own if row["mode"] == mode), key=lambda row: row["sites"])
+            served = [row for row in mine if row["served"]]
+            if served:
+                shown = (_percent(one) for one in (served[-1], mine[-1]))
+                lines.append((BRINGS[mode], label, *shown, served[-1]["commit"]))
+    return head, lines
+
+
+def modes() -> Table:
+    """A server's times over those of stock vLLM in the same run."""
+    head = ("each request brings", "model", "first token", "time per token", "end to end", "commit")
+    found = rows("modes.jsonl", "model", "way", "mode", "eager", *USUAL)
+    usual = [row for row in found if row["way"] == "http" and not row.get("eager") and USUAL.items() <= row.items()]
+    lines: list[Sequence[object]] = []
+    for model, label in MODELS.items():
+        for mode, brings in BRINGS.items():
+            own = (row for row in usual if (row["model"], row["mode"]) == (model, mode))
+            lines.extend((brings, label, *_deltas(row), row["commit"]) for row in own)
+    return head, lines
+
+
+def lengths() -> Table:
+    """Times per token through ``LLM`` by tokens of an answer and requests, with graphs and without."""
+    head = ("model", "requests", "tokens out", "graphs", "each request brings", "ms, stock", "% over stock", "commit")
+    keys = ("model", "at_once", "tokens", "eager", "mode")
+    found = [row for row in rows("modes.jsonl", "way", *keys) if row["way"] == "llm" and "eager" in row]
+    lines: list[Sequence[object]] = []
+    for row in sorted(found, key=lambda row: [row[key] for key in keys]):
+        place = MODELS.get(row["model"], row["model"]), row["at_once"], row["tokens"], "no" if row["eager"] else "yes"
+        one = row["per_token"]
+        brings = BRINGS.get(row["mode"], row["mode"])
+        lines.append((*place, brings, f"{one['stock_ms']:.2f}", _deltas(row)[1], row["commit"]))
+    return head, lines
+
+
+def rivals() -> Table:
+    """Systems in one rotation: bursts of requests, next to stock vLLM before and after each."""
+    head = ("system", "each request brings", "requests", "first token", "time per token", "end to end", "commit")
+    found = [row for row in rows("rivals.jsonl", "contender", "model", "ask", "requests") if "width" not in row]
+    lines: list[Sequence[object]] = []
+    for row in found:
+        pin = f", pins vLLM {row['pins_vllm']}" if row["pins_vllm"] else ""
+        version = f" {row['version']}{pin}" if not row["contender"].startswith("saesteer") else ""
+        place = f"{row['contender']}{version}", row.get("asked_for", ""), row.get("requests", "")
+        told = (f"not run: {row['not_run']}", "", "") if "not_run" in row else _deltas(row)
+        lines.append((*place, *told, row["commit"]))
+    return head, lines
+
+
+def fork() -> Table:
+    """µs of a published fork's kernels, and of ours, without a norm."""
+    head = ("tokens × edits of each", "width", "the fork's", "ours", "the fork's commit", "commit")
+    found = [row for row in rows("rivals.jsonl", "contender", "case", "width") if "width" in row]
+    lines: list[Sequence[object]] = []
+    for row in found:
+        us = [f"{row[who]:.1f}" for who in ("median", "saesteer_median")] if "not_run" not in row else ["not run", ""]
+        lines.append((row["case"], row["width"], *us, str(row["version"])[:9], row["commit"]))
+    return head, lines
+
+
+def block(
+    write: Callable[[Sequence[str], Iterable[Sequence[object]]], str], made: Table, command: str, chart: str = ""
+) -> str:
+    """A table with its chart, or the command that makes its rows where none are stored.
+
+    Args:
+        write: makes a table.
+        made: head and rows.
+        command: that measures them.
+        chart: the file in the folder of the results, without which nothing is shown.
+    """
+    head, lines = made
+    if not lines:
+        return f"No run is stored yet; `{command}` makes one.\n"
+    shown = f"\n![{Path(chart).stem}](../bench/results/{chart})\n" if chart and (RESULTS / chart).exists() else ""
+    return write(head, lines) + shown
+
+
+def _percent(row: Row) -> str:
+    return f"{row['percent']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def _deltas(row: Row) -> tuple[str, str, str]:
+    """Of the three metrics: the median, the smallest and the largest, in % over stock."""
+    first, token, whole = (
+        f"{row[one]['delta_percent']:+.1f} ({row[one]['min_percent']:+.1f} to {row[one]['max_percent']:+.1f})"
+        for one in ("ttft", "per_token", "end_to_end")
+    )
+    return first, token, whole
