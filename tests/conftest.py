@@ -96,6 +96,7 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture
 def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> httpx.Client:
-    """`saesteer serve demo` as it is, on a port of its own."""
-    found: httpx.Client = shared.get("demo", lambda: served(["demo"], tmp_path_factory.mktemp("demo") / "log"))
+    """`saesteer serve demo` on a port of its own, with Neuronpedia's routes."""
+    flags = ["demo", "--neuronpedia"]
+    found: httpx.Client = shared.get("demo", lambda: served(flags, tmp_path_factory.mktemp("demo") / "log"))
     return found

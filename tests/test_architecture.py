@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("saesteer", "loaders", "kernels", "tests", "tools", "bench")
+FOLDERS = ("saesteer", "loaders", "kernels", "tests", "tools", "bench", "docs")
 PYTHON = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
 MAX_LINES = 400
 
@@ -27,17 +27,31 @@ ROOMS: dict[str, set[str]] = {
     "loaders": {"errors", "dictionaries"},
     "labels": {"errors", "models", "dictionaries", "loaders"},
     "planning": {"errors", "language", "dictionaries"},
+    "consumers": {"errors", "language", "planning"},
     "config": {"errors", "language", "models", "planning", "dictionaries", "loaders"},
     "engine": {"errors", "language", "planning", "dictionaries", "loaders", "config", "kernels"},
     "hf": {"errors", "language", "planning", "dictionaries", "loaders", "config", "engine", "models"},
-    "plugin": {"errors", "language", "labels", "planning", "dictionaries", "config", "kernels", "engine", "models"},
+    "plugin": {
+        "errors",
+        "language",
+        "labels",
+        "planning",
+        "dictionaries",
+        "consumers",
+        "config",
+        "kernels",
+        "engine",
+        "models",
+    },
     "client": {"errors", "language"},
+    "bridges": {"errors", "language", "planning"},
     "commands": {
         "errors",
         "language",
         "dictionaries",
         "loaders",
         "labels",
+        "consumers",
         "config",
         "engine",
         "hf",
@@ -146,6 +160,8 @@ def test_wheel_holds_real_files(tmp_path: Path) -> None:
     for path in OUR_FILES:
         name = name_of(path)
         assert held[name if name.startswith("saesteer") else f"saesteer/{name}"] == path.stat().st_size
+    for path in (ROOT / "saesteer/playground").rglob("*.*"):
+        assert held[name_of(path)] == path.stat().st_size
     assert held["saesteer/data/smollm2-135m-l15-9216.safetensors"] > 20_000_000
     assert len(labels) == 2 and sum(info.compress_size for info in labels) < 5_000_000
 

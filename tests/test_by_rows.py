@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from saesteer.config import row_store
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.consumers.known import Consumers
 from saesteer.dictionaries.coder import RANKED
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import LoadError, SpecError
@@ -176,7 +177,7 @@ def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path
     assert door.meaning(spec, catalog, 4) is meaning
     [[kind, digest, data]] = meaning.admitted["vectors"]
     numbers = np.frombuffer(data, np.float32)
-    assert kind == "feature"
+    assert kind == "feature float32"
     expected = [CODERS["jump"].w_enc[3], CODERS["jump"].w_dec[3]]
     assert np.array_equal(numbers[1:].reshape(2, -1), torch.stack(expected).numpy())
     assert meaning.applied[0]["version"].startswith(digest.hex()[:16])
@@ -221,7 +222,7 @@ def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_
     async def original(self: Any, request_id: str, prompt: Any, params: Any) -> str:
         return "a queue"
 
-    door = SimpleNamespace(fetching=Telling(assets.rows, torch.float32))
+    door = SimpleNamespace(fetching=Telling(assets.rows, torch.float32), consumers=Consumers({}))
     processor = SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=catalog))
     params = SimpleNamespace(extra_args={"saesteer": {"edits": [{**CLAMP, "feature": 9}]}})
     asked = frontend._asking_ahead(original)(SimpleNamespace(input_processor=processor), "r", {}, params)

@@ -12,6 +12,7 @@ import pytest
 from saesteer.errors import SpecError
 from saesteer.language.edits import OPS, Clamp, Gate, Scope
 from saesteer.language.inline import InlineVector
+from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import END, Catalog, Plan, plan, windows
@@ -23,6 +24,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS, ROOT / "bench/LOG.md"]
 PAGES += [ROOT / name for name in ("DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 REQUESTS = (ROOT / "docs/requests.md").read_text()
+START = (ROOT / "docs/start.md").read_text()
 
 ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the messages in the prompt
 PROMPT = 34
@@ -37,8 +39,10 @@ CATALOG = Catalog(
     | {"layered": Set((12, 13, 14)), "risk": Set((20,))},
     {"golden-gate": from_json({"edits": [{"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}]})},
     width=4,
+    parts=True,
     inline_rows=1,
     sets={"scope": (9, 17, 22), "clt": tuple(range(8))},
+    addresses={"np:gemma-2-2b/20-gemmascope-res-16k": "gs20"},
 )
 
 
@@ -105,14 +109,17 @@ def test_every_table_is_on_a_page() -> None:
 
 
 def test_every_example_of_a_request_is_right() -> None:
-    found = list(specs(REQUESTS))
+    found = [*specs(REQUESTS), *specs(START)]
     for wire in found:
         spec = from_json(wire)
         done = planned(spec)
-        assert bool(done.groups) == ("edits" in wire)
-        assert bool(done.readouts) == ("edits" not in wire)
+        ops = {edit["op"] for edit in wire.get("edits", ())}
+        assert bool(done.groups) == bool(ops & OPS.keys())
+        assert bool(done.rules) == bool(ops & RULES.keys())
+        assert bool(done.measures) == bool(done.rules)
+        assert bool(done.readouts) == ("return" in wire and wire["return"] != {"dose": True})
     edits = [edit for wire in found for edit in wire.get("edits", ())]
-    assert {edit["op"] for edit in edits} == OPS.keys()
+    assert {edit["op"] for edit in edits} == OPS.keys() | RULES.keys()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -121,6 +128,13 @@ def test_every_field_of_an_edit_is_described(op: str) -> None:
     rows = " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
     names = {one.name for one in fields(OPS[op])} - {"when", "scope"}
     assert {name for name in names if f"`{name}`" not in rows} == set()
+
+
+def test_every_field_of_a_rule_is_described() -> None:
+    [section] = re.findall(r"^## Rules\n(.*?)^##", REQUESTS, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
+    own = {one.name for one in fields(Watched)} - {one.name for one in fields(Gate)}
+    assert all({one.metadata["key"] or one.name for one in fields(rule)} | own == set(rows) for rule in RULES.values())
 
 
 READS = [FeatureRead, ProbeRead, ActivationRead, HiddenRead]

@@ -145,7 +145,7 @@ def test_other_reads_are_refused_and_not_ignored(around: Callable[..., Around]) 
         ({"activations": [{"site": "resid_post.1"}]}, "activations[0]"),
     ]:
         with pytest.raises(SpecError, match="not served on Transformers") as caught:
-            around().model.logits(IDS, steer={"return": wanted})
+            around(reads=["resid_post.1"]).model.logits(IDS, steer={"return": wanted})
         assert (caught.value.field, caught.value.code) == (f"saesteer.return.{field}", "not_served")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import saesteer
 
-SPEC = ("Spec", "ablate", "add", "as_spec", "cap", "clamp", "from_json", "reconstruct", "use")
+SPEC = ("Spec", "ablate", "add", "as_spec", "cap", "clamp", "flag", "from_json", "reconstruct", "stop", "use")
 
 
 def test_public_names_are_these() -> None:
@@ -29,8 +29,10 @@ def test_public_names_are_these() -> None:
         "cap",
         "clamp",
         "describe",
+        "flag",
         "load",
         "reconstruct",
+        "stop",
         "use",
     ]
 

@@ -1,6 +1,8 @@
 """What is read of captured tensors, against plain indexing; and rows that capture, through a small engine on a CPU."""
 
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,7 +57,10 @@ def readings(draw: Any) -> Reading:
     asked = [(3, ()), (3, (2,)), (0, (5, 1)), (0, (1, 5)), (8, (6,))]
     top_k, named = draw(st.sampled_from(asked)) if kind == "features" else (0, ())
     windows = [] if last else draw(spans())
-    return Reading(kind, op, draw(st.booleans()), windows, last, reduce, source, top_k, named)
+    ops = () if op is None else (op,)
+    if kind == "activation" and op != "wide":
+        ops = tuple(draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))])
+    return Reading(kind, ops, draw(st.booleans()), windows, last, reduce, source, top_k, named)
 
 
 @st.composite
@@ -104,8 +109,9 @@ def test_each_readout_gets_its_own_positions(segments: list[Segment], ending: se
             some = some or bool(at)
             if not at or (reading.last and segment.name not in ending):
                 continue
-            tensor = hidden if reading.op is None else planes[reading.op, reading.after]
-            rows = tensor[[segment.first + p - segment.position for p in at]]
+            tensors = [planes[op, reading.after] for op in reading.ops] or [hidden]
+            places = [segment.first + p - segment.position for p in at]
+            rows = torch.cat([tensor[places] for tensor in tensors], dim=1)
             wanted.setdefault(segment.name, []).append((number, at, expected(reading, rows)))
     brought = captures.read(segments, hidden)
     assert (brought is not None) == some
@@ -128,7 +134,7 @@ def test_sites_that_keep_nothing_have_no_tensors() -> None:
     assert captures.nbytes == 2 * MAX_TOKENS * 4 * 2
     before, after = captures.of("a").values()
     assert before.data_ptr() != after.data_ptr() and before.is_contiguous() and after.is_contiguous()
-    reading = Reading("activation", "a", True, [(3, 5)], False, "none", None, 0, ())
+    reading = Reading("activation", ("a",), True, [(3, 5)], False, "none", None, 0, ())
     assert captures.read([Segment("a", [reading], 0, 5, 9)], None) is None, "nothing of this step"
     after[:] = torch.arange(MAX_TOKENS).half()[:, None]
     (blob,) = read(captures.read([Segment("a", [reading], 7, 1, 9)], None))["a"]
@@ -146,12 +152,26 @@ def test_features_of_a_partial_dictionary_go_by_their_own_numbers() -> None:
     captures = Captures({"a": 3}, 4, torch.float32, torch.device("cpu"))
     captures.of("a")["before"][0] = torch.tensor([-1.0, 2.0, 5.0])
     source = Source(Encoder(torch.eye(3), torch.zeros(3), torch.zeros(3)), ids=np.array([40, 7, 900], dtype=np.int32))
-    reading = Reading("features", "a", False, [(0, END)], False, "none", source, 3, (1,))
+    reading = Reading("features", ("a",), False, [(0, END)], False, "none", source, 3, (1,))
     (blob,) = read(captures.read([Segment("x", [reading], 0, 6, 1)], None))["x"]
     indices, values, named = (
         np.frombuffer(data, kind).tolist() for data, kind in zip(blob[2:], ("<i4", "<f4", "<f4"), strict=True)
     )
     assert (indices, values, named) == ([900, 7, -1], [5.0, 2.0, 0.0], [2.0])
+
+
+def test_what_was_read_leaves_its_process_without_weights() -> None:
+    captures = Captures({"a": 3000}, 4, torch.float32, torch.device("cpu"))
+    captures.of("a")["before"][0] = numbers(3000)
+    source = Source(encoder(3000), ids=np.arange(7, dtype=np.int32) + 40)
+    reading = Reading("features", ("a",), False, [(0, END)], False, "none", source, 3, (1,))
+    brought = captures.read([Segment("x", [reading], 0, 6, 1)], None)
+    waited: list[int] = []
+    assert brought is not None
+    brought.event = SimpleNamespace(synchronize=lambda: waited.append(1))
+    sent = pickle.dumps(brought)
+    assert waited and len(sent) < 4 * 3000, "less than a row of the encoder"
+    assert read(pickle.loads(sent)) == read(brought)
 
 
 @pytest.fixture

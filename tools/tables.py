@@ -6,6 +6,7 @@ replaced. ``make tables`` rewrites the pages, and a test compares them with what
 
 import ast
 import inspect
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import prometheus_client
 import typer
+from packaging.version import Version
 
 from saesteer.commands.cli import app
 from saesteer.config import config, settings
@@ -24,9 +26,11 @@ from saesteer.loaders import FORMATS, describe
 from saesteer.loaders.vectors import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
-from saesteer.plugin import contract
+from saesteer.plugin import contract, unservable
 from saesteer.plugin.results import metrics
 from tests.loaders import across, every
+from tools import measured
+from tools.contract import RELEASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -46,7 +50,8 @@ CODES = {
     "conflict": "Two values that are valid on their own contradict each other.",
     "duplicate": "Something that may appear only once appears twice.",
     "empty_scope": "The scope holds no token of this prompt, or of any prompt.",
-    "too_large": "The request may read more bytes than `--max-read-mib` allows for one request.",
+    "too_large": "The request may read more bytes than `--max-read-mib` allows, or keep more than `--max-results-mib`.",
+    "results_full": "The results that are kept leave no room. Delete some, or wait until they expire.",
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",
@@ -54,14 +59,30 @@ CODES = {
     "dose": "A token was changed by more than `--max-dose` under `--max-dose-action refuse`.",
     "gone": "A name in the request was replaced or deleted before the request ran. Send it again.",
     "shared": "A request with the same edits failed while this one was reading its cache. Send it again.",
+    "no_space": "A result could not be written to the server's disk.",
     "broken": "The worker could not apply the edits. Only this request ends.",
+    "non_finite": "Under `--fail-fast`: hidden states or logits held NaN or infinity. Only this request ends.",
+    "collapsed": "Under `--fail-fast`: the answer began with the same token 16 times. Only this request ends.",
+    "consumer": "A consumer that the request names failed for it. Only this request ends.",
     "no_room": "Admin routes: the pool of a site is full. The message names `--pool-rows`.",
     "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",
     "in_use": "Admin routes: a module uses the name.",
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }
-STATUS = {"no_room": 409, "no_site": 409, "in_use": 409, "admin_off": 403, "wrong_key": 401}
+_FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "SPACE", "NON_FINITE", "COLLAPSED")
+STATUS = {
+    "too_large": 413,
+    "results_full": 429,
+    "no_space": 507,
+    "non_finite": 422,
+    "collapsed": 422,
+    "no_room": 409,
+    "no_site": 409,
+    "in_use": 409,
+    "admin_off": 403,
+    "wrong_key": 401,
+}
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -149,7 +170,8 @@ def _tap(tap: Tap) -> str:
 def kinds() -> str:
     """The kinds of sites."""
     served = set(SERVED_KINDS)
-    return table(("kind", "served"), ((code(one), "yes" if one in served else "not yet") for one in sites.KINDS))
+    alone = "only as what a transcoder reads"
+    return table(("kind", "served"), ((code(one), "yes" if one in served else alone) for one in sites.KINDS))
 
 
 def commands() -> str:
@@ -189,6 +211,7 @@ def limits() -> str:
         ("intervals in the `positions` of all scopes", edits.MAX_POSITIONS),
         ("conditions in one `when`", edits.MAX_CONDITIONS),
         ("different conditions that edits wait for at one site", plan.MOST_CONDITIONS),
+        ("rules of one request, and different features and probes that they watch", plan.MOST_RULES),
         ("levels of modules inside one another", expand.MAX_DEPTH),
         ("reads of each kind in `return`", returns.MAX_READS),
         ("strongest features of a token, and features that one read names", returns.MAX_TOP_K),
@@ -208,7 +231,8 @@ def limits() -> str:
 def codes() -> str:
     """The error codes, as found in the source code."""
     found = {*fields.CODES, *_registry_codes(), *_admin_codes()}
-    found |= {_constant("saesteer/plugin/results/failures.py", name) for name in ("GONE", "DOSE", "BROKEN", "SHARED")}
+    found |= {_constant("saesteer/plugin/results/failures.py", name) for name in _FAILURES}
+    found.add(_constant("saesteer/plugin/results/consuming.py", "FAILED"))
     assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
     return table(
         ("code", "HTTP", "meaning"), ((code(one), STATUS.get(one, 400), about) for one, about in CODES.items())
@@ -257,18 +281,55 @@ def metric_table() -> str:
     return table(("metric", "type", "meaning"), found)
 
 
+def refusals() -> str:
+    """What of vLLM cannot be served; those that have no check in the table itself are found later than at start."""
+    rows = ((one.option.replace("{}", "…"), one.why) for one in unservable.ALL)
+    return table(("refused", "why"), rows)
+
+
+def published() -> str:
+    """Figures that other systems have published, next to ours."""
+    rows = json.loads((ROOT / "bench/published.json").read_text())
+    keys = ("system", "what", "figure", "hardware", "source")
+    assert all(tuple(row) == keys for row in rows), f"expected {keys}"
+    shown = ((*(row[key] for key in keys[:-1]), f"[source]({row['source']})") for row in rows)
+    return table(("system", "what", "figure", "hardware", "source"), shown)
+
+
+def stored(made: Callable[[], measured.Table], command: str, chart: str = "") -> Callable[[], str]:
+    """A table of what was measured."""
+    return lambda: measured.block(table, made(), command, chart)
+
+
+def versions() -> str:
+    """The releases of vLLM that were looked at: one of each version that is served, and what was run with it."""
+    low, high = contract.KNOWN
+    assert [Version(one).minor for one in RELEASES] == [*range(low.minor, high.minor)], "make contract VLLM=..."
+    return table(
+        ("vLLM", "tests run with it"), ((one, run or "none: `make contract` alone") for one, run in RELEASES.items())
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "codes": codes,
     "commands": commands,
     "dictionaries": dictionaries,
     "families": families,
     "flags": flags,
+    "fork": stored(measured.fork, "python -m bench.fork CHECKOUT --out bench/results"),
     "formats": formats,
     "hooks": hook_table,
     "kinds": kinds,
+    "lengths": stored(measured.lengths, "make bench-sweeps", "lengths.svg"),
     "limits": limits,
     "metrics": metric_table,
+    "modes": stored(measured.modes, "make bench-modes"),
+    "published": published,
+    "refusals": refusals,
+    "rivals": stored(measured.rivals, "python -m bench.rivals --out bench/results"),
     "routes": routes,
+    "steps": stored(measured.steps, "make bench-steps"),
+    "versions": versions,
     "vector-files": vector_files,
 }
 

@@ -19,6 +19,11 @@ def said(notebook: Any) -> str:
     return "".join(output.get("text", "") for cell in cells(notebook) for output in cell.outputs)
 
 
+def pages(notebook: Any) -> list[str]:
+    outputs = (output for cell in cells(notebook) for output in cell.outputs)
+    return [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+
+
 def golden_gate(text: str) -> None:
     assert re.search(r"^feature +3497", text, re.MULTILINE), "the bridge is found"
     assert text.lower().count("bridge") > 5
@@ -35,7 +40,50 @@ def transcoder(text: str) -> None:
     assert answers["plain"] != answers["clamped"]
 
 
-STORIES: dict[str, Callable[[str], None]] = {"golden_gate": golden_gate, "transcoder": transcoder}
+def find_and_prove(text: str) -> None:
+    row = r"^feature +(\d+) .+% more than other features, +95 % interval +(-?\d+\.\d+)% to +(-?\d+\.\d+)%$"
+    least = {int(feature): (float(low), float(high)) for feature, low, high in re.findall(row, text, re.MULTILINE)}
+    assert [*least] == [6511, 7921, 4321, 7014]
+    low, high = least.pop(7014)
+    assert low <= 0.01 and high < 0.1, "the label alone is no proof"
+    assert all(low > 0.1 for low, _ in least.values()), "the others do what they say"
+    assert re.search(r"^6511 +.*ocean", text, re.MULTILINE), "the clamped answer speaks of it"
+    assert not re.search(r"^plain +.*ocean", text, re.MULTILINE)
+
+
+def reading(text: str) -> None:
+    counts = re.findall(r"^ *(\d+) tokens .* (\d+) read$", text, re.MULTILINE)
+    assert len(counts) > 4 and all(0 <= int(tokens) - int(read) <= 1 for tokens, read in counts), "read as it streams"
+    cooking, planets = map(float, re.findall(r"^cooking +(-?\d+\.\d+) on average", text, re.MULTILINE))
+    assert cooking > 0.3 > -0.3 > planets
+    chances = re.findall(r"server (\d\.\d+) +here (\d\.\d+)$", text, re.MULTILINE)
+    assert len(chances) == 3 and all(abs(float(a) - float(b)) < 1e-3 for a, b in chances)
+
+
+def team(text: str) -> None:
+    codes = re.findall(r"^refused +.+: (\d{3}) ?(\w*)$", text, re.MULTILINE)
+    assert codes == [
+        ("401", ""),
+        ("401", "wrong_key"),
+        ("400", "unknown_name"),
+        ("400", "too_many"),
+        ("413", "too_large"),
+    ]
+    assert "did you mean 'seaside'" in text and "--max-edits" in text and "--max-read-mib" in text, "what to do is said"
+    assert re.search(r"^seaside +.*(?:ocean|sea)", text, re.MULTILINE)
+    assert re.search(r"bridge\?   flags: \[\d+\]", text) and re.search(r"blue\?   flags: \[\]", text)
+    rounds = re.findall(r"^round \d +\w+ +(\S+) +(.+)$", text, re.MULTILINE)
+    assert [reason.startswith("saesteer.defaults") for reason, _ in rounds] == [False] * 3 + [True] * 3, "replaced"
+    assert len(rounds[0][1]) > len(rounds[5][1])
+
+
+STORIES: dict[str, Callable[[str], None]] = {
+    "find_and_prove": find_and_prove,
+    "golden_gate": golden_gate,
+    "reading": reading,
+    "team": team,
+    "transcoder": transcoder,
+}
 
 
 def tells_its_story(path: Path, notebook: Any) -> None:
@@ -47,7 +95,9 @@ def tells_its_story(path: Path, notebook: Any) -> None:
 def shape(notebook: Any) -> list[list[str]]:
     """What does not depend on the machine: the kinds of outputs of each cell, and how their lines begin."""
     heads = re.compile(
-        r"^(?:feature +\d+|\d\.\d × max|plain|bridge|ocean|clamped|unexplained|writes|moved)\b", re.MULTILINE
+        r"^(?:feature +\d+|\d\.\d × max|plain|bridge|ocean|clamped|unexplained|writes|moved|score|cooking|dose|applied"
+        r"|refused|watched|round \d|replaced|module|seaside|stopped)\b",
+        re.MULTILINE,
     )
     return [
         [found for output in cell.outputs for found in (output.output_type, *heads.findall(output.get("text", "")))]
@@ -58,7 +108,7 @@ def shape(notebook: Any) -> list[list[str]]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_public_names_only(path: Path) -> None:
     code = "\n".join(cell.source for cell in cells(nbformat.read(path, 4)))
-    assert not re.findall(r"saesteer\S*\._\w+|\b(?:model|llm)\._\w+", code)
+    assert not re.findall(r"saesteer\S*\._\w+|\b(?:model|llm|client|ada|admin)\._\w+", code)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -69,11 +119,27 @@ def test_stored_with_the_outputs_of_one_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_small(path: Path) -> None:
+    notebook = nbformat.read(path, 4)
+    plots = [output.get("data", {}).get("image/png", "") for cell in cells(notebook) for output in cell.outputs]
+    assert path.stat().st_size < 400_000 and max(map(len, plots)) * 3 / 4 < 100_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_model_writes_is_no_markup(path: Path) -> None:
+    found = pages(nbformat.read(path, 4))
+    assert bool(found) == (path.stem == "reading")
+    assert {tag for page in found for tag in re.findall(r"<(/?\w*)", page)} <= {"p", "/p", "span", "/span"}
+    assert not found or any("&lt;" in page for page in found), "the model has written some"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_stored_one_tells_its_story(path: Path) -> None:
     tells_its_story(path, nbformat.read(path, 4))
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_tells_its_story(path: Path, tmp_path: Path) -> None:
     notebook = executed(path, tmp_path)

@@ -1,0 +1,217 @@
+"""The files of deploy/ fit each other and the code: flags, metrics, settings, paths. Starts no container."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from saesteer.commands.cli import app
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
+from tools import tables
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+INSTRUCTIONS = [
+    (word, rest.replace("\\\n", " "))
+    for word, rest in re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+]
+BOARD = json.loads((DEPLOY / "grafana/boards/saesteer.json").read_text())
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+# Of the chart, as its values.yaml has them: https://github.com/vllm-project/production-stack, helm/values.yaml.
+CHART = {
+    "servingEngineSpec": {"runtimeClassName", "securityContext", "containerSecurityContext", "modelSpec"}
+    | {"serviceMonitor"},
+    "modelSpec": {"name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU"}
+    | {"pvcStorage", "vllmConfig", "hf_token", "env"},
+    "vllmConfig": {"enablePrefixCaching", "maxModelLen", "extraArgs"},
+    "routerSpec": {"enableRouter", "routingLogic"},
+}
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+COMPOSE = read("compose.yaml")
+
+
+def words(instruction: str) -> list[str]:
+    """What follows an instruction, in all places where it stands."""
+    return [rest for word, rest in INSTRUCTIONS if word == instruction]
+
+
+def linter(name: str) -> str:
+    """A program of the extra `dev`."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed; pip install '.[dev]' installs it")
+    return found
+
+
+def lint(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint_finds_nothing() -> None:
+    lint(linter("hadolint"), "--failure-threshold", "style", "deploy/Dockerfile")
+
+
+def test_the_compose_file_follows_the_specification() -> None:
+    lint(linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", "deploy/compose.yaml")
+
+
+def test_the_image_is_stock_vllm_without_root_and_without_keys() -> None:
+    versions = re.search(r"vllm>=([\d.]+),<([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert versions is not None
+    [argument] = words("ARG")
+    assert words("FROM") == ["vllm/vllm-openai:${VLLM}"]
+    low, high, chosen = ([int(n) for n in re.findall(r"\d+", one)[:2]] for one in (*versions.groups(), argument))
+    assert low <= chosen < high
+    assert COMPOSE["services"]["saesteer"]["build"]["args"] == {"VLLM": "${VLLM:-" + argument.partition("=")[2] + "}"}
+    [user] = words("USER")
+    assert re.fullmatch(r"(\d+):\1", user) and f"--uid {user.partition(':')[0]} " in " ".join(words("RUN"))
+    assert not words("COPY") and not words("ADD"), "layers hold what is installed, and nothing that lay beside it"
+    stored = " ".join(words("ENV") + words("ARG"))
+    assert not re.search("KEY|TOKEN|SECRET|PASSWORD", stored)
+    [checked] = words("HEALTHCHECK")
+    assert "/health" in checked and f":{words('EXPOSE')[0]}/" in checked
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split("\n")
+    sent = {line[1:] for line in ignored if line.startswith("!")}
+    assert "*" in ignored
+    assert sent == {"pyproject.toml", "README.md", "LICENSE", "saesteer", "loaders", "kernels"}, "as the wheel's test"
+
+
+def test_the_image_starts_our_command() -> None:
+    [entry], [command] = map(json.loads, words("ENTRYPOINT")), map(json.loads, words("CMD"))
+    assert entry == ["saesteer", "serve"] and command == ["--help"]
+    made: Any = typer.main.get_command(app)
+    model, *flags = COMPOSE["services"]["saesteer"]["command"]
+    assert model.startswith("${MODEL:-")
+    context = made.commands["serve"].make_context("serve", ["model", *flags])
+    assert context.args == [], "each flag is ours, so none goes to vLLM unseen"
+    file = context.params["saesteer_config"]
+    mounts = dict(one.rsplit(":", 2)[:2] for one in COMPOSE["services"]["saesteer"]["volumes"] if one.count(":") == 2)
+    assert mounts["./saesteer.yaml"] == str(file)
+    assert set(read_settings(file=DEPLOY / "saesteer.yaml").dictionaries) == {"gs20"}
+
+
+def test_mounted_files_are_there_and_volumes_are_the_images() -> None:
+    for service in COMPOSE["services"].values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (DEPLOY / source).exists(), volume
+            elif not source.startswith("${"):
+                assert source in COMPOSE["volumes"]
+    [volumes] = map(json.loads, words("VOLUME"))
+    targets = {one.removesuffix(":ro").rsplit(":", 1)[1] for one in COMPOSE["services"]["saesteer"]["volumes"]}
+    assert set(volumes) <= targets
+    folders = re.findall(r"=(/\S+)", " ".join(words("ENV")))
+    assert len(folders) == 3 and all(folder.startswith("/cache/") for folder in folders)
+
+
+def test_every_port_is_this_machines_alone() -> None:
+    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert len(ports) == 2 and all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_prometheus_and_grafana_find_each_other() -> None:
+    [job] = read("prometheus.yaml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"saesteer:{words('EXPOSE')[0]}"]}]
+    [source] = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
+    [provider] = read("grafana/provisioning/dashboards/boards.yaml")["providers"]
+    grafana = COMPOSE["services"]["grafana"]
+    assert f"./grafana/boards:{provider['options']['path']}:ro" in grafana["volumes"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/saesteer.json"
+
+
+def vllm_series() -> Iterator[str]:
+    """The names that the installed vLLM exports, as its source has them; importing it takes longer."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    for kind, name in re.findall(r'_(counter|gauge|histogram)_cls\(\s*name="(vllm:\w+)"', source):
+        yield name + {"counter": "_total", "gauge": "", "histogram": "_bucket"}[kind]
+
+
+def ours() -> dict[str, set[str]]:
+    """Our series, each with its labels."""
+    found = re.findall(r"^\| `(\w+)(?:\{([\w,]+)\})?`", tables.metric_table(), re.MULTILINE)
+    return {name: set(filter(None, labels.split(","))) for name, labels in found}
+
+
+def asked() -> dict[str, set[str]]:
+    """The series that the board asks for, each with the labels by which it is summed and shown."""
+    found: dict[str, set[str]] = {}
+    for target in (target for panel in PANELS for target in panel["targets"]):
+        labels = {name for group in re.findall(r"by \((.*?)\)", target["expr"]) for name in group.split(", ")}
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+        for name in re.findall(r"(?:vllm:|saesteer_)\w+", target["expr"]):
+            found.setdefault(name, set()).update(labels)
+    return found
+
+
+def test_the_board_asks_for_what_is_exported() -> None:
+    wanted, exported = asked(), ours()
+    assert exported and {name for name in wanted if name.startswith("saesteer_")} == exported.keys(), "all of ours"
+    assert all(wanted[name] == labels or not wanted[name] for name, labels in exported.items())
+    assert {name for name in wanted if name.startswith("vllm:")} <= set(vllm_series())
+
+
+def test_the_boards_queries_are_queries() -> None:
+    parser = pytest.importorskip("promql_parser", reason="pip install '.[dev]' installs it")
+    for panel in PANELS:
+        for target in panel["targets"]:
+            parser.parse(target["expr"].replace("$__rate_interval", "1m"))
+
+
+def test_the_boards_panels_do_not_overlap() -> None:
+    places = [panel["gridPos"] for panel in BOARD["panels"]]
+    taken = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(taken) == len(set(taken)) and max(x for x, _ in taken) < 24
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(places)
+
+
+def test_the_values_of_the_production_stack() -> None:
+    values = read("production-stack.yaml")
+    [model] = values["servingEngineSpec"]["modelSpec"]
+    parts = {**values, "modelSpec": model, "vllmConfig": model["vllmConfig"]}
+    assert parts.keys() == CHART.keys()
+    for name, part in parts.items():
+        assert part.keys() <= CHART[name], name
+    flag, wire = model["vllmConfig"]["extraArgs"]
+    assert flag == "--additional-config"
+    assert SaesteerConfig.from_json(json.loads(wire)["saesteer"]).dictionaries
+    assert model["vllmConfig"]["enablePrefixCaching"], "the chart's default switches it off"
+    assert model["repository"].endswith("/saesteer") and values["servingEngineSpec"]["securityContext"]["runAsUser"]
+    assert all("value" not in one or "KEY" not in one["name"] for one in model["env"]), "keys come from a secret"
+    [user] = words("USER")
+    assert str(values["servingEngineSpec"]["securityContext"]["runAsUser"]) == user.partition(":")[0]
+
+
+def test_commands_of_the_page_name_files_that_are_there() -> None:
+    page = (ROOT / "docs/operating.md").read_text()
+    named = set(re.findall(r"(?<![\w/])(deploy/[\w./-]+\w)", page))
+    assert {"deploy/Dockerfile", "deploy/compose.yaml", "deploy/production-stack.yaml"} <= named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    variables = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text()))
+    variables |= {one for one in COMPOSE["services"]["saesteer"]["environment"] if isinstance(one, str)}
+    assert {one for one in variables if f"`{one}`" not in page} == set()

@@ -1,0 +1,192 @@
+"""What Model.read returns on Transformers: the model's own tensors, and where it says slow what an engine answers."""
+
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from saesteer import hf
+from saesteer.errors import SpecError
+from saesteer.loaders.formats import own
+from tests import small_world
+
+WIDTH = small_world.WIDTH
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+SITE = "resid_post.1"
+V = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
+ADD = {"op": "add", "vector": V.tolist(), "site": SITE, "scale": 3.0}
+BIAS = -0.25
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("reads")
+    dictionaries = {}
+    for name in ("jump", "top"):
+        own.write(folder / f"{name}.safetensors", small_world.CODERS[name])
+        dictionaries[name] = f"{folder}/{name}.safetensors@{SITE}"
+    save_file({"layer.1": V, "bias": torch.tensor([BIAS])}, folder / "probe.safetensors")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
+    made = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=64))
+    vectors = {"probe": str(folder / "probe.safetensors")}
+    return hf.Model(made, dictionaries=dictionaries, vectors=vectors, reads=["resid_mid.2"])
+
+
+def tensor(entry: dict[str, Any]) -> Tensor:
+    numbers = np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
+    return torch.from_numpy(numbers.copy())
+
+
+def test_activations_before_and_after_the_edits(model: hf.Model) -> None:
+    wanted = [{"site": SITE, "at": "after"}, {"site": SITE}, {"site": "resid_mid.2"}]
+    answer = model.read(IDS, steer={"edits": [ADD], "return": {"activations": wanted}})
+    plain = model.streams(IDS)
+    after, before, mid = answer["activations"]
+    assert [one["site"] for one in answer["activations"]] == [SITE, SITE, "resid_mid.2"]
+    assert before["positions"] == [*range(len(IDS))]
+    assert before["dtype"] == "float32"
+    torch.testing.assert_close(tensor(before), plain[SITE])
+    torch.testing.assert_close((tensor(after) - tensor(before))[1:], (3 * V).expand(len(IDS) - 1, -1))
+    assert torch.equal(tensor(after)[0], tensor(before)[0]), "position 0 is not edited"
+    torch.testing.assert_close(tensor(mid), model.streams(IDS, steer=[ADD])["resid_mid.2"])
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "last"])
+def test_reductions(model: hf.Model, reduce: str) -> None:
+    wanted = [{"site": SITE, "reduce": reduce, "scope": {"prompt": True, "skip_first": 2}}]
+    [entry] = model.read(IDS, steer={"return": {"activations": wanted}}, prompt_len=9)["activations"]
+    rows = model.streams(IDS)[SITE][2:9]
+    expected = {"mean": rows.mean(0), "max": rows.amax(0), "last": rows[-1]}[reduce]
+    torch.testing.assert_close(tensor(entry)[0], expected)
+    assert (entry["reduce"], entry["tokens"], entry["positions"]) == (reduce, 7, [2, 9])
+
+
+@pytest.mark.parametrize("name", ["jump", "top"])
+def test_features(model: hf.Model, name: str) -> None:
+    wanted = [{"dictionary": name, "top_k": 3, "features": [7, 2]}]
+    [entry] = model.read(IDS, steer={"return": {"features": wanted}}, prompt_len=4)["features"]
+    assert (entry["dictionary"], entry["site"]) == (name, SITE)
+    assert [row["position"] for row in entry["rows"]] == [*range(4, len(IDS))], "the last one is an input here, too"
+    found = model.activations(IDS, name)
+    for row in entry["rows"]:
+        here = found[row["position"]]
+        values, features = here.topk(3)
+        expected = [[int(one), float(value)] for one, value in zip(features, values, strict=True) if value > 0]
+        assert [one for one, _ in row["top"]] == [one for one, _ in expected]
+        assert [value for _, value in row["top"]] == pytest.approx([value for _, value in expected], abs=1e-5)
+        assert row["features"] == pytest.approx({"7": float(here[7]), "2": float(here[2])}, abs=1e-5)
+
+
+def test_probes_have_the_bias_of_their_file(model: hf.Model) -> None:
+    answer = model.read(IDS, steer={"return": {"probes": [{"probe": "probe", "scope": {}}]}})
+    [entry] = answer["probes"]
+    assert entry["positions"] == [*range(len(IDS))]
+    expected = model.streams(IDS)[SITE] @ V + BIAS
+    assert entry["scores"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_hidden_states_are_what_the_head_multiplies(model: hf.Model) -> None:
+    with torch.no_grad():
+        expected = model.model(torch.tensor([IDS]), output_hidden_states=True).hidden_states[-1][0]
+    [last] = model.read(IDS, steer={"return": {"hidden": True}})["hidden"]
+    assert last["positions"] == [len(IDS) - 1]
+    torch.testing.assert_close(tensor(last)[0], expected[-1])
+    [some] = model.read(IDS, steer={"return": {"hidden": {"scope": {"positions": [[2, 4]]}}}})["hidden"]
+    assert some["positions"] == [2, 3]
+    torch.testing.assert_close(tensor(some), expected[2:4])
+
+
+def test_nothing_is_read_unless_asked_for(model: hf.Model) -> None:
+    assert model.read(IDS, steer=[ADD]) == {}
+    plain = model.logits(IDS)
+    model.read(IDS, steer={"return": {"hidden": True}})
+    assert torch.equal(model.logits(IDS), plain), "a read changes nothing"
+
+
+def test_refusals_are_those_of_a_server(model: hf.Model) -> None:
+    for wanted, field in [
+        ({"activations": [{"site": "resid_post.2"}]}, "activations[0].site"),
+        ({"features": [{"dictionary": "jump", "features": [99]}]}, "features[0].features[0]"),
+        ({"probes": ["nobody"]}, "probes[0].probe"),
+        ({"activations": [{"site": SITE, "as": "handle"}]}, "activations[0].as"),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            model.read(IDS, steer={"return": wanted})
+        assert caught.value.field == f"saesteer.return.{field}"
+
+
+@pytest.mark.slow
+def test_an_engine_answers_the_same(tmp_path: Path) -> None:
+    from saesteer.commands.embedded import DICTIONARIES, engine_options, ensure_model
+    from saesteer.plugin.job import Batch, run
+
+    place, site = str(ensure_model()), "resid_post.20"
+    save_file({"layer.12": torch.randn(576), "bias": torch.tensor([0.5])}, tmp_path / "probe.safetensors")
+    vectors = {"probe": str(tmp_path / "probe.safetensors")}
+    dictionaries = {name: {"path": str(file)} for name, file in DICTIONARIES.items()}
+    clamp = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 8.0}
+    spec = {
+        "edits": [clamp],
+        "return": {
+            "features": [{"dictionary": name, "scope": {}, "features": [1, 3497]} for name in DICTIONARIES],
+            "probes": [{"probe": "probe", "scope": {"skip_first": 3}}],
+            "activations": [{"site": site}, {"site": site, "at": "after", "reduce": "mean"}],
+            "hidden": True,
+        },
+    }
+    options = {**engine_options(), "reads": [site], "vectors": vectors}
+    batch = Batch(["The bridge over the bay."], [spec], max_tokens=6, ignore_eos=True)
+    [[answer]] = run(place, [batch], dictionaries=dictionaries, options=options)
+    inputs = answer.prompt_ids + answer.ids[:-1]  # the last token never was one
+    oracle = hf.Model(place, dictionaries=dictionaries, vectors=vectors, reads=[site])
+    expected = oracle.read(inputs, steer=spec, prompt_len=len(answer.prompt_ids))
+    assert expected.keys() == {"features", "probes", "activations", "hidden"}
+    for word, entries in expected.items():
+        assert_alike(answer.saesteer[word], entries)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """Equal JSON but for numbers, which may differ by 1e-4 of the largest; ties may stand in another order."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        if "data" in expected:
+            one, other = tensor(found), tensor(expected)
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+        for key in expected.keys() - {"data", "top"}:
+            assert_alike(found[key], expected[key])
+        if "top" in expected:
+            assert dict(found["top"]) == pytest.approx(dict(expected["top"]), abs=2e-3)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=2e-3)
+    else:
+        assert found == expected
+
+
+def test_rules_fire_where_their_scores_say(model: hf.Model) -> None:
+    """In ``read`` alone: nothing ends there, and what generates refuses them by name."""
+    scored = {"return": {"probes": [{"probe": "probe", "scope": {"skip_first": 1}}]}}
+    [entry] = model.read(IDS, steer=scored)["probes"]
+    scores = dict(zip(entry["positions"], entry["scores"], strict=True))
+    above = sum(sorted(scores.values())[len(scores) // 2 :][:2]) / 2  # between two of them
+    expected = next((at for at in scores if scores[at] > above and scores.get(at - 1, above) > above), None)
+    rules = [{"op": "stop", "when": {"probe": "probe", "above": above}, "for": n, "scope": {}} for n in (2, 1)]
+    marks = model.read(IDS, steer={"edits": rules[:1]})
+    assert marks == {"flags": [] if expected is None else [{"edit": "saesteer.edits[0]", "position": expected}]}
+    first = next(at for at in scores if scores[at] > above)
+    assert model.read(IDS, steer={"edits": rules})["flags"] == [{"edit": "saesteer.edits[1]", "position": first}]
+    with pytest.raises(SpecError) as caught:
+        model.generate(IDS, steer={"edits": rules}, max_tokens=2)
+    assert (caught.value.field, caught.value.code) == ("saesteer.edits[0].when", "not_served")
