@@ -5,18 +5,24 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all check format tables notebooks bench-kernels bench-layers bench-steps bench-host bench-front bench-rows \
-	bench-modes clean
+.PHONY: help setup demo test test-slow test-long test-all soak contract check format tables docs notebooks \
+	bench-kernels bench-layers bench-steps bench-host bench-front bench-rows bench-modes bench-sweeps \
+	bench-rivals plots clean
 
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-slow the tests on real engines, an hour; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
+	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
+	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a job of every day"
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make tables    write the tables of the pages that come from the code"
+	@echo "make docs      build the site of the pages in build/site; a warning is an error"
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
-	@echo "make bench-kernels, bench-layers, bench-steps, bench-host, bench-modes    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make bench-kernels, bench-layers, bench-steps, bench-host, bench-modes, bench-sweeps, bench-rivals"
+	@echo "                    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make plots          draw the charts of the pages from the folder of results"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
 	@echo "make bench-rows     what features of dictionaries in files cost at admission, on a CPU"
 
@@ -37,10 +43,17 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL))
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not network"
+	$(BIN)/python -m pytest -m "long and not network and not vision"
+	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -m vision
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"
+
+soak: $(READY)
+	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),60)
+
+contract: $(READY)
+	$(BIN)/python -m tools.contract $(VLLM)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -54,6 +67,9 @@ format: $(READY)
 tables: $(READY)
 	$(BIN)/python tools/tables.py
 
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/site
+
 notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py
 
@@ -64,15 +80,30 @@ GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 bench-kernels:
 	@# What is wrong is not timed, and leaves the rest to be drawn.
 	$(PYTHON) -m bench.kernels --out $(RESULTS) $(GIVEN); wrong=$$?; \
-	$(PYTHON) -m bench.plot --results $(RESULTS)/kernels.jsonl --out $(RESULTS)/kernels.png && exit $$wrong
+	$(PYTHON) -m bench.plot --results $(RESULTS) && exit $$wrong
 
 bench-layers:
 	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
 
+# The charts of the pages, from what is stored.
+plots:
+	$(PYTHON) -m bench.plot --results $(RESULTS)
+
+# Each line takes at most 250 seconds on an H200; the first of a model also compares its kernels with stock's. The lines behind the first draw
+# costs.svg: more requests, then more edits at more layers.
+STEPS = $(PYTHON) -m bench.steps --out $(RESULTS) $(GIVEN)
+VARIED := clamps-4 clamps-16 clamps-64 vectors-1 vectors-4 vectors-16
 bench-steps:
-	$(PYTHON) -m bench.steps --model gemma-3-4b --stock --requests 16 1 4 64 256 --out $(RESULTS) $(GIVEN)
-	$(PYTHON) -m bench.steps --model gemma-3-27b --stock --requests 16 1 4 --out $(RESULTS) $(GIVEN)
-	$(PYTHON) -m bench.plot --results $(RESULTS)/steps.jsonl --out $(RESULTS)/steps.png
+	$(STEPS) --model gemma-3-4b --stock
+	$(STEPS) --model gemma-3-4b --requests 1 4 64 256
+	$(STEPS) --model gemma-3-4b --modes $(VARIED)
+	$(STEPS) --model gemma-3-4b --prompt-tokens 64 512 2048 --modes idle named
+	$(STEPS) --model gemma-3-27b --stock --pairs 30
+	$(STEPS) --model gemma-3-27b --requests 1 4 64 --pairs 20
+	$(STEPS) --model gemma-3-27b --requests 256 --prompt-tokens 64 --pairs 20
+	$(STEPS) --model gemma-3-27b --modes $(VARIED) --pairs 20
+	$(STEPS) --model gemma-3-27b --prompt-tokens 64 512 2048 --modes idle named --pairs 20
+	$(PYTHON) -m bench.plot --results $(RESULTS)
 
 bench-host:
 	$(PYTHON) -m bench.host --out $(RESULTS) $(GIVEN)
@@ -86,6 +117,29 @@ bench-rows: $(READY)
 bench-modes:
 	$(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN)
 	$(PYTHON) -m bench.modes --way http --out $(RESULTS) $(GIVEN)
+
+# The same, of what a user sees; each line takes at most 250 seconds, but for the 27B's, whose two engines take 165 to start.
+SWEEP = $(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN) --share 2 --prompts 16
+bench-sweeps:
+	$(SWEEP) --modes idle named --tokens 64 256 1024 --budget 240
+	$(SWEEP) --modes named --tokens 2048 --budget 240
+	$(SWEEP) --modes idle named --tokens 64 256 --eager --budget 240
+	$(SWEEP) --modes idle named --tokens 256 --concurrency 1 4 --prompts 4 --budget 240
+	$(SWEEP) --modes idle named --tokens 256 --concurrency 64 --prompts 64 --budget 240
+	$(SWEEP) --modes idle named --tokens 256 --concurrency 256 --prompts 256 --budget 240
+	$(SWEEP) --model gemma-3-27b --modes idle named --tokens 64 256 --budget 300
+	$(SWEEP) --model gemma-3-27b --modes named --tokens 1024 --budget 400
+	$(SWEEP) --model gemma-3-27b --modes named --tokens 2048 --budget 500
+	$(SWEEP) --model gemma-3-27b --modes idle named --tokens 64 256 --eager --budget 300
+	$(PYTHON) -m bench.plot --results $(RESULTS)
+
+# Other systems, as far as they are installed beside vLLM; ANY=--any-vllm tries those that pin another vLLM.
+RIVALS = $(PYTHON) -m bench.rivals --out $(RESULTS) $(GIVEN) $(ANY)
+bench-rivals:
+	$(RIVALS) --contenders saesteer hotwire
+	$(RIVALS) --contenders saesteer-reads vllm-lens --rounds 3
+	$(RIVALS) --contenders interp-engine --rounds 3
+	$(RIVALS) --contenders interp-engine-static --rounds 3
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info
