@@ -14,9 +14,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
-from saesteer.kernels.edit.entries import items_of, kept, kernel, rows, tile, word
+from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
 from saesteer.kernels.edit.one import edit_one
-from saesteer.kernels.edit.row import columns, plus, put, share_row, zeros
+from saesteer.kernels.edit.row import columns, plus, plus_shared, put, share_row, zeros
 from saesteer.kernels.edit.store import dosed, gains, store
 from saesteer.kernels.edit.words import (
     AFTER,
@@ -307,10 +307,9 @@ def edit_kernel(
                         tl.store(arrival, 0)
                         for p in range(0, parts, GATHER * CHUNK):
                             for some in tl.static_range(0, GATHER * CHUNK, CHUNK):
-                                these = p + some + tl.arange(0, CHUNK)  # as many as weights, and so in their layout
+                                these = p + some + tl.arange(0, CHUNK)
                                 starts = (first_part + these).to(tl.int64) * WIDTH
-                                sums = [rows(partials, starts, these < parts, col, WIDTH, True) for col in cols]
-                                x = plus(x, [tl.sum(block, axis=0) for block in sums])
+                                x = plus_shared(x, partials, starts, these < parts, WIDTH, BLOCK)
                         if HAS_KEPT:  # noqa: SIM102 (the compiler knows this one, not the next)
                             if (kept(entries + begin + FLAGS) & (READ | RECONSTRUCT)) == (READ | RECONSTRUCT):
                                 put(own_kept, cols, x, [col < WIDTH for col in cols])

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saesteer.kernels.edit.entries import rows
+
 
 @triton.jit
 def columns(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -79,13 +81,29 @@ def put(place, at, row, masks):
 
 @triton.jit
 def share_row(place, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row in fp32 for other programs of this launch.
+    """Store a row in fp32 for `plus_shared` of another program: the first 4 of every 8 elements, then the others.
 
-    A thread holds 8 neighbours and stores 4 at once; as two halves, they need not go to other threads first.
+    A thread holds 8 neighbours and moves 4 at once. So threads next to each other fill whole sectors of the L2, and
+    nothing goes to another thread first.
     """
-    eights = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 4)[None, :]
+    firsts: tl.constexpr = WIDTH // 8 * 4 + (WIDTH % 8 if WIDTH % 8 < 4 else 4)  # noqa: FURB136 (min is a tensor)
+    fours = tl.arange(0, BLOCK // 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for block in tl.static_range(len(row)):
-        at = block * BLOCK + eights
+        at = block * (BLOCK // 2) + fours
         low, high = tl.split(tl.permute(tl.reshape(row[block], [BLOCK // 8, 2, 4]), (0, 2, 1)))
-        tl.store(place + at, low, mask=at < WIDTH, cache_modifier=".cg")
-        tl.store(place + at + 4, high, mask=at + 4 < WIDTH, cache_modifier=".cg")
+        tl.store(place + at, low, mask=at < firsts, cache_modifier=".cg")
+        tl.store(place + firsts + at, high, mask=firsts + at < WIDTH, cache_modifier=".cg")
+
+
+@triton.jit
+def plus_shared(row, shared, starts, want, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A row, plus the sum of those that `share_row` has stored at the wanted ones of these starts."""
+    firsts: tl.constexpr = WIDTH // 8 * 4 + (WIDTH % 8 if WIDTH % 8 < 4 else 4)  # noqa: FURB136 (min is a tensor)
+    found = ()
+    for block in tl.static_range(len(row)):
+        at = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        low = tl.sum(rows(shared, starts, want, at, firsts, True), axis=0)
+        high = tl.sum(rows(shared, starts, want, firsts + at, WIDTH, True), axis=0)
+        both = tl.join(tl.reshape(low, [BLOCK // 8, 4]), tl.reshape(high, [BLOCK // 8, 4]))
+        found = found + (row[block] + tl.reshape(tl.permute(both, (0, 2, 1)), [BLOCK]),)  # noqa: RUF005
+    return found
