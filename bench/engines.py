@@ -24,9 +24,9 @@ import httpx
 import torch
 
 from bench import streams
-from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, vectors
+from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, probes_of, vectors
 from bench.dummy import cache_bytes, dictionary_file, model_folder, tokenizer_folder, vector_file, weight_bytes
-from bench.offline import Times, has_edited
+from bench.offline import Times, is_served
 
 ROOT = Path(__file__).parents[1]
 START_S = 330.0  # that an engine may take
@@ -67,18 +67,39 @@ def options(model: str, folder: Path, *, at_once: int, length: int, eager: bool 
     return found | {"enforce_eager": True} if eager or not on_gpu() else found
 
 
-def settings(model: str, folder: Path) -> Options:
-    """What saesteer is started with: a dictionary at the middle layer, an op, a named vector and a module at all."""
+def settings(model: str, folder: Path, *, reads: bool = False) -> Options:
+    """What saesteer is started with: a dictionary at the middle layer, an op, a named vector and a module at all.
+
+    Args:
+        model: one of ``bench.dummy.MODELS``.
+        folder: for its files.
+        reads: whether requests read; then there are probes, and the stream is kept behind every layer.
+    """
     shape = Shape.of(model)
     bits = torch.from_numpy(vectors(shape, 1).astype("<i2", casting="unsafe"))
     dictionary = dictionary_file(shape.width, FEATURES, folder)
     module = {"edits": [{"op": "add", "vector": VECTOR, "site": "resid_post", "scale": SCALE}]}
-    return {
+    found: Options = {
         "dictionaries": {DICTIONARY: f"{dictionary}@resid_post.{shape.layers // 2}"},
         "vectors": {VECTOR: str(vector_file(bits.view(torch.bfloat16), folder))},
         "modules": {MODULE: module},
         "sites": ["resid_post.all"],
     }
+    if not reads:
+        return found
+    more = _reading(shape, folder)
+    return found | more | {"vectors": found["vectors"] | more["vectors"]}
+
+
+def _reading(shape: Shape, folder: Path) -> Options:
+    """Probes with a row for each layer, and room for what loads read."""
+    names = sorted({name for name, _ in probes_of(shape)})
+    files = {}
+    for seed, name in enumerate(names, 2):
+        bits = torch.from_numpy(vectors(shape, seed).astype("<i2", casting="unsafe"))
+        files[name] = str(vector_file(bits.view(torch.bfloat16), folder, name))
+    most = {"max_read_mib": 1 << 16, "max_results": 1 << 16, "max_results_mib": 1 << 20}
+    return {"reads": ["resid_post.all"], "vectors": files, **most}
 
 
 def cache_room(model: str, *, at_once: int, length: int) -> int:
@@ -164,7 +185,7 @@ class Engine(ABC):
             self.fail(f"{message}; is saesteer installed beside vLLM, with its entry point?")
 
     def run(self, load: Load) -> Times:
-        """Times of a load, every steered answer of which says that its edits changed tokens.
+        """Times of a load, every steered answer of which says that its edits changed tokens, or has what it reads.
 
         Raises:
             SystemExit: the engine died, or an answer is not what it should be.
@@ -174,9 +195,9 @@ class Engine(ABC):
         except (RuntimeError, OSError, ValueError) as error:
             self.fail(f"the engine {self.kind!r} failed in {load}: {error}")
         expected = load.requests if mode_of(load).asks != "nothing" else 0
-        if times.edited != expected:
+        if times.served != expected:
             self.fail(
-                f"{times.edited} of {load.requests} answers say that they were edited, expected {expected}: {load}"
+                f"{times.served} of {load.requests} answers say that they were served, expected {expected}: {load}"
             )
         return times
 
@@ -259,7 +280,7 @@ class Server(Engine):
         body = {"model": streams.MODEL, "prompt": list(range(2, 10)), "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{place}/v1/completions", json={**body, "saesteer": probe()}, timeout=START_S)
         if answer.status_code == 200:
-            return "applied" if has_edited(answer.json().get("saesteer")) else "ignored"
+            return "applied" if is_served(answer.json().get("saesteer")) else "ignored"
         return "refused" if answer.status_code == 400 else f"answered {answer.status_code} to"
 
     def _times(self, load: Load) -> Times:
