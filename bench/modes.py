@@ -67,7 +67,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="answers come whole, as from LLM.generate; through LLM")
     parser.add_argument("--eager", action="store_true", help="all engines without CUDA graphs and compilation")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in which the last round has to end")
-    parser.add_argument("--out", type=Path, help="folder of modes.jsonl, or of modes_read.jsonl if one reads; nothing is written without it")
+    where = "folder of modes.jsonl, or of modes_read.jsonl if one reads; nothing is written without it"
+    parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     given = parser.parse_args(words)
     if len(set(given.modes)) < len(given.modes):

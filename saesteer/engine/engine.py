@@ -23,13 +23,14 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.read.features import warm_up
+from saesteer.kernels.read.rows import Probes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
 
 __all__ = ["Engine", "Row", "Site"]
 
-_PROBES = 1024  # that are remembered, with their directions on the device
+_PROBES = 1024  # that are remembered, those read together counted each, with their directions on the device
 
 
 class Published:
@@ -163,7 +164,7 @@ class Engine:
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
 
         self._sources: dict[str, Source] = {}  # dictionaries that were read
-        self._probes: dict[tuple[bytes, float], Source] = {}
+        self._probes: dict[tuple[tuple[bytes, float, int], ...], Source] = {}  # digest, bias and site of each
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
@@ -204,8 +205,8 @@ class Engine:
         windows: Sequence[tuple[int, int]],
         last: bool,
         reduce: Any,
-        source: int,
-        bias: float,
+        source: Any,
+        bias: Sequence[float],
         top_k: int,
         features: Sequence[int],
         starts: Sequence[int],
@@ -220,13 +221,15 @@ class Engine:
                 of = self._sources[name] = source_of(place, self.sites[ops[0]])
             named = tuple(rows_of_features(place.info, np.array(features, dtype=np.int32)).tolist())
         elif kind == "probe":
-            arrow = arrows[~source]
-            of = self._probes.pop((arrow.digest, bias), None)
+            own, places = [arrows[~one] for one in source], {op: at for at, op in enumerate(dict.fromkeys(ops))}
+            at, ops = [places[op] for op in ops], [*places]
+            key = tuple(zip((one.digest for one in own), bias, at, strict=True))
+            of = self._probes.pop(key, None)
             if of is None:
-                direction = torch.from_numpy(arrow.unit * np.float32(arrow.length)).to(self.device)
-                of = Source(direction=direction, bias=bias)
-            self._probes[arrow.digest, bias] = of  # the last used stands last
-            if len(self._probes) > _PROBES:
+                directions = np.stack([one.unit * np.float32(one.length) for one in own])
+                of = Source(probes=Probes.of(torch.from_numpy(directions), bias, at, self.device, self.dtype))
+            self._probes[key] = of  # the last used stands last
+            while len(self._probes) > 1 and sum(map(len, self._probes)) > _PROBES:
                 del self._probes[next(iter(self._probes))]
         return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, watched)
 

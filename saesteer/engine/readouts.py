@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels.read.features import Encoder, read_features
-from saesteer.kernels.read.rows import Reduction, read_probes, reduce_rows
+from saesteer.kernels.read.rows import Probes, Reduction, read_probes, reduce_rows
 
 if TYPE_CHECKING:
     from saesteer.engine.table import Placement
@@ -31,12 +31,11 @@ Span = tuple[int, int]  # absolute positions [lo, hi)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A dictionary, or a probe: what turns rows of a tensor into numbers."""
+    """A dictionary, or probes: what turns rows of a tensor into numbers."""
 
     encoder: Encoder | None = None
     ids: NDArray[np.int32] | None = None  # of the encoder's rows, where a file holds only some features
-    direction: Tensor | None = None  # [d] fp32
-    bias: float = 0.0
+    probes: Probes | None = None
 
     def __reduce__(self) -> tuple[type["Source"], tuple[None, NDArray[np.int32] | None]]:
         """Another process, which gets what was read, needs no weights."""
@@ -64,7 +63,8 @@ class Reading:
     """One readout of a row."""
 
     kind: Literal["features", "probe", "activation", "hidden"]
-    ops: tuple[str, ...]  # the sites that capture it; several only of activations; none: what lm_head multiplies
+    # The sites that capture it; several only of activations and probes; none: what lm_head multiplies.
+    ops: tuple[str, ...]
     after: bool
     windows: Sequence[Span]  # disjoint, ascending
     last: bool  # only the row that sampled the answer's last token
@@ -300,7 +300,7 @@ def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor
         each = "rows" if part.reading.reduce == "none" else "one" if part.positions == 1 else part.at
         alike.setdefault((*_work(part.reading), each), []).append(part)
     for (*_, each), several in alike.items():
-        first, reading = several[0], several[0].reading
+        first, reading, sites = several[0], several[0].reading, 1
         end = several[-1].at + several[-1].rows
         rows = x[first.at : end]
         if each == "one":
@@ -315,10 +315,10 @@ def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor
             named = torch.tensor(reading.named, dtype=torch.int64).to(x.device, non_blocking=True)
             arrays = read_features(rows, reading.source.encoder, reading.top_k, named)
         else:
-            assert reading.source.direction is not None
-            bias = torch.full((1,), reading.source.bias, device=x.device)
-            arrays = (read_probes(rows, reading.source.direction[None], bias),)
+            assert reading.source.probes is not None
+            sites = len(reading.ops)  # whose rows become one
+            arrays = (read_probes(rows.view(-1, sites, rows.shape[1]), reading.source.probes),)
         there = tuple(one.to("cpu", non_blocking=True) for one in arrays)
         for part in several:
-            start = part.at - first.at
-            yield part, tuple(one[start : start + part.rows] if each in ("rows", "one") else one for one in there)
+            start, end = (part.at - first.at) // sites, (part.at - first.at + part.rows) // sites
+            yield part, tuple(one[start:end] if each in ("rows", "one") else one for one in there)

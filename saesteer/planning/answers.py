@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function
 from saesteer.planning.plan import END, Catalog, Readout
-from saesteer.planning.readouts import together
+from saesteer.planning.readouts import function_of, together
 from saesteer.planning.windows import inside
 
 # Kind of a readout → where answers have it.
@@ -47,13 +47,8 @@ def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Re
     made = []
     for one, *others in together(found, catalog):
         beside = tuple(_about(other, catalog) for other in others)
-        made.append(Reported(one, _about(one, catalog), dtype, _function(one, catalog), beside))
+        made.append(Reported(one, _about(one, catalog), dtype, function_of(one, catalog), beside))
     return tuple(made)
-
-
-def _function(one: Readout, catalog: Catalog) -> Function:
-    name = None if one.probe is None else one.probe.vector
-    return catalog.vectors[name].function if isinstance(name, str) else "linear"
 
 
 def _about(one: Readout, catalog: Catalog) -> dict[str, Any]:
@@ -254,9 +249,19 @@ class _Features(_Kind):
 
 class _Probe(_Kind):
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
-        """The score at each position, as the probe's function has it."""
-        scores: NDArray[np.float32] = np.frombuffer(b"".join(data for (data,) in rows), "<f4")
-        return {"positions": positions, "scores": _floats(score(scores, self.function).tobytes())}
+        """The scores at each position, those of each probe behind one another, as the probes' function has them."""
+        found: NDArray[np.float32] = np.frombuffer(b"".join(data for (data,) in rows), "<f4")
+        scores = score(found, self.function).reshape(len(positions), len(self.abouts))
+        return {"positions": positions, "scores": _floats(scores.T.tobytes())}
+
+    def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
+        """An entry for each probe."""
+        positions, scores = content["positions"], content["scores"]
+        each = len(positions)
+        return [
+            {**about, "positions": [*positions], "scores": scores[each * at : each * (at + 1)]}
+            for at, about in enumerate(self.abouts)
+        ]
 
 
 _KINDS: Mapping[str, type[_Kind]] = {"features": _Features, "probe": _Probe, "activation": _Kind, "hidden": _Kind}
