@@ -23,6 +23,10 @@ from saesteer.planning.windows import inside
 WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
 
 
+_MANY = 64  # numbers that are rounded together
+_BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
+_TENS = 10.0 ** np.arange(13)
+
 Keep = Callable[[Mapping[str, Any], bytes], str]  # an entry without its data, and the data → its handle
 
 
@@ -231,18 +235,19 @@ def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float3
 class _Features(_Kind):
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """For each position its strongest features with their activations, and the named ones."""
+        top_k, names = self.readout.top_k, [*map(str, self.readout.features)]
+        features, (strengths, named) = (
+            _ints(b"".join(row[0] for row in rows)),
+            (_floats(b"".join(row[at] for row in rows)) for at in (1, 2)),
+        )
         found = []
-        for at, (indices, strengths, named) in zip(positions, rows, strict=True):
+        for number, at in enumerate(positions):
             row: dict[str, Any] = {"position": at}
-            if self.readout.top_k:
-                row["top"] = [
-                    [feature, strength]
-                    for feature, strength in zip(_ints(indices), _floats(strengths), strict=True)
-                    if feature >= 0
-                ]
-            if self.readout.features:
-                names = map(str, self.readout.features)
-                row["features"] = dict(zip(names, _floats(named), strict=True))
+            if top_k:
+                own = slice(number * top_k, (number + 1) * top_k)
+                row["top"] = [[one, f] for one, f in zip(features[own], strengths[own], strict=True) if one >= 0]
+            if names:
+                row["features"] = dict(zip(names, named[number * len(names) :][: len(names)], strict=True))
             found.append(row)
         return {"rows": found}
 
@@ -279,5 +284,16 @@ def _ints(data: bytes) -> list[int]:
 
 
 def _floats(data: bytes) -> list[float]:
-    numbers: NDArray[np.float32] = np.frombuffer(data, "<f4")
-    return [float(f"{number:.7g}") for number in numbers.tolist()]  # float32 has no more digits
+    """As text would have them: of seven digits, as float32 has no more."""
+    numbers: NDArray[np.float64] = np.frombuffer(data, "<f4").astype(np.float64)
+    if len(numbers) < _MANY:
+        return [float(f"{number:.7g}") for number in numbers.tolist()]
+    # The same, 20 times as fast: where seven digits end 0 to 12 places behind the point, the product with a power of
+    # ten is exact, so that it is rounded as text is, and the quotient of two exact numbers is what text would be read as.
+    sizes = np.abs(numbers)
+    usual = (sizes >= 1e-6) & (sizes < 1e7)
+    powers = _TENS[12 - np.searchsorted(_BORDERS, np.where(usual, sizes, 1.0), "right")]
+    found: list[float] = (np.rint(numbers * powers) / powers).tolist()
+    for at in np.flatnonzero(~usual & (sizes != 0)).tolist():
+        found[at] = float(f"{numbers[at]:.7g}")
+    return found
