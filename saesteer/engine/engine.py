@@ -14,7 +14,7 @@ from saesteer.config.assets import Assets
 from saesteer.engine.graph_sets import nested
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
-from saesteer.engine.readouts import Captures, Reading, Source, source_of
+from saesteer.engine.readouts import Captures, Reading, Source, probes_of, source_of
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
@@ -23,7 +23,6 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.read.features import warm_up
-from saesteer.kernels.read.rows import Probes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
@@ -226,8 +225,7 @@ class Engine:
             key = tuple(zip((one.digest for one in own), bias, at, strict=True))
             of = self._probes.pop(key, None)
             if of is None:
-                directions = np.stack([one.unit * np.float32(one.length) for one in own])
-                of = Source(probes=Probes.of(torch.from_numpy(directions), bias, at, self.device, self.dtype))
+                of = probes_of(own, bias, at, self.device, self.dtype)
             self._probes[key] = of  # the last used stands last
             while len(self._probes) > 1 and sum(map(len, self._probes)) > _PROBES:
                 del self._probes[next(iter(self._probes))]

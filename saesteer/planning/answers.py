@@ -220,7 +220,7 @@ def apart(data: bytes, rows: int, count: int) -> list[bytes]:
     if count == 1 or not rows:
         return [data] * count
     numbers = np.frombuffer(data, np.uint8).reshape(rows, count, -1)
-    return [np.ascontiguousarray(numbers[:, at]).tobytes() for at in range(count)]
+    return [numbers[:, at].tobytes() for at in range(count)]
 
 
 def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float32]:
@@ -288,8 +288,8 @@ def _floats(data: bytes) -> list[float]:
     numbers: NDArray[np.float64] = np.frombuffer(data, "<f4").astype(np.float64)
     if len(numbers) < _MANY:
         return [float(f"{number:.7g}") for number in numbers.tolist()]
-    # The same, 20 times as fast: where seven digits end 0 to 12 places behind the point, the product with a power of
-    # ten is exact, so that it is rounded as text is, and the quotient of two exact numbers is what text would be read as.
+    # The same, 15 times as fast: where seven digits end 0 to 12 places behind the point, the product with a power of
+    # ten is exact, so it is rounded as text is, and the quotient of two exact numbers is what text would be read as.
     sizes = np.abs(numbers)
     usual = (sizes >= 1e-6) & (sizes < 1e7)
     powers = _TENS[12 - np.searchsorted(_BORDERS, np.where(usual, sizes, 1.0), "right")]
