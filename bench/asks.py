@@ -114,9 +114,18 @@ def mode_of(load: Load) -> Mode:
     return (MODES | VARIED).get(load.mode, STOCK)
 
 
-def read_by(names: Iterable[str]) -> bool:
-    """Whether one of these modes reads; then the engine keeps the stream behind every layer."""
+def reads(names: Iterable[str]) -> bool:
+    """Whether one of these modes reads."""
     return any((MODES | VARIED)[name].reads for name in names)
+
+
+def layers_read(mode: Mode, shape: Shape) -> list[int]:
+    """The layers behind which a mode reads the stream."""
+    if mode.asks == "activations":
+        return spread(shape.layers, mode.layers or shape.layers)
+    if mode.asks == "probes":
+        return spread(shape.layers, PROBED)
+    return [shape.layers // 2] if mode.reads else []
 
 
 def prompts(load: Load, shape: Shape) -> list[list[int]]:
@@ -169,9 +178,9 @@ def spread(layers: int, count: int) -> list[int]:
 
 def probes_of(shape: Shape) -> list[tuple[str, int]]:
     """Name and layer of each probe, those of a layer side by side."""
-    layers = spread(shape.layers, PROBED)
+    layers = layers_read(MODES["probes"], shape)
     share = PROBES // len(layers)
-    return [(f"probe-{number}", layer) for layer in layers for number in range(share)]
+    return [(f"probe-{layer}-{number}", layer) for layer in layers for number in range(share)]
 
 
 def _reads(mode: Mode, shape: Shape) -> list[dict[str, Any]]:
@@ -181,7 +190,7 @@ def _reads(mode: Mode, shape: Shape) -> list[dict[str, Any]]:
         return [{"probe": name, "site": f"resid_post.{layer}"} for name, layer in probes_of(shape)]
     # By handle: as text in the answer, all layers of the 4B are 60 MB for 256 tokens.
     read = {"as": "handle", "scope": {"generated": True}}
-    return [{"site": f"resid_post.{layer}", **read} for layer in spread(shape.layers, mode.layers or shape.layers)]
+    return [{"site": f"resid_post.{layer}", **read} for layer in layers_read(mode, shape)]
 
 
 def _clamp(*features: int) -> Spec:

@@ -129,9 +129,9 @@ def dictionary_file(width: int, features: int, parent: Path, seed: int = 0) -> P
     return path
 
 
-def vector_file(rows: torch.Tensor, parent: Path, name: str = "vectors") -> Path:
+def vector_file(rows: torch.Tensor, parent: Path) -> Path:
     """A file of vectors, one row [d] for each layer."""
-    path = parent / f"{name}.safetensors"
+    path = parent / "vectors.safetensors"
     save_file({f"layer.{layer}": row.contiguous() for layer, row in enumerate(rows)}, path)
     return path
 

@@ -14,17 +14,34 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from select import select
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 
 from bench import streams
-from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, probes_of, vectors
+from bench.asks import (
+    DICTIONARY,
+    FEATURES,
+    MODES,
+    MODULE,
+    SCALE,
+    VARIED,
+    VECTOR,
+    Load,
+    Shape,
+    layers_read,
+    mode_of,
+    probe,
+    probes_of,
+    reads,
+    vectors,
+)
 from bench.dummy import cache_bytes, dictionary_file, model_folder, tokenizer_folder, vector_file, weight_bytes
 from bench.offline import Times, is_served
 
@@ -67,13 +84,14 @@ def options(model: str, folder: Path, *, at_once: int, length: int, eager: bool 
     return found | {"enforce_eager": True} if eager or not on_gpu() else found
 
 
-def settings(model: str, folder: Path, *, reads: bool = False) -> Options:
+def settings(model: str, folder: Path, *, modes: Collection[str] = ()) -> Options:
     """What saesteer is started with: a dictionary at the middle layer, an op, a named vector and a module at all.
 
     Args:
         model: one of ``bench.dummy.MODELS``.
         folder: for its files.
-        reads: whether requests read; then there are probes, and the stream is kept behind every layer.
+        modes: that are asked of it. For those that read, the stream is kept where they read it, and there are probes.
+            If all others are idle, there are ops nowhere else.
     """
     shape = Shape.of(model)
     bits = torch.from_numpy(vectors(shape, 1).astype("<i2", casting="unsafe"))
@@ -85,21 +103,25 @@ def settings(model: str, folder: Path, *, reads: bool = False) -> Options:
         "modules": {MODULE: module},
         "sites": ["resid_post.all"],
     }
-    if not reads:
+    if not reads(modes):
         return found
-    more = _reading(shape, folder)
+    more = _reading(modes, shape, folder)
+    if all(one.reads or one.asks == "nothing" for one in map((MODES | VARIED).__getitem__, modes)):
+        return {"dictionaries": found["dictionaries"], **more}
     return found | more | {"vectors": found["vectors"] | more["vectors"]}
 
 
-def _reading(shape: Shape, folder: Path) -> Options:
-    """Probes with a row for each layer, and room for what loads read."""
-    names = sorted({name for name, _ in probes_of(shape)})
+def _reading(modes: Collection[str], shape: Shape, folder: Path) -> Options:
+    """The sites that modes read, with probes if one has them, and room for what loads read."""
+    layers = sorted({layer for name in modes for layer in layers_read((MODES | VARIED)[name], shape)})
     files = {}
-    for seed, name in enumerate(names, 2):
-        bits = torch.from_numpy(vectors(shape, seed).astype("<i2", casting="unsafe"))
-        files[name] = str(vector_file(bits.view(torch.bfloat16), folder, name))
+    if "probes" in modes:
+        draw = np.random.default_rng(2)
+        for name, _ in probes_of(shape):
+            files[name] = str(folder / f"{name}.npy")
+            np.save(files[name], draw.standard_normal(shape.width, dtype=np.float32))
     most = {"max_read_mib": 1 << 16, "max_results": 1 << 16, "max_results_mib": 1 << 20}
-    return {"reads": ["resid_post.all"], "vectors": files, **most}
+    return {"reads": [f"resid_post.{layer}" for layer in layers], "vectors": files, **most}
 
 
 def cache_room(model: str, *, at_once: int, length: int) -> int:

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import engines, streams
-from bench.asks import MODES, STOCK, USUAL, Load, read_by
+from bench.asks import MODES, STOCK, USUAL, Load, reads
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
 from saesteer.plugin.contract import vllm_version
@@ -227,7 +227,7 @@ def measure(given: argparse.Namespace, folder: Path, results: Results, since: fl
 
     length = given.prompt_tokens + max(given.tokens)
     shared = engines.options(given.model, folder, at_once=max(given.concurrency), length=length, eager=given.eager)
-    own = engines.settings(given.model, folder, reads=read_by(given.modes))
+    own = engines.settings(given.model, folder, modes=given.modes)
     running: dict[str, engines.Engine] = {}
     try:
         for kind in kinds(given.modes):
@@ -264,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
     refuse_crowd(given, gpu_bytes())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # engines are stopped on the way
     # The engine of those that read keeps tensors, so its rows stand apart, those of idle as well.
-    name = "modes_read.jsonl" if read_by(given.modes) else "modes.jsonl"
+    name = "modes_read.jsonl" if reads(given.modes) else "modes.jsonl"
     results = Results(given.out, about(given.commit), name)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = measure(given, Path(folder), results, since)

@@ -219,8 +219,9 @@ def apart(data: bytes, rows: int, count: int) -> list[bytes]:
     """What each of several readouts has of rows in which they stand side by side, equally wide."""
     if count == 1 or not rows:
         return [data] * count
-    numbers = np.frombuffer(data, np.uint8).reshape(rows, count, -1)
-    return [numbers[:, at].tobytes() for at in range(count)]
+    # Whole rows as single elements: byte by byte it takes 15 times as long.
+    found = np.frombuffer(data, f"V{len(data) // (rows * count)}").reshape(rows, count)
+    return [found[:, at].tobytes() for at in range(count)]
 
 
 def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float32]:

@@ -134,7 +134,7 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
     monkeypatch.setattr("bench.engines.FEATURES", 128 if model != "tiny" else 16384)
     shape = Shape.of(model)
     mode = MODES[name]
-    assets = Assets.open(SaesteerConfig.from_json(settings(model, tmp_path, reads=mode.reads)))
+    assets = Assets.open(SaesteerConfig.from_json(settings(model, tmp_path, modes=[name])))
     catalog = assets.catalog(width=shape.width, layers=shape.layers)
     asked = specs(Load(name, 3, 6, 2, 16, 8), shape)
     if name in ("disabled", "idle"):

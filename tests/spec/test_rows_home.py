@@ -94,5 +94,7 @@ def test_neighbours_that_differ_in_their_site_or_probe_alone_travel_as_one() -> 
     found = planned(probes=probes, activations=[{"site": site, **more} for site, more in asked])
     scored, *sites = [[one.site for one in several] for several in together(found, CATALOG)]
     assert scored == ["resid_post.15", "resid_post.15"]
+    asked_after = [{"probe": "wide", "site": "z.15"}, {"probe": "any", "site": "mlp_in.15", "at": "after"}, "one"]
+    assert [len(several) for several in together(planned(probes=asked_after), CATALOG)] == [1, 1, 1]
     assert sites[:2] == [["resid_post.15", "mlp_in.15"], ["z.15"]], "z is wider"
     assert sites[2:] == [["resid_post.20", "resid_mid.15"], ["resid_mid.15"], ["resid_post.15"]]
