@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from base64 import b64encode
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from bench.dummy import MODELS
 
 FEATURES = 16384  # of the dictionary at the middle layer
 DICTIONARY, VECTOR, MODULE = "random", "all", "all"  # names in the settings
+PROBES, PROBED = 100, 10  # in all, at so many sites
+TOP_K = 8
 SCALE = 0.01  # small beside the stream: the text does not matter, but nothing may overflow
 BEGIN = 2  # first token of every prompt
 APART = 4  # tokens between two ends of the run-in, and so between all that begin and end behind it
@@ -47,9 +50,15 @@ class Mode:
 
     name: str
     engine: Literal["stock", "disabled", "saesteer"]
-    asks: Literal["nothing", "module", "inline", "clamp", "vector"] = "nothing"
+    asks: Literal["nothing", "module", "inline", "clamp", "vector", "features", "probes", "activations"] = "nothing"
     sets: int = 0  # inline: different sets among the requests; 0: each request brings its own, never seen before
     edits: int = 1  # clamp: features of each request at its one layer; vector: layers at which one is added
+    layers: int = 0  # activations: how many are read; 0: all
+
+    @property
+    def reads(self) -> bool:
+        """Whether its requests read something, each of the tokens that it generates."""
+        return self.asks in ("features", "probes", "activations")
 
 
 STOCK = Mode("stock", "stock")
@@ -64,9 +73,13 @@ MODES = {
         Mode("inline-16", "saesteer", "inline", 16),
         Mode("clamp", "saesteer", "clamp"),  # one layer, another feature for each request
         Mode("fresh", "saesteer", "inline"),  # nothing is ever sent twice
+        Mode("features", "saesteer", "features"),  # the strongest 8
+        Mode("probes", "saesteer", "probes"),  # PROBES scores at PROBED sites
+        Mode("capture", "saesteer", "activations", layers=1),  # the stream behind one layer
+        Mode("captures", "saesteer", "activations"),  # and behind all
     )
 }
-USUAL = tuple(name for name in MODES if name != "fresh")
+USUAL = tuple(name for name, mode in MODES.items() if name != "fresh" and not mode.reads)
 # One number varied, for curves: edits at one layer, and layers with one edit.
 VARIED = {
     **{f"clamps-{edits}": Mode(f"clamps-{edits}", "saesteer", "clamp", edits=edits) for edits in (4, 16, 64)},
@@ -88,6 +101,7 @@ class Load:
     at_once: int
     prompt: int  # tokens
     tokens: int  # that come out
+    whole: bool = False  # answers come whole, as from LLM.generate, not token by token
 
 
 def answers(load: Load) -> list[int]:
@@ -98,6 +112,20 @@ def answers(load: Load) -> list[int]:
 def mode_of(load: Load) -> Mode:
     """Its row of the table."""
     return (MODES | VARIED).get(load.mode, STOCK)
+
+
+def reads(names: Iterable[str]) -> bool:
+    """Whether one of these modes reads."""
+    return any((MODES | VARIED)[name].reads for name in names)
+
+
+def layers_read(mode: Mode, shape: Shape) -> list[int]:
+    """The layers behind which a mode reads the stream."""
+    if mode.asks == "activations":
+        return spread(shape.layers, mode.layers or shape.layers)
+    if mode.asks == "probes":
+        return spread(shape.layers, PROBED)
+    return [shape.layers // 2] if mode.reads else []
 
 
 def prompts(load: Load, shape: Shape) -> list[list[int]]:
@@ -132,15 +160,37 @@ def _spec(mode: Mode, shape: Shape, unique: int, number: int) -> Spec | None:
     if mode.asks == "clamp":
         return _clamp(*((37 * unique + 101 * edit) % FEATURES for edit in range(mode.edits)))
     if mode.asks == "vector":
-        # Spread over the model; a small one has fewer.
-        layers = sorted({(2 * n + 1) * shape.layers // (2 * mode.edits) for n in range(mode.edits)})
         add = {"op": "add", "vector": VECTOR, "scale": SCALE}
-        return {"edits": [{**add, "site": f"resid_post.{layer}"} for layer in layers]}
+        return {"edits": [{**add, "site": f"resid_post.{layer}"} for layer in spread(shape.layers, mode.edits)]}
     if mode.asks == "inline":
         # Modes share no set: the same prompt with the same edits would be found in the prefix cache.
         inline = _wire(shape, 100 * mode.sets + number % mode.sets) if mode.sets else _draw(shape, 10_000 + unique)
         return {"edits": [{"op": "add", "site": "resid_post", "scale": SCALE, "vector": inline}]}
+    if mode.reads:
+        return {"return": {mode.asks: _reads(mode, shape)}}
     return None
+
+
+def spread(layers: int, count: int) -> list[int]:
+    """So many layers, evenly over a model; a small one has fewer."""
+    return sorted({(2 * n + 1) * layers // (2 * count) for n in range(count)})
+
+
+def probes_of(shape: Shape) -> list[tuple[str, int]]:
+    """Name and layer of each probe, those of a layer side by side."""
+    layers = layers_read(MODES["probes"], shape)
+    share = PROBES // len(layers)
+    return [(f"probe-{layer}-{number}", layer) for layer in layers for number in range(share)]
+
+
+def _reads(mode: Mode, shape: Shape) -> list[dict[str, Any]]:
+    if mode.asks == "features":
+        return [{"dictionary": DICTIONARY, "top_k": TOP_K}]
+    if mode.asks == "probes":
+        return [{"probe": name, "site": f"resid_post.{layer}"} for name, layer in probes_of(shape)]
+    # By handle: as text in the answer, all layers of the 4B are 60 MB for 256 tokens.
+    read = {"as": "handle", "scope": {"generated": True}}
+    return [{"site": f"resid_post.{layer}", **read} for layer in layers_read(mode, shape)]
 
 
 def _clamp(*features: int) -> Spec:

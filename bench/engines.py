@@ -14,19 +14,36 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from select import select
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 
 from bench import streams
-from bench.asks import DICTIONARY, FEATURES, MODULE, SCALE, VECTOR, Load, Shape, mode_of, probe, vectors
+from bench.asks import (
+    DICTIONARY,
+    FEATURES,
+    MODES,
+    MODULE,
+    SCALE,
+    VARIED,
+    VECTOR,
+    Load,
+    Shape,
+    layers_read,
+    mode_of,
+    probe,
+    probes_of,
+    reads,
+    vectors,
+)
 from bench.dummy import cache_bytes, dictionary_file, model_folder, tokenizer_folder, vector_file, weight_bytes
-from bench.offline import Times, has_edited
+from bench.offline import Times, is_served
 
 ROOT = Path(__file__).parents[1]
 START_S = 330.0  # that an engine may take
@@ -67,18 +84,44 @@ def options(model: str, folder: Path, *, at_once: int, length: int, eager: bool 
     return found | {"enforce_eager": True} if eager or not on_gpu() else found
 
 
-def settings(model: str, folder: Path) -> Options:
-    """What saesteer is started with: a dictionary at the middle layer, an op, a named vector and a module at all."""
+def settings(model: str, folder: Path, *, modes: Collection[str] = ()) -> Options:
+    """What saesteer is started with: a dictionary at the middle layer, an op, a named vector and a module at all.
+
+    Args:
+        model: one of ``bench.dummy.MODELS``.
+        folder: for its files.
+        modes: that are asked of it. For those that read, the stream is kept where they read it, and there are probes.
+            If all others are idle, there are ops nowhere else.
+    """
     shape = Shape.of(model)
     bits = torch.from_numpy(vectors(shape, 1).astype("<i2", casting="unsafe"))
     dictionary = dictionary_file(shape.width, FEATURES, folder)
     module = {"edits": [{"op": "add", "vector": VECTOR, "site": "resid_post", "scale": SCALE}]}
-    return {
+    found: Options = {
         "dictionaries": {DICTIONARY: f"{dictionary}@resid_post.{shape.layers // 2}"},
         "vectors": {VECTOR: str(vector_file(bits.view(torch.bfloat16), folder))},
         "modules": {MODULE: module},
         "sites": ["resid_post.all"],
     }
+    if not reads(modes):
+        return found
+    more = _reading(modes, shape, folder)
+    if all(one.reads or one.asks == "nothing" for one in map((MODES | VARIED).__getitem__, modes)):
+        return {"dictionaries": found["dictionaries"], **more}
+    return found | more | {"vectors": found["vectors"] | more["vectors"]}
+
+
+def _reading(modes: Collection[str], shape: Shape, folder: Path) -> Options:
+    """The sites that modes read, with probes if one has them, and room for what loads read."""
+    layers = sorted({layer for name in modes for layer in layers_read((MODES | VARIED)[name], shape)})
+    files = {}
+    if "probes" in modes:
+        draw = np.random.default_rng(2)
+        for name, _ in probes_of(shape):
+            files[name] = str(folder / f"{name}.npy")
+            np.save(files[name], draw.standard_normal(shape.width, dtype=np.float32))
+    most = {"max_read_mib": 1 << 16, "max_results": 1 << 16, "max_results_mib": 1 << 20}
+    return {"reads": [f"resid_post.{layer}" for layer in layers], "vectors": files, **most}
 
 
 def cache_room(model: str, *, at_once: int, length: int) -> int:
@@ -164,7 +207,7 @@ class Engine(ABC):
             self.fail(f"{message}; is saesteer installed beside vLLM, with its entry point?")
 
     def run(self, load: Load) -> Times:
-        """Times of a load, every steered answer of which says that its edits changed tokens.
+        """Times of a load, every steered answer of which says that its edits changed tokens, or has what it reads.
 
         Raises:
             SystemExit: the engine died, or an answer is not what it should be.
@@ -174,9 +217,9 @@ class Engine(ABC):
         except (RuntimeError, OSError, ValueError) as error:
             self.fail(f"the engine {self.kind!r} failed in {load}: {error}")
         expected = load.requests if mode_of(load).asks != "nothing" else 0
-        if times.edited != expected:
+        if times.served != expected:
             self.fail(
-                f"{times.edited} of {load.requests} answers say that they were edited, expected {expected}: {load}"
+                f"{times.served} of {load.requests} answers say that they were served, expected {expected}: {load}"
             )
         return times
 
@@ -259,7 +302,7 @@ class Server(Engine):
         body = {"model": streams.MODEL, "prompt": list(range(2, 10)), "max_tokens": 2, "ignore_eos": True}
         answer = httpx.post(f"{place}/v1/completions", json={**body, "saesteer": probe()}, timeout=START_S)
         if answer.status_code == 200:
-            return "applied" if has_edited(answer.json().get("saesteer")) else "ignored"
+            return "applied" if is_served(answer.json().get("saesteer")) else "ignored"
         return "refused" if answer.status_code == 400 else f"answered {answer.status_code} to"
 
     def _times(self, load: Load) -> Times:

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import engines, streams
-from bench.asks import MODES, STOCK, USUAL, Load
+from bench.asks import MODES, STOCK, USUAL, Load, reads
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
 from saesteer.plugin.contract import vllm_version
@@ -64,9 +64,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=_count, help=f"requests of a run; default {PLACES} times those at a time")
     parser.add_argument("--prompt-tokens", type=_count, default=256)
     parser.add_argument("--tokens", type=_count, nargs="+", default=[256], help="of an answer")
+    parser.add_argument("--whole", action="store_true", help="answers come whole, as from LLM.generate; through LLM")
     parser.add_argument("--eager", action="store_true", help="all engines without CUDA graphs and compilation")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in which the last round has to end")
-    parser.add_argument("--out", type=Path, help="folder of modes.jsonl; nothing is written without it")
+    where = "folder of modes.jsonl, or of modes_read.jsonl if one reads; nothing is written without it"
+    parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     given = parser.parse_args(words)
     if len(set(given.modes)) < len(given.modes):
@@ -75,6 +77,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--tokens is 1, expected at least 2: the time per token is between the first and the last")
     if given.prompts is not None and given.prompts < max(given.concurrency):
         parser.error(f"--prompts is {given.prompts}, expected at least {max(given.concurrency)}, as --concurrency")
+    if given.whole and given.way != "llm":
+        parser.error(f"--whole is given with --way {given.way}, expected llm")
     return given
 
 
@@ -154,6 +158,7 @@ class Bench:
                     "prompt_tokens": given.prompt_tokens,
                     "tokens": tokens,
                     "eager": given.eager,
+                    "whole": given.whole,
                     "pause_s": streams.PAUSE if given.way == "http" else 0.0,
                 }
                 found.append(about | summary(pairs[name], TARGETS.get(given.model, {})))
@@ -161,7 +166,7 @@ class Bench:
 
     def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
         kind = STOCK.engine if name == STOCK.name else MODES[name].engine
-        load = Load(name, self._seed, requests, at_once, self.given.prompt_tokens, tokens)
+        load = Load(name, self._seed, requests, at_once, self.given.prompt_tokens, tokens, self.given.whole)
         begin = time.monotonic()
         times = self.running[kind].run(load)
         end = time.monotonic()
@@ -222,7 +227,7 @@ def measure(given: argparse.Namespace, folder: Path, results: Results, since: fl
 
     length = given.prompt_tokens + max(given.tokens)
     shared = engines.options(given.model, folder, at_once=max(given.concurrency), length=length, eager=given.eager)
-    own = engines.settings(given.model, folder)
+    own = engines.settings(given.model, folder, modes=given.modes)
     running: dict[str, engines.Engine] = {}
     try:
         for kind in kinds(given.modes):
@@ -258,7 +263,9 @@ def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     refuse_crowd(given, gpu_bytes())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # engines are stopped on the way
-    results = Results(given.out, about(given.commit))
+    # The engine of those that read keeps tensors, so its rows stand apart, those of idle as well.
+    name = "modes_read.jsonl" if reads(given.modes) else "modes.jsonl"
+    results = Results(given.out, about(given.commit), name)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = measure(given, Path(folder), results, since)
     said = f"{given.prompts or f'{PLACES} x as many'} requests of {given.prompt_tokens} tokens"

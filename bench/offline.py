@@ -17,6 +17,8 @@ from typing import Any
 
 from bench.asks import Load, Shape, answers, probe, prompts, specs
 
+READS = ("features", "probes", "activations")  # in an answer's field
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -24,7 +26,7 @@ class Times:
 
     first: list[float]  # its first token is there
     whole: list[float]  # its last one
-    edited: int  # answers that say that every edit has changed tokens
+    served: int  # answers that say that every edit has changed tokens, and have what they read
 
 
 Prepared = tuple[Any, Any]  # prompt and sampling params
@@ -42,7 +44,7 @@ def prepare(load: Load, shape: Shape) -> list[Prepared]:
                 temperature=0,
                 max_tokens=tokens,
                 ignore_eos=True,
-                output_kind=RequestOutputKind.DELTA,
+                output_kind=RequestOutputKind.FINAL_ONLY if load.whole else RequestOutputKind.DELTA,
                 extra_args=None if spec is None else {"saesteer": spec},
             ),
         )
@@ -50,13 +52,17 @@ def prepare(load: Load, shape: Shape) -> list[Prepared]:
     ]
 
 
-def drive(engine: Any, requests: list[Prepared], at_once: int, run_in: int = 0) -> Times:
-    """Run them through an ``LLMEngine``; one begins whenever another has ended, and the first few take no times."""
+def drive(engine: Any, requests: list[Prepared], at_once: int, run_in: int = 0, *, whole_ones: bool = False) -> Times:
+    """Run them through an ``LLMEngine``; one begins whenever another has ended, and the first few take no times.
+
+    Of answers that come whole, vLLM's own state of a request tells that its first token is there.
+    """
     waiting: Iterator[tuple[int, Prepared]] = iter(enumerate(requests))
     begun: dict[str, float] = {}
     first: dict[str, float] = {}
     whole: dict[str, float] = {}
-    edited = 0
+    served = 0
+    kept: list[Any] = []  # handles
 
     def admit() -> None:
         number, (prompt, params) = next(waiting, (0, (None, None)))
@@ -69,22 +75,37 @@ def drive(engine: Any, requests: list[Prepared], at_once: int, run_in: int = 0) 
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = perf_counter()
+        if whole_ones and len(first) < len(begun):
+            states = engine.output_processor.request_states
+            young = [key for key in begun if key not in first]
+            first |= {key: now for key in young if key not in states or not states[key].is_prefilling}
         for output in outputs:
             if output.outputs[0].token_ids:
                 first.setdefault(output.request_id, now)
             if output.finished:
                 whole[output.request_id] = now
                 assert not output.num_cached_tokens, "a prompt was in the prefix cache: two runs with one seed"
-                edited += int(output.request_id) >= run_in and has_edited(getattr(output.outputs[0], "saesteer", None))
+                said = getattr(output.outputs[0], "saesteer", None)
+                served += int(output.request_id) >= run_in and is_served(said)
+                kept += handles(said)
                 admit()
     assert len(whole) == len(requests)
+    for handle in kept:
+        handle.delete()
     timed = [key for key in whole if int(key) >= run_in]
-    return Times([first[key] - begun[key] for key in timed], [whole[key] - begun[key] for key in timed], edited)
+    return Times([first[key] - begun[key] for key in timed], [whole[key] - begun[key] for key in timed], served)
 
 
-def has_edited(said: Any) -> bool:
-    """Whether an answer says that all its edits have changed tokens."""
-    return bool(said) and all(one["tokens_edited"] > 0 for one in said["applied"])
+def is_served(said: Any) -> bool:
+    """Whether an answer says that all its edits have changed tokens, and has something of everything that it reads."""
+    if not said or not all(one["tokens_edited"] > 0 for one in said["applied"]):
+        return False
+    return all(said[word] for word in READS if word in said)
+
+
+def handles(said: Any) -> list[Any]:
+    """Those of an answer; a client deletes what it has fetched."""
+    return [one["handle"] for one in (said or {}).get("activations", ()) if "handle" in one]
 
 
 def judge(engine: Any, shape: Shape) -> str:
@@ -92,7 +113,7 @@ def judge(engine: Any, shape: Shape) -> str:
     prompt, params = prepare(Load("stock", 0, 1, 1, 8, 2), shape)[0]
     params.extra_args = {"saesteer": probe()}
     try:
-        return "applied" if drive(engine, [(prompt, params)], 1).edited else "ignored"
+        return "applied" if drive(engine, [(prompt, params)], 1).served else "ignored"
     except ValueError:  # with which vLLM refuses a request
         return "refused"
 
@@ -115,7 +136,7 @@ def main() -> None:
     print(json.dumps(judge(llm.llm_engine, shape)), file=answers, flush=True)
     for line in sys.stdin:
         load = Load(**json.loads(line))
-        times = drive(llm.llm_engine, prepare(load, shape), load.at_once, run_in=load.at_once)
+        times = drive(llm.llm_engine, prepare(load, shape), load.at_once, run_in=load.at_once, whole_ones=load.whole)
         print(json.dumps(asdict(times)), file=answers, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Times of reading the strongest features of rows on a GPU, in CUDA graph replay, next to the product alone and next to
+"""Times of reading features and probes of rows on a GPU, in CUDA graph replay, next to the product alone and next to
 the product with torch.topk. Knows no engine.
 
     python -m bench.read --out DIR        every case; what is wrong is not timed
@@ -6,6 +6,10 @@ the product with torch.topk. Knows no engine.
 The encoder of each case is larger than the GPU's cache, so its weights come from memory. ``choose`` is what comes
 behind the product. torch.topk neither knows thresholds nor promises an order of ties. The floor is the encoder's bytes
 at the rate of a copy in this run, or the product's operations at that of a large product.
+
+A case of probes has so many of them at so many sites. ``whole`` is all that a step queues for them: the indices there,
+the rows out of the bank of captures, the scores, and these on their way to the host. ``scores`` and ``gather`` are its
+parts, ``fp32`` the same scores from rows widened to fp32. The floor is the bytes of rows and probes, or a launch.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from bench.timing import DEVICE, DTYPE, Ceilings, ceilings, in_graph, machine
 from saesteer.kernels.read.features import Encoder, dots, read_features, read_features_ref
+from saesteer.kernels.read.rows import Probes, read_probes
 
 ACTIVE = 64  # of a row, about
 
@@ -35,8 +40,9 @@ class Case:
     features: int
     top_k: int = 8
     named: int = 0
-    kind: str = "jumprelu"  # or topk, groupmax
+    kind: str = "jumprelu"  # or topk, groupmax; probes, of which there are `features`
     width: int = 2560
+    sites: int = 1  # of probes
 
 
 CASES = (
@@ -49,7 +55,10 @@ CASES = (
     Case(64, 65536),
     Case(64, 1 << 20, width=256),
     Case(8192, 16384),
+    Case(64, 100, 0, kind="probes", sites=10),
+    Case(64, 1, 0, kind="probes"),
 )
+STEP = 8192  # rows of a site in the bank of captures
 
 
 def encoder(case: Case) -> Encoder:
@@ -64,8 +73,46 @@ def encoder(case: Case) -> Encoder:
     return Encoder(w_enc, zeros, zeros + rare.item() * case.width**0.5)
 
 
+def scored(case: Case, ceiling: Ceilings) -> list[dict[str, Any]] | str:
+    """``timed`` for probes."""
+    torch.manual_seed(0)
+    device = torch.device(DEVICE)
+    bank = torch.randn(case.sites * STEP, case.width, device=device, dtype=DTYPE)
+    at = sorted(number % case.sites for number in range(case.features))
+    v, bias = torch.randn(case.features, case.width), [0.5] * case.features
+    probes, plain = (Probes.of(v, bias, at, device, dtype) for dtype in (DTYPE, torch.float32))
+    index = (torch.arange(case.rows)[:, None] + STEP * torch.arange(case.sites)).flatten().pin_memory()
+    there, home = index.to(device), torch.empty(case.rows, case.features).pin_memory()
+    rows = bank[there].view(case.rows, case.sites, case.width)
+    expected = torch.einsum("nkd,kd->nk", rows.double()[:, at], v.to(device).double()) + 0.5
+    for one in (probes, plain):
+        if not torch.allclose(read_probes(rows, one).double(), expected, rtol=1e-4, atol=1e-3):
+            return f"{case}: differs from the definition"
+
+    def whole() -> None:
+        there.copy_(index, non_blocking=True)
+        own = bank.index_select(0, there).view(rows.shape)
+        home.copy_(read_probes(own, probes), non_blocking=True)
+
+    ops: dict[str, Callable[[], object]] = {
+        "whole": whole,
+        "gather": lambda: bank.index_select(0, there),
+        "scores": lambda: read_probes(rows, probes),
+        "fp32": lambda: read_probes(rows, plain),
+    }
+    least = max((rows.nbytes + v.nbytes) / ceiling.copy_gb_s / 1e3, ceiling.launch_us)
+    return [_line(case, op, launch, case.rows, round(least, 3)) for op, launch in ops.items()]
+
+
+def _line(case: Case, op: str, launch: Callable[[], object], rows: int, least: float | None) -> dict[str, Any]:
+    us, p20, p80 = (round(value, 3) for value in in_graph([launch] * (8 if case.rows <= 64 else 1)))
+    return {"op": op, **asdict(case), "rows": rows, "us": us, "p20": p20, "p80": p80, "floor_us": least}
+
+
 def timed(case: Case, ceiling: Ceilings) -> list[dict[str, Any]] | str:
     """A line for each op of the case, or what is wrong."""
+    if case.kind == "probes":
+        return scored(case, ceiling)
     from saesteer.kernels.read.select import choose  # Triton need not be there before
 
     torch.manual_seed(0)
@@ -100,10 +147,9 @@ def timed(case: Case, ceiling: Ceilings) -> list[dict[str, Any]] | str:
     product_us = 2 * x.numel() * case.features / ceiling.matmul_tflop_s / 1e6
     lines = []
     for op, launch in ops.items():
-        us, p20, p80 = (round(value, 3) for value in in_graph([launch] * (8 if case.rows <= 64 else 1)))
         rows = len(few) if op == "choose" else case.rows
         least = None if op == "choose" else round(max(bytes_us, product_us), 3)
-        lines.append({"op": op, **asdict(case), "rows": rows, "us": us, "p20": p20, "p80": p80, "floor_us": least})
+        lines.append(_line(case, op, launch, rows, least))
     return lines
 
 

@@ -5,6 +5,8 @@
     python -m bench.steps --out DIR --prompt-tokens 64 512 2048         further on in their texts
     python -m bench.steps --out DIR --modes clamp clamps-4 clamps-16 clamps-64 vectors-1 vectors-4 vectors-16 named
                                                                         more edits, at more layers
+    python -m bench.steps --out DIR --modes capture probes --requests 64        one layer captured, and ten for probes
+    python -m bench.steps --out DIR --modes captures --requests 64              all layers
 
 saesteer captures every step without ops, with those of dictionaries and with all. All these graphs stand in one process
 and read the same inputs, so a difference of two is what their ops take, whatever the clocks of the GPU do meanwhile.
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from bench import engines
-from bench.asks import MODES, VARIED, Load, Shape, prompts, specs
+from bench.asks import MODES, VARIED, Load, Shape, prompts, reads, specs
 from bench.dummy import MODELS
 from bench.nodes import keep_graphs, kernels, plain
 from bench.timing import machine
@@ -84,14 +86,15 @@ class Meter:
         requests: that decode at once, at most.
         prompt: tokens of a request's prompt, at most.
         folder: for the model's files.
+        modes: that it will be asked for.
     """
 
-    def __init__(self, model: str, requests: int, prompt: int, folder: Path) -> None:
+    def __init__(self, model: str, requests: int, prompt: int, folder: Path, modes: Sequence[str]) -> None:
         from saesteer import LLM
 
         self.shape = Shape.of(model)
         given = engines.options(model, folder, at_once=requests, length=prompt + TOKENS)
-        self.llm: Any = LLM(**given, **engines.settings(model, folder))
+        self.llm: Any = LLM(**given, **engines.settings(model, folder, modes=modes))
         [(self.manager, self.steering)] = self.llm.collective_rpc(_parts)
         self._then: Callable[[Any], None] | None = None
         usual = self.manager.run_fullgraph
@@ -235,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "stock.json")
         other = _beside(given, said) if given.stock else None
-        meter = Meter(given.model, max(given.requests), max(given.prompt_tokens), Path(folder))
+        meter = Meter(given.model, max(given.requests), max(given.prompt_tokens), Path(folder), given.modes)
         if other is not None and other.wait():
             raise SystemExit("stock vLLM failed, see above")
         theirs = None if other is None else Counter[str](json.loads(said.read_text()))
@@ -253,7 +256,8 @@ def main(words: Sequence[str] | None = None) -> int:
     about = machine(given.commit) | {"vllm": vllm_version(), "model": given.model}
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        with (given.out / "steps.jsonl").open("a") as file:
+        name = "steps_read.jsonl" if reads(given.modes) else "steps.jsonl"  # ops that keep tensors take longer
+        with (given.out / name).open("a") as file:
             for row in rows:
                 nodes = {"kernels": counted[row["sites"]], "base_kernels": counted[0], "unlike_stock": unlike}
                 file.write(json.dumps({**about, **row, **nodes}) + "\n")

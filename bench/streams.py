@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Sequence
 from time import perf_counter
+
+import httpx
 
 from bench import offline
 from bench.asks import Load, Shape, Spec, answers, prompts, specs
@@ -20,6 +23,7 @@ MODEL = "dummy"  # --served-model-name
 # Seconds at most, by chance, between an answer and the next request. A client that sends it at once is in step with the
 # engine: a request that comes later by a hair may wait for a whole step more, 3.7 ms of 18 on the 4B.
 PAUSE = 0.04
+_HANDLE = re.compile(rb'"handle": ?"([0-9a-f]{32})"')
 _END = b"0\r\n\r\n"  # the last piece of a chunked body
 
 Prepared = tuple[bytes, int]  # a whole request, and the tokens of its answer
@@ -56,7 +60,11 @@ def drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: int = 0
     Raises:
         RuntimeError: an answer is no whole stream of its tokens; the message holds its beginning and end.
     """
-    return asyncio.run(_drive(port, requests, at_once, run_in))
+    times, kept = asyncio.run(_drive(port, requests, at_once, run_in))
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1/saesteer/results/") as client:
+        for handle in kept:
+            client.delete(handle).raise_for_status()
+    return times
 
 
 class _Stream(asyncio.Protocol):
@@ -105,12 +113,13 @@ async def _connected(port: int) -> _Stream:
     return stream
 
 
-async def _drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: int) -> Times:
+async def _drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: int) -> tuple[Times, list[str]]:
     draw = random.Random(len(requests))  # the same for every engine
     waiting = enumerate((draw.uniform(0, PAUSE), *request) for request in requests)
     first: list[float] = []
     whole: list[float] = []
     ends: list[bytes] = []
+    kept: list[str] = []
 
     async def place(stream: _Stream) -> None:
         for number, (pause, request, tokens) in waiting:
@@ -121,6 +130,7 @@ async def _drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: 
                 raise RuntimeError(
                     f"expected {tokens} tokens in a stream, got {bytes(stream.came[:600])!r}...{end[-600:]!r}"
                 )
+            kept.extend(match.decode() for match in _HANDLE.findall(end))
             if number >= run_in:
                 first.append(stream.first - stream.begun)
                 whole.append(stream.ended - stream.begun)
@@ -133,10 +143,10 @@ async def _drive(port: int, requests: Sequence[Prepared], at_once: int, run_in: 
         for stream in streams:
             stream.close()
         await asyncio.sleep(0)  # or the loop would end before they have closed
-    return Times(first, whole, sum(map(has_edited, ends)))
+    return Times(first, whole, sum(map(is_served, ends))), kept
 
 
-def has_edited(answer: bytes) -> bool:
-    """Whether the end of an answer says that all its edits have changed tokens."""
+def is_served(answer: bytes) -> bool:
+    """Whether the end of an answer says that all its edits have changed tokens, and has what it reads."""
     events = [line for line in answer.splitlines() if line.startswith(b"data: {") and b'"saesteer"' in line]
-    return bool(events) and offline.has_edited(json.loads(events[-1].removeprefix(b"data: "))["saesteer"])
+    return bool(events) and offline.is_served(json.loads(events[-1].removeprefix(b"data: "))["saesteer"])

@@ -16,6 +16,7 @@ from saesteer.engine.engine import Engine, Row
 from saesteer.engine.readouts import Brought, Captures, Reading, Segment, Source
 from saesteer.kernels import ops
 from saesteer.kernels.read.features import Encoder, read_features_ref
+from saesteer.kernels.read.rows import Probes
 from saesteer.planning.plan import END
 from tests.rows import row_of
 from tests.test_meaning import CODERS, TOKENS, WIDTH, make_engine
@@ -35,8 +36,16 @@ def encoder(width: int, features: int = 7) -> Encoder:
 
 SOURCES = {  # two of each kind and width, so that some requests share one
     "features": {width: [Source(encoder(width)), Source(encoder(width))] for width in (4, 6)},
-    "probe": {width: [Source(direction=numbers(width), bias=float(n)) for n in (0, 3)] for width in (4, 6)},
 }
+# Directions, biases and the site of each, by the number of sites.
+_AT: dict[int, list[list[int]]] = {1: [[0], [0, 0]], 2: [[0, 1, 1, 0], [0, 1, 1]], 3: [[0, 1, 2], [2, 0, 0, 1, 0]]}
+PROBES = {
+    (width, sites): [(numbers(len(at), width), [float(n) for n in range(len(at))], at) for at in _AT[sites]]
+    for width in (4, 6)
+    for sites in _AT
+}
+SCORED = {id(one): one for several in PROBES.values() for one in several}
+MADE = {number: Source(probes=Probes.of(*one, torch.device("cpu"), torch.float32)) for number, one in SCORED.items()}
 
 
 @st.composite
@@ -58,8 +67,10 @@ def readings(draw: Any) -> Reading:
     top_k, named = draw(st.sampled_from(asked)) if kind == "features" else (0, ())
     windows = [] if last else draw(spans())
     ops = () if op is None else (op,)
-    if kind == "activation" and op != "wide":
+    if kind in ("activation", "probe") and op != "wide":
         ops = tuple(draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))])
+    if kind == "probe" and op is not None:
+        source = MADE[id(draw(st.sampled_from(PROBES[WIDTHS[op], len(ops)])))]
     return Reading(kind, ops, draw(st.booleans()), windows, last, reduce, source, top_k, named)
 
 
@@ -85,8 +96,9 @@ def expected(reading: Reading, rows: Tensor) -> list[Tensor]:
     if reading.source is None:
         return [rows]
     if reading.source.encoder is None:
-        assert reading.source.direction is not None
-        return [rows @ reading.source.direction + reading.source.bias]
+        directions, bias, at = next(SCORED[number] for number, one in MADE.items() if one is reading.source)
+        own = rows.reshape(len(rows), len(reading.ops), -1)
+        return [torch.stack([own[:, site] @ v + b for v, b, site in zip(directions, bias, at, strict=True)], dim=1)]
     return [*read_features_ref(rows, reading.source.encoder, reading.top_k, torch.tensor(reading.named).long())]
 
 

@@ -14,7 +14,7 @@ from saesteer.config.assets import Assets
 from saesteer.engine.graph_sets import nested
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
-from saesteer.engine.readouts import Captures, Reading, Source, source_of
+from saesteer.engine.readouts import Captures, Reading, Source, probes_of, source_of
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
@@ -29,7 +29,7 @@ from saesteer.planning.pins import Pins, Place, counts, settle
 
 __all__ = ["Engine", "Row", "Site"]
 
-_PROBES = 1024  # that are remembered, with their directions on the device
+_PROBES = 1024  # that are remembered, those read together counted each, with their directions on the device
 
 
 class Published:
@@ -163,7 +163,7 @@ class Engine:
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
 
         self._sources: dict[str, Source] = {}  # dictionaries that were read
-        self._probes: dict[tuple[bytes, float], Source] = {}
+        self._probes: dict[tuple[tuple[bytes, float, int], ...], Source] = {}  # digest, bias and site of each
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
@@ -204,8 +204,8 @@ class Engine:
         windows: Sequence[tuple[int, int]],
         last: bool,
         reduce: Any,
-        source: int,
-        bias: float,
+        source: Any,
+        bias: Sequence[float],
         top_k: int,
         features: Sequence[int],
         starts: Sequence[int],
@@ -220,13 +220,14 @@ class Engine:
                 of = self._sources[name] = source_of(place, self.sites[ops[0]])
             named = tuple(rows_of_features(place.info, np.array(features, dtype=np.int32)).tolist())
         elif kind == "probe":
-            arrow = arrows[~source]
-            of = self._probes.pop((arrow.digest, bias), None)
+            own, places = [arrows[~one] for one in source], {op: at for at, op in enumerate(dict.fromkeys(ops))}
+            at, ops = [places[op] for op in ops], [*places]
+            key = tuple(zip((one.digest for one in own), bias, at, strict=True))
+            of = self._probes.pop(key, None)
             if of is None:
-                direction = torch.from_numpy(arrow.unit * np.float32(arrow.length)).to(self.device)
-                of = Source(direction=direction, bias=bias)
-            self._probes[arrow.digest, bias] = of  # the last used stands last
-            if len(self._probes) > _PROBES:
+                of = probes_of(own, bias, at, self.device, self.dtype)
+            self._probes[key] = of  # the last used stands last
+            while len(self._probes) > 1 and sum(map(len, self._probes)) > _PROBES:
                 del self._probes[next(iter(self._probes))]
         return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, watched)
 

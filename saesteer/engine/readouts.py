@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.kernels.read.features import Encoder, read_features
-from saesteer.kernels.read.rows import Reduction, read_probes, reduce_rows
+from saesteer.kernels.read.rows import Probes, Reduction, read_probes, reduce_rows
 
 if TYPE_CHECKING:
-    from saesteer.engine.table import Placement
+    from saesteer.engine.table import Arrow, Placement
     from saesteer.engine.weights import Site
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
@@ -31,12 +31,11 @@ Span = tuple[int, int]  # absolute positions [lo, hi)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A dictionary, or a probe: what turns rows of a tensor into numbers."""
+    """A dictionary, or probes: what turns rows of a tensor into numbers."""
 
     encoder: Encoder | None = None
     ids: NDArray[np.int32] | None = None  # of the encoder's rows, where a file holds only some features
-    direction: Tensor | None = None  # [d] fp32
-    bias: float = 0.0
+    probes: Probes | None = None
 
     def __reduce__(self) -> tuple[type["Source"], tuple[None, NDArray[np.int32] | None]]:
         """Another process, which gets what was read, needs no weights."""
@@ -59,12 +58,21 @@ def source_of(place: "Placement", site: "Site") -> Source:
     return Source(encoder, None if info.feature_ids is None else np.array(info.feature_ids, dtype=np.int32))
 
 
+def probes_of(
+    arrows: Sequence["Arrow"], bias: Sequence[float], at: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Source:
+    """Probes that are read together; ``at`` has the number of each one's site."""
+    directions = np.stack([one.unit * np.float32(one.length) for one in arrows])
+    return Source(probes=Probes.of(torch.from_numpy(directions), bias, at, device, dtype))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     """One readout of a row."""
 
     kind: Literal["features", "probe", "activation", "hidden"]
-    ops: tuple[str, ...]  # the sites that capture it; several only of activations; none: what lm_head multiplies
+    # The sites that capture it; several only of activations and probes; none: what lm_head multiplies.
+    ops: tuple[str, ...]
     after: bool
     windows: Sequence[Span]  # disjoint, ascending
     last: bool  # only the row that sampled the answer's last token
@@ -131,10 +139,10 @@ Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays
 class Brought:
     """What the requests of one step read, on its way to the host or there."""
 
-    parts: list[tuple[Part, tuple[Tensor, ...]]]  # with its rows of each array, in host memory
+    parts: list["Made"]
     event: Any = None  # of the device, behind the copies
 
-    def __reduce__(self) -> tuple[type["Brought"], tuple[list[tuple[Part, tuple[Tensor, ...]]]]]:
+    def __reduce__(self) -> tuple[type["Brought"], tuple[list["Made"]]]:
         """An event cannot leave its process, so the copies are waited for."""
         if self.event is not None:
             self.event.synchronize()
@@ -142,7 +150,9 @@ class Brought:
 
     def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
         """What rules watch: by request and number of the measure, positions and the value at each."""
-        parts = [(part, arrays[-1]) for part, arrays in self.parts if part.reading.watched is not None]
+        parts = [
+            (part, arrays[-1][first:end]) for part, arrays, first, end in self.parts if part.reading.watched is not None
+        ]
         if parts and self.event is not None:
             self.event.synchronize()
         found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
@@ -166,19 +176,35 @@ class Brought:
             self.event.synchronize()
         ending = set(ending)
         found: dict[str, list[Blob]] = {}
-        for part, arrays in self.parts:
+        numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
+        for part, arrays, first, last in self.parts:
             if part.reading.watched is not None or (part.reading.last and part.name not in ending):
                 continue
             if ends and part.name in ends and part.spans[0][0] >= ends[part.name]:
                 continue
-            source = part.reading.source
-            if source is not None and source.ids is not None and part.reading.kind == "features":
-                rows, *others = arrays
-                ids = np.append(source.ids, np.int32(-1))[rows.numpy()]
-                arrays = torch.from_numpy(ids), *others
-            data = [array.contiguous().view(torch.uint8).numpy().tobytes() for array in arrays]
+            own = numbers.get(id(arrays))
+            if own is None:
+                own = numbers[id(arrays)] = _bytes_of(arrays, part.reading)
+            data = [array[first:last].tobytes() for array in own]
             found.setdefault(part.name, []).append([part.number, part.spans, *data])
         return found
+
+
+class Made(NamedTuple):
+    """What was made of the rows of a readout of a request: rows of arrays in host memory, which others share."""
+
+    part: Part
+    arrays: tuple[Tensor, ...]
+    first: int
+    end: int
+
+
+def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.uint8]]:
+    """Arrays as they are sent, [rows, bytes]; features by their index in the dictionary."""
+    if reading.kind == "features" and reading.source is not None and reading.source.ids is not None:
+        rows, *others = arrays
+        arrays = torch.from_numpy(np.append(reading.source.ids, np.int32(-1))[rows.numpy()]), *others
+    return [array.contiguous().view(torch.uint8).numpy() for array in arrays]
 
 
 class Captures:
@@ -235,10 +261,13 @@ class Captures:
         for segment in segments:
             for number, reading in enumerate(segment.readings):
                 bank, planes = self._where(reading.ops, reading.after)
-                offsets = planes + (segment.first - segment.position)
+                ahead = segment.first - segment.position
                 for spans in reading.parts(segment.position, segment.tokens):
-                    at = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
-                    rows = (at[:, None] + offsets).ravel()
+                    if len(spans) == 1 and spans[0][1] - spans[0][0] == 1:  # one that decodes
+                        rows = planes + (spans[0][0] + ahead)
+                    else:
+                        at = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
+                        rows = (at[:, None] + (planes + ahead)).ravel()
                     part = Part(segment.name, number, reading, spans, 0, len(rows))
                     wanted.setdefault(bank, []).append((part, rows))
         if not wanted:
@@ -293,14 +322,14 @@ def _work(reading: Reading) -> tuple[Any, ...]:
     return 0, 0, 0, ()
 
 
-def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor, ...]]]:
+def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[Made]:
     """What each readout gets of the gathered rows [n, d], in host memory or on its way there."""
     alike: dict[Any, list[Part]] = {}
     for part in parts:
         each = "rows" if part.reading.reduce == "none" else "one" if part.positions == 1 else part.at
         alike.setdefault((*_work(part.reading), each), []).append(part)
     for (*_, each), several in alike.items():
-        first, reading = several[0], several[0].reading
+        first, reading, sites = several[0], several[0].reading, 1
         end = several[-1].at + several[-1].rows
         rows = x[first.at : end]
         if each == "one":
@@ -315,10 +344,13 @@ def _made(x: Tensor, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[Tensor
             named = torch.tensor(reading.named, dtype=torch.int64).to(x.device, non_blocking=True)
             arrays = read_features(rows, reading.source.encoder, reading.top_k, named)
         else:
-            assert reading.source.direction is not None
-            bias = torch.full((1,), reading.source.bias, device=x.device)
-            arrays = (read_probes(rows, reading.source.direction[None], bias),)
+            assert reading.source.probes is not None
+            sites = len(reading.ops)  # whose rows become one
+            arrays = (read_probes(rows.view(-1, sites, rows.shape[1]), reading.source.probes),)
         there = tuple(one.to("cpu", non_blocking=True) for one in arrays)
         for part in several:
-            start = part.at - first.at
-            yield part, tuple(one[start : start + part.rows] if each in ("rows", "one") else one for one in there)
+            if each in ("rows", "one"):
+                start = part.at - first.at
+                yield Made(part, there, start // sites, (start + part.rows) // sites)
+            else:
+                yield Made(part, there, 0, 1)

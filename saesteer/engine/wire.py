@@ -193,11 +193,14 @@ class _Targets:
 
         ``Engine`` takes it apart.
         """
-        one, source, bias = several[0], 0, 0.0
+        one = several[0]
+        source: int | list[int] = 0
+        bias: list[float] = []
         if one.dictionary is not None:
             source = self.dictionaries.setdefault(one.dictionary, len(self.dictionaries))
         elif one.probe is not None:
-            source, bias = self._source(one.probe, str(one.site)).target, self._bias(one.probe)
+            source = [self._source(same.probe, str(same.site)).target for same in several]
+            bias = [self._bias(same.probe) for same in several]
         ops = [same.op for same in several if same.op is not None]
         about = [one.kind, ops, one.after, one.windows, one.last, one.reduce]
         return [*about, source, bias, one.top_k, one.features, one.starts, watched]

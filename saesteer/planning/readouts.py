@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
@@ -50,9 +51,10 @@ def readouts(
 
 
 def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Readout, ...]]:
-    """The read-outs whose rows travel as one: neighbours in ``return`` that differ in nothing but their site.
+    """The read-outs whose rows travel as one: neighbours in ``return`` that differ in nothing but their site, or probe.
 
-    A request that reads all layers has one row for each position then, not one for each layer.
+    A request that reads all layers has one row for each position then, not one for each layer, and the products of all
+    its probes are made together.
 
     Args:
         found: the read-outs of a request.
@@ -60,12 +62,21 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
     """
 
     def alike(one: Readout) -> object:
-        if one.kind != "activation" or one.site is None:
+        if one.site is None or one.kind not in ("activation", "probe"):
             return one
+        if one.kind == "probe":
+            same = replace(one, field="", site=None, op=None, probe=None)
+            return catalog.width_at(one.site), function_of(one, catalog), same
         return catalog.width_at(one.site), one.field == CAPTURE, replace(one, field="", site=None, op=None)
 
     for _, several in groupby(found, alike):
         yield tuple(several)
+
+
+def function_of(one: Readout, catalog: Catalog) -> Function:
+    """What becomes of a probe's products."""
+    name = None if one.probe is None else one.probe.vector
+    return catalog.vectors[name].function if isinstance(name, str) else "linear"
 
 
 def captures(sites_: Sequence[str], own: Sequence[Readout]) -> tuple[Readout, ...]:

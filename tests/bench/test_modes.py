@@ -103,6 +103,7 @@ def test_every_mode_stands_between_two_runs_of_stock() -> None:
         (["--modes", "stock"], "stock"),
         (["--tokens", "1"], "expected at least 2"),
         (["--rounds", "0"], "expected at least 1"),
+        (["--whole", "--way", "http"], "expected llm"),
         (["--concurrency", "1", "16", "--prompts", "8"], "expected at least 16"),
     ],
 )
@@ -132,7 +133,8 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
 ) -> None:
     monkeypatch.setattr("bench.engines.FEATURES", 128 if model != "tiny" else 16384)
     shape = Shape.of(model)
-    assets = Assets.open(SaesteerConfig.from_json(settings(model, tmp_path)))
+    mode = MODES[name]
+    assets = Assets.open(SaesteerConfig.from_json(settings(model, tmp_path, modes=[name])))
     catalog = assets.catalog(width=shape.width, layers=shape.layers)
     asked = specs(Load(name, 3, 6, 2, 16, 8), shape)
     if name in ("disabled", "idle"):
@@ -142,6 +144,12 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
         if name == "clamp" and model != "tiny":
             spec["edits"][0]["feature"] %= 128  # type: ignore[index]
         found = plan(from_json(json.loads(json.dumps(spec))), catalog, 16)
+        if mode.reads:
+            count = {"features": 1, "probes": 100, "capture": 1, "captures": shape.layers}[name]
+            sites = {"probes": min(10, shape.layers)}.get(name, count)
+            assert (len(found.readouts), len({one.site for one in found.readouts})) == (count, sites)
+            assert not found.groups and all(one.windows[0][0] == 16 for one in found.readouts), "generated tokens alone"
+            continue
         assert len(found.groups) == (1 if name == "clamp" else shape.layers)
 
 
@@ -152,7 +160,7 @@ def test_sets_are_as_many_as_the_mode_says_and_no_mode_has_anothers() -> None:
 
     count = {name: len(set(brought(name, 1))) for name in MODES}
     assert count == {"disabled": 1, "idle": 1, "named": 1, "shared": 1, "inline-4": 4, "inline-16": 16, "clamp": 64,
-                     "fresh": 64}  # fmt: skip
+                     "fresh": 64, "features": 1, "probes": 1, "capture": 1, "captures": 1}  # fmt: skip
     inline = [set(brought(name, 1)) for name in ("shared", "inline-4", "inline-16", "fresh")]
     assert len(set.union(*inline)) == sum(map(len, inline))
     assert brought("inline-16", 1) == brought("inline-16", 2), "sets come again from run to run"
@@ -248,7 +256,7 @@ def test_offline_keeps_so_many_requests_going(run_in: int) -> None:
     assert engine.most == 4
     assert len(times.first) == len(times.whole) == 10 - run_in
     assert all(0 <= first <= whole for first, whole in zip(times.first, times.whole, strict=True))
-    assert times.edited == 9 - run_in + (run_in > 3), "an edit that changed nothing does not count"
+    assert times.served == 9 - run_in + (run_in > 3), "an edit that changed nothing does not count"
 
 
 def test_a_run_in_has_a_request_for_each_place_and_they_end_apart() -> None:
@@ -296,9 +304,9 @@ OK = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 def test_streams_are_read_to_their_end() -> None:
     requests = [streams.prepared([2, 3], tokens, None) for tokens in (2, 3, 3, 3, 3)]
     times = served(lambda n: OK + stream_of(2 if n == 1 else 3), lambda port: streams.drive(port, requests, 1, 1))
-    assert len(times.first) == 4 and times.edited == 4
+    assert len(times.first) == 4 and times.served == 4
     times = served(lambda _: OK + stream_of(3), lambda port: streams.drive(port, requests[1:], 2))
-    assert len(times.first) == 4 and times.edited == 4
+    assert len(times.first) == 4 and times.served == 4
     assert all(0 < first <= whole for first, whole in zip(times.first, times.whole, strict=True))
 
 
@@ -340,7 +348,7 @@ def test_lines_of_earlier_commands_stay(tmp_path: Path) -> None:
 def test_published_marks_are_of_models_and_metrics_that_exist() -> None:
     assert TARGETS.keys() <= MODELS.keys()
     assert all(tuple(targets) == METRICS == tuple(deltas.TITLES) for targets in TARGETS.values())
-    assert "fresh" not in USUAL
+    assert "fresh" not in USUAL and not any(MODES[name].reads for name in USUAL)
 
 
 @pytest.mark.slow
@@ -354,7 +362,7 @@ def test_every_mode_runs_on_a_tiny_model(way: str, tmp_path: Path) -> None:
         [sys.executable, "-m", "bench.modes", *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "modes.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "modes_read.jsonl").read_text().splitlines()]
     assert [row["mode"] for row in rows] == list(MODES)
     assert all(row["runs"] == 2 and row[metric]["ms"] > 0 for row in rows for metric in METRICS)
     assert torch.tensor([row[metric]["each_percent"] for row in rows for metric in METRICS]).isfinite().all()

@@ -15,7 +15,7 @@ from torch import Tensor
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.kernels import layout
 from saesteer.kernels.read.features import Encoder, Found, read_features, read_features_ref
-from saesteer.kernels.read.rows import read_probes, reduce_rows
+from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
 from saesteer.kernels.read.select import KEPT, read_features_triton, sizes
 from saesteer.kernels.reference import _encode, _input_norm, _ranked
 
@@ -226,12 +226,15 @@ def test_groups_cover_every_feature_and_stay_few() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probes_and_reductions(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(6, 10, device=device).to(dtype)
-    directions, bias = torch.randn(3, 10, device=device), torch.randn(3, device=device)
-    scores = read_probes(x, directions, bias)
-    expected = (x.double()[:, None] * directions.double()).sum(2) + bias
-    assert scores.dtype == torch.float32 and torch.allclose(scores.double(), expected, atol=1e-5)
-    assert read_probes(x[:0], directions, bias).shape == (0, 3)
+    x = torch.randn(6, 3, 16, device=device).to(dtype)
+    for at in ([0, 1, 2], [0, 0, 1, 1, 2, 2], [2, 0, 1, 1, 0, 2, 2]):
+        directions, bias = torch.randn(len(at), 16), [float(number) for number in range(len(at))]
+        probes = Probes.of(directions, bias, at, device, dtype)
+        scores = read_probes(x, probes)
+        expected = (x.double()[:, at] * directions.double().to(device)).sum(2) + torch.tensor(bias, device=device)
+        assert scores.dtype == torch.float32 and torch.allclose(scores.double(), expected, atol=1e-5)
+        assert read_probes(x[:0], probes).shape == (0, len(at))
+    x = x[:, 0]
     exact = {"mean": x.double().sum(0), "max": x.double().amax(0), "last": x[5].double()}
     for how in ("mean", "max", "last"):
         found = reduce_rows(x, how)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine.readouts import Blob, Brought, Part, Reading
+from saesteer.engine.readouts import Blob, Brought, Made, Part, Reading
 from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.plan import END, Direction, Readout, Window
 from saesteer.plugin.results import counts, reads
@@ -301,8 +301,8 @@ LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
 
 def brought(*found: tuple[str, Reading, int]) -> Brought:
     """One position of each of these requests."""
-    parts: list[tuple[Part, tuple[torch.Tensor, ...]]] = [
-        (Part(name, number, reading, [(at, at + 1)], 0, 1), (torch.tensor([[float(at)]]),))
+    parts = [
+        Made(Part(name, number, reading, [(at, at + 1)], 0, 1), (torch.tensor([[float(at)]]),), 0, 1)
         for number, (name, reading, at) in enumerate(found)
     ]
     return Brought(parts)

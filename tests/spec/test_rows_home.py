@@ -86,13 +86,15 @@ def test_more_bytes_than_the_limit_are_refused() -> None:
     assert (caught.value.field, caught.value.code) == ("saesteer.return", "too_large")
 
 
-def test_neighbours_that_differ_in_their_site_alone_travel_as_one() -> None:
+def test_neighbours_that_differ_in_their_site_or_probe_alone_travel_as_one() -> None:
     mean = {"reduce": "mean"}
     asked = [("resid_post.15", {}), ("mlp_in.15", {}), ("z.15", {}), ("resid_post.20", mean), ("resid_mid.15", mean)]
     asked += [("resid_mid.15", {"at": "after"}), ("resid_post.15", {"at": "after", "cached": "skip"})]
     probes = ["one", {"probe": "each", "site": "resid_post.15"}]
     found = planned(probes=probes, activations=[{"site": site, **more} for site, more in asked])
-    probed, scored, *sites = [[one.site for one in several] for several in together(found, CATALOG)]
-    assert probed == scored == ["resid_post.15"]
+    scored, *sites = [[one.site for one in several] for several in together(found, CATALOG)]
+    assert scored == ["resid_post.15", "resid_post.15"]
+    asked_after = [{"probe": "wide", "site": "z.15"}, {"probe": "any", "site": "mlp_in.15", "at": "after"}, "one"]
+    assert [len(several) for several in together(planned(probes=asked_after), CATALOG)] == [1, 1, 1]
     assert sites[:2] == [["resid_post.15", "mlp_in.15"], ["z.15"]], "z is wider"
     assert sites[2:] == [["resid_post.20", "resid_mid.15"], ["resid_mid.15"], ["resid_post.15"]]
