@@ -79,7 +79,7 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
         rows = (x if sites is None else x[:, sites]).transpose(0, 1)
         if v.dtype == torch.bfloat16:
             products = torch.bmm(rows, v.transpose(1, 2), out_dtype=torch.float32)
-            products = products.view(*products.shape[:2], _PARTS, -1).sum(2)
+            products = products.view(*products.shape[:2], _PARTS, v.shape[1] // _PARTS).sum(2)
         else:
             products = torch.bmm(rows.float(), v.transpose(1, 2))
         found.append(products.transpose(0, 1).flatten(1))
