@@ -41,7 +41,10 @@ def use(module: str) -> dict[str, Any]:
     return {"op": "use", "module": module}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one API server", "two and two engines"])
+ONE = pytest.param(1, id="one API server", marks=pytest.mark.long)  # two of each do the same in CI
+
+
+@pytest.fixture(scope="module", params=[ONE, pytest.param(2, id="two and two engines")])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder, servers = tmp_path_factory.mktemp("admin"), request.param
     words = ["--sites", "resid_post.7,resid_post.15,resid_post.20", "--pool-rows", "8"]

@@ -256,6 +256,7 @@ def test_plain_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model
         assert compare(oracle, prompt, one, {"edits": []})[0] < TOLERANCE
 
 
+@pytest.mark.long  # it reports, and asserts little
 def test_bfloat16_difference_is_reported(make_engine: Any, oracle: hf.Model, capsys: Any) -> None:
     spec = SPECS["bridge"]
     made = generate(make_engine(), PROMPTS, spec, tokens=32)
