@@ -15,7 +15,7 @@ from tests.plugin.test_reads import BLOCK, EVERYWHERE, OPTIONS, STEERED, ask, te
 pytestmark = pytest.mark.slow
 
 READS = {"probes": [{"probe": "probe", "scope": EVERYWHERE}]}
-ALWAYS, NEVER = -1e9, 1e9
+ALWAYS = -1e9
 
 
 @pytest.fixture
@@ -185,11 +185,10 @@ def test_each_of_several_answers_has_its_own(llm: Any) -> None:
 def test_a_crowd_that_preempts(llm: Any) -> None:
     """Rules over prompts and answers fire where the scores of the same run say, though much is computed twice."""
     prompts = [text(f"rules {n}", 300 + 40 * (n % 5)) for n in range(24)]  # eight at once need twice the cache
-    stops = [30.0 + n % 12 if n % 2 else NEVER for n in range(24)]  # if all stop early, nobody outgrows the cache
     specs = [
         spec(
             rule("flag", 5.0 * (n % 4), 1 + n % 3, positions=[[1, None]]),
-            rule("stop", stops[n], 1, generated=True),
+            rule("stop", 30.0 + n % 12, 1, generated=True),
             edits=STEERED if n % 3 == 1 else [],
         )
         for n in range(24)
@@ -201,7 +200,7 @@ def test_a_crowd_that_preempts(llm: Any) -> None:
     for n, output in enumerate(outputs):
         (choice,), start, first = output.outputs, len(output.prompt_token_ids), len(STEERED) * (n % 3 == 1)
         own = scores(choice)
-        flagged, stopped = fires(own, 5.0 * (n % 4), 1 + n % 3, 1), fires(own, stops[n], 1, start)
+        flagged, stopped = fires(own, 5.0 * (n % 4), 1 + n % 3, 1), fires(own, 30.0 + n % 12, 1, start)
         marks = [flag(first, flagged)] * (flagged is not None) + [flag(first + 1, stopped)] * (stopped is not None)
         assert sorted(choice.saesteer["flags"], key=str) == sorted(marks, key=str)
         assert (choice.finish_reason == "stop") == (stopped is not None)
