@@ -41,4 +41,5 @@ def test_an_unknown_address_is_refused(any_server: httpx.Client) -> None:
     refused = ask(any_server, by({"feature": "gemma-2-2b/20-gemmascope-res-16k/3124"}))
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert error["code"] == "unknown_name" and f"np:{SECOND}" in error["message"], error
+    assert error["param"] == "saesteer.edits[0].feature"
+    assert f"np:{SECOND}" in error["message"] and error["message"].endswith("[unknown_name]"), error["message"]
