@@ -5,6 +5,7 @@ Every text of the stand-in is markup. Screenshots are left in build/screenshots,
 
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -26,6 +27,7 @@ KEY = "a-key-of-the-tests"
 BROKEN_KEY = "a-key-with-which-all-is-broken"
 FIRST_PAINT = 1.0  # seconds that it may take
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 60_000  # milliseconds that a visitor waits, on a machine that may be busy
 PROMPT = 7  # tokens, of every request
 
 
@@ -39,11 +41,12 @@ def browser(**context: Any) -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     if BROWSER is None:
         pytest.skip("no Chromium on this machine; on Debian, apt-get install chromium")
+    playwright.expect.set_options(timeout=PATIENCE)
     with playwright.sync_playwright() as driver:
         running = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         try:
             found = running.new_context(permissions=["clipboard-read", "clipboard-write"], **context)
-            found.set_default_timeout(60_000)
+            found.set_default_timeout(PATIENCE)
             yield found.new_page()
         finally:
             running.close()
@@ -74,8 +77,12 @@ def text_of(exchange: Any, side: str) -> str:
 
 def copied(page: Any, language: str) -> str:
     """The code of the last exchange's request, out of the clipboard."""
+    from playwright.sync_api import expect
+
     page.get_by_role("button", name=f"Copy as {language}").last.click()
     page.get_by_text("Copied; it takes the key").wait_for()
+    # What an earlier button copied may still stand there.
+    expect(page.locator(".code textarea")).to_have_value(re.compile({"Python": "^import", "curl": "^curl"}[language]))
     return str(page.evaluate("navigator.clipboard.readText()"))
 
 

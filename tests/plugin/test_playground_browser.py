@@ -155,6 +155,9 @@ def _runs_what_was_copied(page: Any, expected: str) -> None:
 
 
 def test_the_demo_by_keyboard_on_a_phone(demo_server: httpx.Client, visit: Any) -> None:
+    """What a key changes is drawn with a later frame, so each look waits for what it expects."""
+    from playwright.sync_api import expect
+
     page = visit(str(demo_server.base_url).rstrip("/"))
     page.set_viewport_size(PHONE)
     keys = page.keyboard
@@ -168,7 +171,7 @@ def test_the_demo_by_keyboard_on_a_phone(demo_server: httpx.Client, visit: Any) 
     for _ in range(5):
         keys.press("ArrowRight")
     tab_to(page, "fieldset [type=number]")
-    assert page.evaluate("document.activeElement.value") == "1.5"
+    expect(page.locator("fieldset [type=number]")).to_have_value("1.5")
     tab_to(page, "#message")
     keys.type("Who are you?")
     keys.press("Enter")
@@ -178,9 +181,9 @@ def test_the_demo_by_keyboard_on_a_phone(demo_server: httpx.Client, visit: Any) 
     keys.press("ArrowRight")
     page.get_by_role("list", name="Strongest features").locator("li").first.wait_for()
     chosen = page.locator(".steered [aria-selected=true]")
-    assert chosen.get_attribute("data-index") == "2"
+    expect(chosen).to_have_attribute("data-index", "2")
     listbox = page.get_by_role("listbox", name="Tokens of the steered")
-    assert listbox.get_attribute("aria-activedescendant") == chosen.get_attribute("id")
+    expect(listbox).to_have_attribute("aria-activedescendant", chosen.get_attribute("id"))
     assert fits(page)
     keep(page, "phone")
     keys.press("Escape")
