@@ -74,8 +74,8 @@ DENSE_SIZE = 5  # number of its features, and of a skip connection's inputs behi
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 GROUPS = 7  # number of its groups, gates included
 
-# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a short
-# way through the edit kernel.
+# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a
+# short way through the edit kernel.
 ANY = 1  # the edit kernel, which can do everything
 LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x

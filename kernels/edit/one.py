@@ -34,7 +34,7 @@ def edit_one(
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """x += delta * w_dec[slot] for one token, stored in every form where the delta is not 0; READ fills its register."""
+    """x += delta * w_dec[slot] for one token, stored in every form where the delta is not 0; READ fills a register."""
     w_enc, w_dec = weights
     counts, stride_counters = counter
     x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
