@@ -74,14 +74,15 @@ DENSE_SIZE = 5  # number of its features, and of a skip connection's inputs behi
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 GROUPS = 7  # number of its groups, gates included
 
-# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens; LONE has a short way
-# through the edit kernel, too.
+# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a
+# short way through the edit kernel.
 ANY = 1  # the edit kernel, which can do everything
 LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x
 GATED = 8  # set if some entry writes or reads cells or registers
 BEFORE = 16  # the row's tokens are captured as they come
 AFTER = 32  # they are captured as the edits leave them
+SHORT = 64  # beside ANY: a single entry as of LONE, but for a register that it writes (READ) or has f from (HELD)
 DOSE = 16  # from this bit on: the first column of the site's doses, 0 if they are not measured
 
 # An entry.
@@ -223,11 +224,13 @@ def span_words(
         parts = MOST_PARTS if decodes else min(MOST_PARTS, -(-n // PART))
     if captures & AFTER:  # it is complete where one program has all of the token
         parts = 1
-    general = RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | READ | HELD | SCALED
-    if gated or doses or captures or every & general:
+    general = RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | SCALED
+    registers = every & (READ | HELD)
+    locked = gated and not (n == 1 and every & READ)  # GATES of a READ is its register
+    if locked or doses or captures or every & general or (registers and n > 1):
         kind = ANY | GATED * gated | captures | doses << DOSE
     elif n == 1:
-        kind = LONE
+        kind = ANY | SHORT if registers else LONE
     else:
         kind = MANY if groups == 1 and n <= MOST_MANY and not every & MATCH else ANY
     return [begin, begin + ENTRY * n, parts, kind, *dense, groups]

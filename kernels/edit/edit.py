@@ -39,6 +39,7 @@ from saesteer.kernels.edit.words import (
     PARTS,
     READ,
     RECONSTRUCT,
+    SHORT,
     SPAN,
 )
 
@@ -176,10 +177,9 @@ def edit_kernel(
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
             here = tl.load(spot).to(tl.int32)
-            if (kind & LONE) != 0:
-                edit_one(
-                    stream, second, at, entries + begin, here, cols, weights, counter, norm, WIDTH, FORM, HAS_WEIGHT
-                )
+            if (kind & (LONE | SHORT)) != 0:
+                one_entry = (stream, second, at, entries + begin, here, cols, weights, register, counter, norm)
+                edit_one(*one_entry, WIDTH, FORM, HAS_WEIGHT)
             else:
                 x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                 if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)

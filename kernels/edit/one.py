@@ -1,4 +1,4 @@
-"""What the edit kernel does with a token of a row that layout.py calls LONE: its only entry, from load to store.
+"""What the edit kernel does with a token of a row that layout.py calls LONE or SHORT: its only entry, load to store.
 
 The usual decoding step runs through this code between two of the model's products. So all that such a row cannot ask
 for is left out, and its numbers stay scalars. It knows no lists and no launches.
@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import law, reads, tile, unpack
+from saesteer.kernels.edit.entries import law, reads, tile, unpack, word
 from saesteer.kernels.edit.row import plus, times, total
 from saesteer.kernels.edit.store import gains, store
-from saesteer.kernels.edit.words import COUNTER, MATCH
+from saesteer.kernels.edit.words import COUNTER, HELD, MATCH, READ, SIZE
 
 
 @triton.jit
@@ -27,26 +27,32 @@ def edit_one(
     here,  # position of the token
     cols,  # its columns
     weights,  # w_enc and w_dec
+    register,  # the token's registers
     counter,  # counts of this row, and their stride
     norm,  # its weight, eps and offset
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """x += delta * w_dec[slot] for one token, stored in every form where the delta is not 0."""
+    """x += delta * w_dec[slot] for one token, stored in every form where the delta is not 0; READ fills a register."""
     w_enc, w_dec = weights
     counts, stride_counters = counter
     x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
-    slot, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
+    slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
+    source = word(entry + SIZE, True)  # of HELD: asked for with the others, so that f comes with the rows
     start = slot.to(tl.int64) * WIDTH
-    applies = (lo <= here) & (here < hi)
-    encoded = tl.where(applies & reads(mul, low, high, flags), WIDTH, 0)
+    asks = (flags & READ) != 0
+    held = (flags & HELD) != 0
+    applies = (lo <= here) & (here < hi) & (asks == 0)
+    encoded = tl.where((applies & reads(mul, low, high, flags)) | asks, WIDTH, 0)
     decoded = tl.where(applies, WIDTH, 0)
+    found = tl.load(register + source, mask=held, other=0.0)
     encoder = [tl.load(w_enc + start + col, mask=col < encoded, other=0.0) for col in cols]
     decoder = [tl.load(w_dec + start + col, mask=col < decoded, other=0.0) for col in cols]
     factors = gains(norm, cols, WIDTH, FORM, HAS_WEIGHT)
     pre = tl.sum(total(times(x, [block.to(tl.float32) for block in encoder])), axis=0) + bias
-    f = tl.where(pre > threshold, pre, 0.0)
+    f = tl.where(held, found, tl.where(pre > threshold, pre, 0.0))
+    tl.store(register + gates, tl.minimum(tl.maximum(mul * f + add, low), high), mask=asks)
     delta = law(f, applies, flags, mul, add, low, high, gain)
     changed = delta != 0.0
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=changed, sem="relaxed")
