@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from saesteer.kernels.edit.captured import copy
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
 from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
@@ -180,6 +181,9 @@ def edit_kernel(
                 edit_one(
                     stream, second, at, entries + begin, here, cols, weights, counter, norm, WIDTH, FORM, HAS_WEIGHT
                 )
+            elif groups == 0:  # a row without entries here captures
+                if HAS_CAPTURES:
+                    copy(stream, second, at, cols, kind, before, after, WIDTH, FORM)
             else:
                 x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                 if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
