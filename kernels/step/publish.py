@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from saesteer.kernels.early import early
 from saesteer.kernels.edit.entries import kernel
 from saesteer.kernels.edit.words import COUNTERS, PUBLISHED, STEPS
 
@@ -31,12 +33,16 @@ def _publish_kernel(
     stride_published,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """published[step] <- the step's number and the counters of all rows, if anybody is steered; see ops.publish_."""
+    if PDL:
+        gdc_wait()
     if tl.load(work) > 0:
         row = tl.arange(0, ROWS)
         used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
-        counters = tl.max(tl.load(table + row * stride_table + COUNTERS, mask=used, other=0), axis=0)
+        own = tl.load(table + row * stride_table + COUNTERS, mask=row < rows, other=0)  # does not wait for the first
+        counters = tl.max(tl.where(used, own, 0), axis=0)
         step = (tl.load(steps) + 1) % STEPS
         tl.debug_barrier()  # every thread has read the number before one of them writes the next
         place = published + (step % PUBLISHED) * stride_published
@@ -64,4 +70,5 @@ def publish_triton(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, p
         ROWS=triton.next_power_of_2(rows),
         BLOCK=_BLOCK,
         num_warps=4,
+        **early(table.device.index),
     )
