@@ -57,7 +57,10 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "threshold", "b_dec", "scratch", "activations")
+@kernel(
+    *("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "threshold", "b_dec", "scratch", "activations"),
+    *("kept_rows", "before", "after"),
+)
 def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
