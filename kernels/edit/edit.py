@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from saesteer.kernels.edit.captured import copy
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
 from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
@@ -57,7 +58,10 @@ def _item(work, it, first_item, units, span):
     return it // units, token, kept(item + 1).to(tl.int64), within < kept(item + 2)
 
 
-@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "threshold", "b_dec", "scratch", "activations")
+@kernel(
+    *("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "threshold", "b_dec", "scratch", "activations"),
+    *("kept_rows", "before", "after"),
+)
 def edit_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -180,6 +184,9 @@ def edit_kernel(
             if (kind & (LONE | SHORT)) != 0:
                 one_entry = (stream, second, at, entries + begin, here, cols, weights, register, counter, norm)
                 edit_one(*one_entry, WIDTH, FORM, HAS_WEIGHT)
+            elif groups == 0:  # a row without entries here captures
+                if HAS_CAPTURES:
+                    copy(stream, second, at, cols, kind, before, after, WIDTH, FORM)
             else:
                 x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                 if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)

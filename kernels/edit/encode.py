@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saesteer.kernels.edit.entries import items_of, kernel, tile
 from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN
@@ -39,6 +39,7 @@ def encode_kernel(
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask."""
     if PDL:
+        gdc_launch_dependents()  # the edit kernel waits for this one to end, but is set up meanwhile
         gdc_wait()
     span = tl.load(work + 2)
     site_number = tl.load(site)

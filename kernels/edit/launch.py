@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from saesteer.kernels import layout
+from saesteer.kernels.early import early
 from saesteer.kernels.edit.configs import (
     EXACT_ENCODE,
     RUNS_ABOVE,
@@ -37,12 +38,6 @@ _OF_HOST = ("num_warps", "programs", "parts")  # fields of configs that are not 
 def _multiprocessors(device: int | None) -> int:
     """The multiprocessors of a CUDA device; 1 for the interpreter, which runs on CPU tensors."""
     return 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _overlaps(device: int | None) -> bool:
-    """Whether the device has programmatic dependent launch, which sets a kernel up while another one ends."""
-    return device is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
@@ -98,7 +93,7 @@ def edit_triton(
     rest: Any = (eps, weight_offset, bound.table.stride(0), *counts.stride())
     scratch, dense_size = bound.scratch, bound.dense_size
     cores = _multiprocessors(stream.device.index)
-    early: Any = {"PDL": True, "launch_pdl": True} if _overlaps(stream.device.index) else {"PDL": False}
+    waits = early(stream.device.index)
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
@@ -111,7 +106,7 @@ def edit_triton(
             LEAST=max(lone.at_once, 4),
             **form_of,
             **_constants(lone),
-            **early,
+            **waits,
         )
     if (tiled or runs) and wanted & layout.MANY:
         many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
@@ -127,7 +122,7 @@ def edit_triton(
             EXACT=exact,
             **form_of,
             **_constants(many),
-            **early,
+            **waits,
         )
     kept = layout.ANY if tiled else _ALL
     if not wanted & kept:
@@ -159,7 +154,7 @@ def edit_triton(
                 ROUNDS=at_once < places,
                 EXACT=exact,
                 **_constants(encode),
-                **early,
+                **waits,
             )
         programs = cores * edit.programs
         edit_kernel[(at_once, share) if at_once * share <= programs else (programs, 1)](
@@ -190,5 +185,5 @@ def edit_triton(
             ROUNDS=at_once < places,
             **form_of,
             **_constants(edit),
-            **early,
+            **waits,
         )

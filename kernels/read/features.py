@@ -84,12 +84,13 @@ def warm_up(encoder: Encoder) -> None:
 
 def read_features_ref(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
     """The definition of ``read_features`` in plain torch, on any device."""
-    return joined([_read(part, encoder, top_k, named) for part in parts(x, encoder, _PLENTY)])
+    some = parts(x, encoder, _PLENTY)
+    return joined([chosen(dots(part, encoder.w_enc), part, encoder, top_k, named) for part in some])
 
 
-def _read(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
-    """``read_features_ref`` of rows that fit into memory together."""
-    pre = dots(x, encoder.w_enc) * scale(x, encoder.norm)[:, None] + encoder.b_enc
+def chosen(products: Tensor, x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
+    """``read_features_ref`` of rows whose products x · w_enc [n, F] are known."""
+    pre = products * scale(x, encoder.norm)[:, None] + encoder.b_enc
     key = pre.abs() if encoder.magnitude else pre
     key = torch.where(pre > encoder.threshold, key, -math.inf)
     if encoder.groups:

@@ -1,9 +1,8 @@
 """How a GPU finds the strongest features of rows: Triton kernels behind a matrix product. Knows no request and no site.
 
-A feature is a 64-bit key: its strength, as an integer of the same order, above its index, inverted. Keys are distinct
-and the larger one comes first, so neither ties nor the order of the work change a result. The strongest K features lie
-in the K groups of neighbours with the strongest best features. So one kernel, all over the device, finds the best of
-each group, and another, a program for each row, chooses K groups, and then K of their features.
+The strongest K features lie in the K groups of neighbours with the strongest best features. So one kernel, all over
+the device, finds the best of each group, and another, a program for each row, chooses K groups, and then K of their
+features. For a few rows product.py is the product and the first of the two.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,23 +10,25 @@ each group, and another, a program for each row, chooses K groups, and then K of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from saesteer.kernels.early import early
 from saesteer.kernels.edit.entries import kernel
+from saesteer.kernels.read import product
 from saesteer.kernels.read.features import Encoder, Found, dots, joined, parts, scale
+from saesteer.kernels.read.keys import NONE, UNFUSED, index_of, key_of, strength_of
 
 KEPT = (8, 32)  # how many features a launch may keep; each is a kernel of its own, to be compiled at start
 NAMED = 16  # named features of a program
-NONE = tl.constexpr(-(1 << 63))  # the key of what is not active: below every other
 _PLENTY = 1 << 26  # pre-activations in memory at once
 _TILE = 2048  # features of a group kernel's tile, and most keys that are sorted at once, if KEPT are not more
 _KEYS = 128  # sorted keys of a warp: with more of them in a thread's registers a kernel takes minutes to compile
-_UNFUSED = {"enable_fp_fusion": False}  # every kernel, and the reference, rounds a pre-activation alike
 
 
 class Sizes(NamedTuple):
@@ -38,9 +39,9 @@ class Sizes(NamedTuple):
     groups: int
 
 
-def sizes(encoder: Encoder, top_k: int) -> Sizes:
+def sizes(encoder: Encoder, top_k: int, most: int = 1024) -> Sizes:
     """Groups so large that both steps of the second kernel have about the same number of keys; a group's best is the
-    only candidate where the dictionary has its own groups.
+    only candidate where the dictionary has its own groups. Otherwise a group has `most` features at most.
 
     Raises:
         ValueError: top_k is larger than the last of KEPT.
@@ -51,7 +52,7 @@ def sizes(encoder: Encoder, top_k: int) -> Sizes:
     if encoder.groups > 1:
         return Sizes(kept, encoder.features // encoder.groups, encoder.groups)
     size = 4
-    while size < 1024 and 2 * size * size * kept <= encoder.features:
+    while size < most and 2 * size * size * kept <= encoder.features:
         size *= 2
     return Sizes(kept, size, triton.cdiv(encoder.features, size))
 
@@ -71,7 +72,12 @@ def _read(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
     values = torch.empty(len(x), len(named), device=x.device)
     if len(x):
         into = scale(x, encoder.norm) if encoder.norm else encoder.b_enc  # without a norm nobody reads it
-        choose(dots(x, encoder.w_enc), into, encoder, named, indices, activations, values)
+        maxima = None
+        if product.serves(x, encoder, top_k):
+            products, maxima = product.best(x, into, encoder, sizes(encoder, top_k, product.FEATURES).size)
+        else:
+            products = dots(x, encoder.w_enc)
+        choose(products, into, encoder, named, indices, activations, values, maxima)
     return indices, activations, values
 
 
@@ -83,15 +89,22 @@ def choose(
     indices: Tensor,
     activations: Tensor,
     values: Tensor,
+    maxima: Tensor | None = None,
 ) -> None:
-    """Fill indices and activations [n, top_k], and values [n, m], from the products x · w_enc [n, F], n > 0."""
+    """Fill indices and activations [n, top_k], and values [n, m], from the products x · w_enc [n, F], n > 0.
+
+    Args:
+        maxima: of the groups, as product.py finds them along with the products.
+    """
     n, top_k = indices.shape
-    kept, size, groups = sizes(encoder, top_k)
+    kept, size, groups = sizes(encoder, top_k) if maxima is None else sizes(encoder, top_k, product.FEATURES)
     own, norms = encoder.groups > 1, encoder.norm != 0
     shared = (products, into, encoder.b_enc, encoder.threshold)
-    kind = {"HAS_NORM": norms, "MAGNITUDE": encoder.magnitude, **_UNFUSED}
-    maxima = torch.empty(n, groups, dtype=torch.int64, device=products.device)
-    if top_k or (own and len(named)):
+    kind = {"HAS_NORM": norms, "MAGNITUDE": encoder.magnitude, **UNFUSED}
+    found = maxima is not None
+    if maxima is None:
+        maxima = torch.empty(n, groups, dtype=torch.int64, device=products.device)
+    if not found and (top_k or (own and len(named))):
         columns = min(triton.next_power_of_2(size), _TILE // 8)
         rows = _TILE // columns
         grid = (n, triton.cdiv(groups, rows))
@@ -104,7 +117,8 @@ def choose(
         warps = max(4, max(chunk, kept * columns) // _KEYS)
         steps = {"KEPT": kept, "CHUNK": chunk, "SIZE": 0 if own else size, "COLUMNS": columns, "num_warps": warps}
         results = (indices, activations, top_k, limit)
-        select_kernel[(n,)](*shared, maxima, *results, encoder.features, groups, **steps, **kind)
+        waits: Any = early(products.device.index)
+        select_kernel[(n,)](*shared, maxima, *results, encoder.features, groups, **steps, **kind, **waits)
     if len(named):
         ranked = {"RANKED": encoder.groups == 1, "OWN_GROUPS": own, "NAMED": NAMED, "CHUNK": 256, "num_warps": 4}
         grid = (n, triton.cdiv(len(named), NAMED))
@@ -122,11 +136,7 @@ def strengths(
         pre *= tl.load(into + row)
     pre += tl.load(b_enc + index, mask=inside, other=0.0)
     active = inside & (pre > tl.load(threshold + index, mask=inside, other=float("inf")))
-    strength = tl.abs(pre) if MAGNITUDE else pre
-    bits = tl.where(strength == 0.0, 0.0, strength).to(tl.int32, bitcast=True)  # both zeros are equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | ((~index).to(tl.int64) & 0xFFFFFFFF)
-    return tl.where(active, key, NONE), pre
+    return key_of(pre, index, active, MAGNITUDE), pre
 
 
 @triton.jit
@@ -182,15 +192,18 @@ def select_kernel(
     COLUMNS: tl.constexpr,  # features of each kept group at once
     HAS_NORM: tl.constexpr,
     MAGNITUDE: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """indices and activations[row] <- the strongest features, from the largest key of each group."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([KEPT], NONE, tl.int64)
     for start in range(0, groups, CHUNK):
         group = start + tl.arange(0, CHUNK)
         best = merged(best, tl.load(maxima + row * groups + group, mask=group < groups, other=NONE), KEPT)
     if SIZE:
-        first = ~best.to(tl.int32) // SIZE * SIZE
+        first = index_of(best) // SIZE * SIZE
         chosen = best != NONE
         best = tl.full([KEPT], NONE, tl.int64)
         for start in range(0, SIZE, COLUMNS):
@@ -200,8 +213,11 @@ def select_kernel(
             best = merged(best, tl.reshape(key, [KEPT * COLUMNS]), KEPT)
     place = KEPT - 1 - tl.arange(0, KEPT)
     listed = (best != NONE) & (place < limit)
-    index = ~best.to(tl.int32)
-    _, pre = strengths(products, into, b_enc, threshold, row, features, index, listed, HAS_NORM, MAGNITUDE)
+    index = index_of(best)
+    if MAGNITUDE:  # a key does not have the sign
+        _, pre = strengths(products, into, b_enc, threshold, row, features, index, listed, HAS_NORM, MAGNITUDE)
+    else:
+        pre = strength_of(best)
     out = row * top_k + place
     tl.store(indices + out, tl.where(listed, index, -1), mask=place < top_k)
     tl.store(activations + out, tl.where(listed, pre, 0.0), mask=place < top_k)

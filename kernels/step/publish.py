@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from saesteer.kernels.early import early
 from saesteer.kernels.edit.entries import kernel
 from saesteer.kernels.edit.words import COUNTERS, PUBLISHED, STEPS
 
@@ -26,23 +28,32 @@ def _publish_kernel(
     work,  # [max_tokens + 1, 4] int32
     counts,  # int32, one counter of all rows behind the other
     rows,
+    most,  # counters of a row
     steps,  # [1] int32
     published,  # [PUBLISHED, stride_published] int32 in host memory
     stride_published,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """published[step] <- the step's number and the counters of all rows, if anybody is steered; see ops.publish_."""
-    if tl.load(work) > 0:
-        row = tl.arange(0, ROWS)
-        used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
-        counters = tl.max(tl.load(table + row * stride_table + COUNTERS, mask=used, other=0), axis=0)
-        step = (tl.load(steps) + 1) % STEPS
+    if PDL:
+        gdc_wait()
+    row = tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK)
+    # All of this is asked for at once: one way to memory takes as long as the rest of the kernel.
+    steered = tl.load(work) > 0
+    used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
+    own = tl.load(table + row * stride_table + COUNTERS, mask=row < rows, other=0)
+    step = (tl.load(steps) + 1) % STEPS
+    first = tl.load(counts + lanes, mask=lanes < rows * most, other=0)
+    if steered:
+        counters = tl.max(tl.where(used, own, 0), axis=0)
         tl.debug_barrier()  # every thread has read the number before one of them writes the next
         place = published + (step % PUBLISHED) * stride_published
         words = counters * rows
-        lanes = tl.arange(0, BLOCK)
-        for start in range(0, words, BLOCK):
+        tl.store(place + 1 + lanes, first, mask=lanes < words)
+        for start in range(BLOCK, words, BLOCK):
             at = start + lanes
             tl.store(place + 1 + at, tl.load(counts + at, mask=at < words, other=0), mask=at < words)
         tl.store(place, step)
@@ -58,10 +69,12 @@ def publish_triton(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, p
         work,
         counts,
         rows,
+        counts.shape[1],
         steps,
         published,
         published.stride(0),
         ROWS=triton.next_power_of_2(rows),
         BLOCK=_BLOCK,
         num_warps=4,
+        **early(table.device.index),
     )

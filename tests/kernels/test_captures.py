@@ -29,7 +29,7 @@ CAPTURED: dict[str, Sequence[Sequence[Entry]]] = {
 
 
 BOTH = layout.BEFORE | layout.AFTER
-CALLS = [("one entry", PAIR, layout.BEFORE), ("one entry", PAIR, layout.AFTER)]
+CALLS = [(case, PAIR, one) for case in ("nothing is edited", "one entry") for one in (layout.BEFORE, layout.AFTER)]
 CALLS += [(case, form, BOTH) for case in CAPTURED for form in (BARE, NORMED, PAIR)]
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.kernels import layout
-from saesteer.kernels.read.features import Encoder, Found, read_features, read_features_ref
-from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
-from saesteer.kernels.read.select import KEPT, read_features_triton, sizes
+from saesteer.kernels.read import product
+from saesteer.kernels.read.features import Encoder, Found, chosen, read_features, read_features_ref, scale
+from saesteer.kernels.read.rows import Probes, _in_parts, read_probes, reduce_rows
+from saesteer.kernels.read.scores import Tiles, score
+from saesteer.kernels.read.select import KEPT, choose, read_features_triton, sizes
 from saesteer.kernels.reference import _encode, _input_norm, _ranked
 
 GPU = torch.cuda.is_available()
@@ -53,10 +55,19 @@ def assert_same(found: Found, expected: Found) -> None:
 
 
 def both(x: Tensor, one: Encoder, top_k: int, named: Tensor) -> Found:
-    """What the kernels find, which is what the definition finds."""
+    """What the kernels find, which is what the definition finds; of their own products, where these are not torch's."""
     found = read_features_triton(x, one, top_k, named)
-    assert_same(found, read_features_ref(x, one, top_k, named))
+    if product.serves(x, one, top_k):
+        expected = chosen(products_of(x, one, top_k)[0], x, one, top_k, named)
+    else:
+        expected = read_features_ref(x, one, top_k, named)
+    assert_same(found, expected)
     return found
+
+
+def products_of(x: Tensor, one: Encoder, top_k: int) -> tuple[Tensor, Tensor]:
+    """Products and the best of each group, as the kernel for few rows finds them."""
+    return product.best(x, scale(x, one.norm), one, sizes(one, top_k, product.FEATURES).size)
 
 
 def listed(f: Tensor, active: Tensor, top_k: int, *, magnitude: bool) -> list[list[tuple[int, float]]]:
@@ -201,6 +212,27 @@ def test_features_are_those_of_the_dictionary(activation: Any, in_norm: Any) -> 
         assert [abs(value) for _, value in pair] == sorted((abs(value) for _, value in pair), reverse=True)
 
 
+@pytest.mark.parametrize("norm", [0, layout.LAYER_NORM])
+@pytest.mark.parametrize("kind", ["plain", "topk", "abstopk"])
+@pytest.mark.parametrize(("rows", "features", "width", "top_k"), [(5, 200, 24, 8), (1, 67, 128, 3), (1, 9000, 8, 32)])
+def test_few_rows_have_their_products_from_the_kernel_that_finds_the_best(
+    rows: int, features: int, width: int, top_k: int, kind: str, norm: int, device: torch.device
+) -> None:
+    """The products within rounding, what is chosen of them to the bit."""
+    torch.manual_seed(rows)
+    x, w_enc = torch.randn(rows, width, device=device).half(), torch.randn(features, width, device=device).half()
+    w_enc[features // 2 :] = w_enc[: features - features // 2].clone()  # equal keys
+    one = encoder(w_enc, kind, 6, 0.3, b_enc=torch.randn(features, device=device), norm=norm)
+    products, maxima = products_of(x, one, top_k)
+    exact = x.double() @ w_enc.double().T
+    assert torch.allclose(products.double(), exact, atol=1e-4)
+    named = torch.tensor([0, features - 1], device=device)
+    indices = torch.empty(rows, top_k, dtype=torch.int32, device=device)
+    found = indices, torch.empty(rows, top_k, device=device), torch.empty(rows, 2, device=device)
+    choose(products, scale(x, norm), one, named, *found, maxima)
+    assert_same(found, chosen(products, x, one, top_k, named))
+
+
 def test_parts_change_nothing(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     torch.manual_seed(0)
     x, one = torch.randn(7, 8, device=device), encoder(torch.randn(40, 8, device=device), "plain")
@@ -222,6 +254,25 @@ def test_groups_cover_every_feature_and_stay_few() -> None:
             assert size * kept <= max(4 * kept, features), "the second step is no larger than the first"
     with pytest.raises(ValueError, match="top_k is 33; at most 32"):
         sizes(one, 33)
+
+
+@pytest.mark.parametrize("at", [[0, 0, 0, 0, 0], [2, 0, 1, 1, 0, 2, 2]])
+def test_one_kernel_scores_probes(at: list[int], device: torch.device) -> None:
+    """From rows side by side, and from rows that lie anywhere. Numbers are small, so that fp16 takes the parts of bf16,
+    which Triton's interpreter does not multiply."""
+    n, d, k = 18, 24, len(at)
+    directions, bias = torch.randn(k, d), torch.randn(k, device=device)
+    probes = Probes.of(directions, bias.tolist(), at, device, torch.float16)
+    x = torch.randint(-4, 5, (n, max(at) + 1, d), device=device).half()
+    index = torch.randperm(x.shape[0] * x.shape[1], device=device)
+    bank = torch.empty_like(x).view(-1, d)
+    bank[index] = x.view(-1, d)
+    expected = (x.double()[:, at] * directions.double().to(device)).sum(2) + bias
+    for rows, where in ((x, None), (bank, index)):
+        scores = torch.full((n, k), math.nan, device=device)
+        for sites, v, numbers in probes.groups:
+            score(rows, sites, _in_parts(v).half(), numbers, bias, scores, where, Tiles(2, 16))
+        assert torch.allclose(scores.double(), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,7 +54,9 @@ def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_reading_features_fits_the_shared_memory(found: dict[str, Any]) -> None:
-    assert sorted(found["read"]) == ["maxima_kernel", "named_kernel", "select_kernel 32", "select_kernel 8"]
+    assert sorted(found["read"]) == [
+        *("maxima_kernel", "named_kernel", "product_kernel", "score_kernel", "select_kernel 32", "select_kernel 8"),
+    ]
     assert max(found["read"].values()) <= MOST
 
 
@@ -78,7 +80,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows", "before", "after")
+    same = ("stream", "second", "norm_weight", "w_enc", "w_dec", "kept_rows", "before", "after", "x", "v")
     integers = ("table", "site", "work", "counts", "cells")
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
@@ -87,8 +89,8 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
         kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
-        kinds |= {"maxima": "*i64", "indices": "*i32", "named": "*i64"}
-        kinds |= dict.fromkeys(("products", "into", "values"), "*fp32")
+        kinds |= {"maxima": "*i64", "indices": "*i32", "named": "*i64", "numbers": "*i32"}
+        kinds |= dict.fromkeys(("products", "into", "values", "bias", "scores"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
         if signature[name].startswith("*") and not kernel.params[at].do_not_specialize:
@@ -119,7 +121,13 @@ def main() -> None:
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
                 early[f"{name} {at} {floats} {width}"] = order(made)
     sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
-    given = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_DENSE": True, "HAS_NORMS": True, "HAS_KEPT": True}
+    given: dict[str, Any] = {
+        "FORM": layout.NORMED,
+        "HAS_WEIGHT": True,
+        "HAS_DENSE": True,
+        "HAS_NORMS": True,
+        "HAS_KEPT": True,
+    }
     given["HAS_CAPTURES"] = True
     edit = import_module("saesteer.kernels.edit.edit").edit_kernel
     early["edit_kernel"] = order(compiled(edit, "bf16", 1, {**sizes, **given, "ROUNDS": True, "PDL": True}))
@@ -132,8 +140,16 @@ def main() -> None:
         "named_kernel": compiled(read.named_kernel, "fp32", 4, ranks).metadata.shared,
     }
     for kept, size in ((8, 64), (32, 32)):
-        steps = {"KEPT": kept, "CHUNK": 512, "SIZE": size, "COLUMNS": size, **kind}
+        steps = {"KEPT": kept, "CHUNK": 512, "SIZE": size, "COLUMNS": size, "PDL": True, **kind}
         reads[f"select_kernel {kept}"] = compiled(read.select_kernel, "fp32", 8, steps).metadata.shared
+    product = import_module("saesteer.kernels.read.product")
+    tiles = {"ROWS": product.ROWS, "FEATURES": product.FEATURES, "SIZE": product.FEATURES, "WIDTH": 5376, "PDL": True}
+    tiles |= {"COLUMNS": product.TILES.columns, "STAGES": product.TILES.stages, **kind}
+    reads["product_kernel"] = compiled(product.product_kernel, "bf16", product.TILES.warps, tiles).metadata.shared
+    score = import_module("saesteer.kernels.read.scores")
+    given = {"ROWS": 16, "PROBES": score.TILES.probes, "COLUMNS": score.TILES.columns, "STAGES": score.TILES.stages}
+    given |= {"WIDTH": 5376, "PDL": True, "index": None, "sites": None}
+    reads["score_kernel"] = compiled(score.score_kernel, "bf16", score.TILES.warps, given).metadata.shared
     tell({"shared": shared, "early": early, "read": reads})
 
 
