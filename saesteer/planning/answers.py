@@ -32,7 +32,7 @@ Keep = Callable[[Mapping[str, Any], bytes], str]  # an entry without its data, a
 
 
 class Spool(Protocol):
-    """A file for rows of several sites, side by side. Row n is for position n of those that the readout's windows hold."""
+    """A file for rows of several sites, side by side: row n is for position n of those in the readout's windows."""
 
     width: int  # bytes of one site
 

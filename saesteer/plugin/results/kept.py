@@ -15,7 +15,6 @@ A room that nobody holds is given up: whatever ends a request, an abort or an er
 
 import atexit
 import fcntl
-import json
 import os
 import re
 import secrets
