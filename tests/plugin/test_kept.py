@@ -205,9 +205,8 @@ def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
 
 
 def fill_the_disk(room: Room | Spool) -> None:
-    path = room._path if isinstance(room, Room) else room._paths[0]
-    path.unlink()
-    path.symlink_to("/dev/full")
+    room._path.unlink()
+    room._path.symlink_to("/dev/full")
 
 
 def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

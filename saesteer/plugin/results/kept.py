@@ -5,7 +5,8 @@ they know of each other:
 
     <handle>          a result, as safetensors: ``activations`` [rows, width] and ``positions``; the rest is metadata.
                       Or one of the names of a file of several results (spools.py), where all rows of a position are one
-    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but empty on the disk
+    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but empty on the disk;
+                      <handle>.<pid>.<n> for n of them in one file, which gets its names in the end
     lock              who promises holds it. It has the number and bytes of all, at most: who deletes does not tell, so
                       what is there is counted only when less might not fit
 
@@ -236,7 +237,7 @@ class Results:
         """Removes what has expired, and the rooms of processes that have died; returns the bytes of all others."""
         found = []
         for entry in os.scandir(self.folder):
-            handle, _, process = entry.name.partition(".")
+            handle, process, several = f"{entry.name}..".split(".")[:3]
             if not _HANDLE.fullmatch(handle):
                 continue
             with suppress(FileNotFoundError):  # it was deleted, or is a result since
@@ -244,7 +245,8 @@ class Results:
                 if not _lives(int(process)) if process else self._expired(about):
                     os.unlink(entry)
                 else:
-                    found.append(about.st_size // max(1, about.st_nlink))  # it may have several names
+                    number = int(several or 1)
+                    found += [about.st_size // max(number, about.st_nlink)] * number  # a file of several has names
         return found
 
     def _path(self, handle: str) -> Path:

@@ -1,6 +1,6 @@
 """Files of rows as workers write them: at each position those of several results, side by side. Knows no engine.
 
-A file's names are the handles of its results (kept.py), so it is there until the last of them is deleted:
+A file's names are the handles of its results (kept.py), so it is there until the last of them is deleted. Its content:
 
     MAGIC, the length of the text in 8 bytes, and the text: JSON, which says where rows are, and what each handle is
     for each row of the results its position, then for each its place in this file, int64
@@ -59,9 +59,10 @@ class Spool:
     """
 
     def __init__(self, folder: Path, handles: Sequence[str], layout: Layout) -> None:
-        self.layout, self._folder, self._handles = layout, folder, handles
-        self._paths = [folder / f"{handle}.{os.getpid()}" for handle in handles]
-        self._give_up = weakref.finalize(self, remove, self._paths)
+        self.layout, self._start, self._handles = layout, layout.start, handles
+        self._names = [f"{folder}/{handle}" for handle in handles]
+        self._path = Path(f"{self._names[0]}.{os.getpid()}.{len(handles)}")
+        self._give_up = weakref.finalize(self, remove, [self._path])
         self._error: OSError | None = None
         self.width = layout.stride // len(handles)  # bytes of one result's row
 
@@ -71,16 +72,13 @@ class Spool:
         Raises:
             OSError: it cannot be made.
         """
-        first, *others = self._paths
-        first.touch(0o600)
-        os.truncate(first, self.layout.size)
-        for path in others:
-            path.hardlink_to(first)
+        self._path.touch(0o600)
+        os.truncate(self._path, self.layout.size)
 
     @property
     def address(self) -> list[Any]:
         """As a worker's Sink takes it."""
-        return [str(self._paths[0]), self.layout.start, self.layout.rows]
+        return [str(self._path), self._start, self.layout.rows]
 
     def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
         """Write rows that have come here. If that fails, ``keep`` says so.
@@ -91,10 +89,10 @@ class Spool:
         """
         layout, rest = self.layout, memoryview(data)
         try:
-            with self._paths[0].open("r+b") as file:
+            with self._path.open("r+b") as file:
                 for first, rows in places:
                     fits = max(0, min(rows, layout.rows - first))
-                    put(file.fileno(), layout.start + layout.stride * first, [rest[: layout.stride * fits]])
+                    put(file.fileno(), self._start + layout.stride * first, [rest[: layout.stride * fits]])
                     rest = rest[layout.stride * rows :]
         except OSError as error:
             self._error = error
@@ -112,22 +110,22 @@ class Spool:
         Raises:
             OSError: a row or this could not be written, for instance as the disk is full; the file is given up.
         """
-        named = [self._folder / handle for handle in self._handles]
         try:
             self._finish(entries, places)
-            for path, name in zip(self._paths, named, strict=True):
-                path.rename(name)
+            for name in self._names[1:]:
+                os.link(self._path, name)
+            os.rename(self._path, self._names[0])
         except OSError:
-            remove(named)
+            remove(map(Path, self._names))
+            self._give_up()
             raise
-        finally:
-            self._give_up()  # results have other names
+        self._give_up.detach()
         return self._handles
 
     def _finish(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
         if self._error is not None:
             raise self._error
-        start, stride = self.layout.start, self.layout.stride
+        start, stride = self._start, self.layout.stride
         about = {
             handle: [self.width * at, {name: value for name, value in entry.items() if name != "positions"}]
             for at, (handle, entry) in enumerate(zip(self._handles, entries, strict=True))
@@ -136,9 +134,9 @@ class Spool:
         positions = np.array(entries[0]["positions"], "<i8").tobytes()
         head = b"".join([MAGIC, len(text).to_bytes(8, "little"), text, positions, np.array(places, "<i8").tobytes()])
         assert len(head) <= start, "there is room for what is said of results"
-        if stat.S_IMODE(self._paths[0].stat().st_mode) == LACKING:
+        if stat.S_IMODE(self._path.stat().st_mode) == LACKING:
             raise OSError(errno.EIO, "some of its rows could not be written")
-        with self._paths[0].open("r+b") as file:
+        with self._path.open("r+b") as file:
             file.write(head)
             # A step behind the last token may still write a row there, which nobody will read.
             file.truncate(start + stride * (max(places, default=-1) + 1))
@@ -156,6 +154,7 @@ class View(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, head: bytes, rows: Sequence[int], width: int) -> None:
         self._file, self._head, self._rows, self._width, self._at = file, head, rows, width, 0
+        self.size = len(head) + len(rows) * width
 
     def readable(self) -> bool:
         """It is."""
@@ -164,7 +163,7 @@ class View(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill the buffer as far as there is more."""
         into, done = memoryview(buffer).cast("B"), 0
-        while done < len(into) and self._at < len(self._head) + len(self._rows) * self._width:
+        while done < len(into) and self._at < self.size:
             if self._at < len(self._head):
                 piece = self._head[self._at : self._at + len(into) - done]
                 into[done : done + len(piece)] = piece
@@ -181,12 +180,11 @@ class View(io.RawIOBase):
 
     def readall(self) -> bytes:
         """All that is left."""
-        return self.read(self.seek(0, os.SEEK_END) - self.seek(0)) or b""
+        return self.read(max(0, self.size - self._at)) or b""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """To a byte of the result."""
-        size = len(self._head) + len(self._rows) * self._width
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         return self._at
 
     def close(self) -> None:
