@@ -177,7 +177,7 @@ class Results:
     def _count(self, lock: int, asked: int, size: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
         most, known = self.limits, os.pread(lock, _TAKEN.size, 0)
-        number, taken = _TAKEN.unpack(known) if known else (most.number, most.size)
+        number, taken = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size)
         if number + asked > most.number or taken + size > most.size:
             found = self.sweep()
             number, taken = len(found), sum(found)
