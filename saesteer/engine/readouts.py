@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from saesteer.engine.spool import Sink, Spooling, Writer
 from saesteer.kernels.read.features import Encoder, read_features
 from saesteer.kernels.read.rows import Probes, Reduction, read_probes, reduce_rows
 
@@ -114,6 +115,7 @@ class Segment(NamedTuple):
     first: int  # index in the step
     position: int  # of this token in the request
     tokens: int
+    sinks: Mapping[int, Sink] | None = None  # files of readouts, by number; None: it has none
 
 
 class Part(NamedTuple):
@@ -125,6 +127,7 @@ class Part(NamedTuple):
     spans: list[Span]
     at: int  # its first row among the rows gathered
     rows: int  # of a position those of all sites, side by side
+    sink: Sink | None = None  # where its rows go
 
     @property
     def positions(self) -> int:
@@ -132,7 +135,7 @@ class Part(NamedTuple):
         return self.rows // max(1, len(self.reading.ops))
 
 
-Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays
+Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
 
 
 @dataclass(slots=True)
@@ -141,12 +144,18 @@ class Brought:
 
     parts: list["Made"]
     event: Any = None  # of the device, behind the copies
+    spooling: Spooling | None = None  # what goes into files
 
     def __reduce__(self) -> tuple[type["Brought"], tuple[list["Made"]]]:
-        """An event cannot leave its process, so the copies are waited for."""
-        if self.event is not None:
-            self.event.synchronize()
+        """An event cannot leave its process, so the copies are waited for, and so are threads that write."""
+        self._settle()
+        if self.spooling is not None:
+            self.spooling.settle()
         return Brought, (self.parts,)
+
+    def _settle(self) -> None:
+        if self.event is not None and any(one.arrays for one in self.parts):
+            self.event.synchronize()
 
     def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
         """What rules watch: by request and number of the measure, positions and the value at each."""
@@ -172,9 +181,10 @@ class Brought:
             ending: requests that may end now; only they get rows for an answer's end.
             ends: by request, the first position that is dropped.
         """
-        if self.event is not None:
-            self.event.synchronize()
-        ending = set(ending)
+        self._settle()
+        ending = frozenset(ending)
+        if self.spooling is not None:
+            self.spooling.settle(ending)
         found: dict[str, list[Blob]] = {}
         numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
         for part, arrays, first, last in self.parts:
@@ -191,7 +201,10 @@ class Brought:
 
 
 class Made(NamedTuple):
-    """What was made of the rows of a readout of a request: rows of arrays in host memory, which others share."""
+    """What was made of the rows of a readout of a request: rows of arrays in host memory, which others share.
+
+    Without arrays, they are in a file.
+    """
 
     part: Part
     arrays: tuple[Tensor, ...]
@@ -229,6 +242,7 @@ class Captures:
             width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
+        self._writer = Writer()
         self._side: Any = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -258,7 +272,10 @@ class Captures:
             hidden: [tokens, d], what lm_head multiplies.
         """
         wanted: dict[int | None, list[tuple[Part, NDArray[np.int64]]]] = {}
+        spooled = set()
         for segment in segments:
+            if segment.sinks is not None:
+                spooled.add(segment.name)
             for number, reading in enumerate(segment.readings):
                 bank, planes = self._where(reading.ops, reading.after)
                 ahead = segment.first - segment.position
@@ -268,21 +285,22 @@ class Captures:
                     else:
                         at = np.concatenate([np.arange(lo, hi) for lo, hi in spans])
                         rows = (at[:, None] + (planes + ahead)).ravel()
-                    part = Part(segment.name, number, reading, spans, 0, len(rows))
+                    part = Part(segment.name, number, reading, spans, 0, len(rows), (segment.sinks or {}).get(number))
                     wanted.setdefault(bank, []).append((part, rows))
-        if not wanted:
+        if not wanted and not spooled:
             return None
         gathered = [self._gather(bank, found, hidden) for bank, found in wanted.items()]
         if self._side is None:
-            return Brought([one for x, parts in gathered for one in _made(x, parts)])
+            made = self._writer.spool((one for x, parts in gathered for one in _made(x, parts)), None)
+            return Brought(made, None, Spooling(frozenset(spooled), self._writer) if spooled else None)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
-            made = [one for x, parts in gathered for one in _made(x, parts)]
+            made = self._writer.spool([one for x, parts in gathered for one in _made(x, parts)], self._side)
             for x, _ in gathered:
                 x.record_stream(self._side)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
-        return Brought(made, event)
+        return Brought(made, event, Spooling(frozenset(spooled), self._writer) if spooled else None)
 
     def _where(self, ops: tuple[str, ...], after: bool) -> tuple[int | None, NDArray[np.int64]]:
         """The bank that sites are captured in, and the first row of each."""

@@ -9,7 +9,7 @@ What is read comes as blobs: the number of the readout in its request, spans of 
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,34 @@ from numpy.typing import NDArray
 from saesteer.dictionaries.vectors import Function
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
-from saesteer.planning.windows import inside
+from saesteer.planning.windows import inside, rank
 
 # Kind of a readout → where answers have it.
 WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
 
 
+_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
 _MANY = 64  # numbers that are rounded together
 _BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
 _TENS = 10.0 ** np.arange(13)
 
 Keep = Callable[[Mapping[str, Any], bytes], str]  # an entry without its data, and the data → its handle
+
+
+class Spool(Protocol):
+    """A file for rows of several sites, side by side: row n is for position n of those in the readout's windows."""
+
+    width: int  # bytes of one site
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        """Writes rows: for each run its first row and their number, then all data."""
+
+    def keep(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> Sequence[str]:
+        """The handle of each entry, whose positions have these rows.
+
+        Raises:
+            OSError: rows could not be written.
+        """
 
 
 class Reported(NamedTuple):
@@ -73,16 +90,18 @@ class Rows:
     Args:
         readouts: of the plan, of which the answer has those that the request asks for.
         fields: of the answer, into which it is told.
-        keep: for each tensor that the answer names by a handle, in order, what keeps it.
+        keep: for each readout that the answer names by handles, in order, the file for its rows; for one that is
+            reduced what keeps the tensor of each site.
     """
 
-    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], keep: Iterable[Keep] = ()) -> None:
+    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], keep: Iterable[Any] = ()) -> None:
         self._fields = fields
-        self._readouts = [_KINDS[one.readout.kind](one) for one in readouts]
+        self._readouts = [(_Spooled if spooled(one) else _KINDS[one.readout.kind])(one) for one in readouts]
         self._told = [one for one in self._readouts if one.readout.shown]
-        keepers: Iterator[Keep] = iter(keep)
+        keepers = iter(keep)
         for one in self._told:
-            one.keep = None if one.readout.inline else [next(keepers) for _ in one.abouts]
+            if not one.readout.inline:
+                one.take(keepers)
         for one in self._told:
             fields.setdefault(one.word, [])
 
@@ -126,6 +145,10 @@ class _Kind:
         self._parts: list[tuple[list[tuple[int, int]], bytes]] = []  # of a reduction
         self._first = True
 
+    def take(self, keepers: Iterator[Any]) -> None:
+        """Takes what its tensors need to be kept."""
+        self.keep = [next(keepers) for _ in self.abouts]
+
     def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
         """Keeps rows, or a part of a reduction in place of those that it computes again."""
         if self.readout.last:
@@ -147,8 +170,6 @@ class _Kind:
         """What is new of the positions below ``end``."""
         if self.readout.last or self.readout.reduce != "none":
             return self.sent(self.whole(end)) if final else []
-        if self.keep is not None and not final:
-            return []
         part = self.readout.part
         for at in [at for at in self._rows if at < end and not inside(part, at, border)] if part else ():
             del self._rows[at]
@@ -270,12 +291,44 @@ class _Probe(_Kind):
         ]
 
 
+class _Spooled(_Kind):
+    """Rows that lie in a file, written here if nobody has done so: only their positions are kept."""
+
+    def take(self, keepers: Iterator[Any]) -> None:
+        """Takes its file."""
+        self._spool: Spool = next(keepers)
+        self._places: dict[int, int] = {}  # the row of each position
+
+    def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
+        """Keeps positions, and writes what comes with them."""
+        runs = [(rank(self.readout.windows, lo), hi - lo) for lo, hi in spans]
+        for (lo, hi), (first, _) in zip(spans, runs, strict=True):
+            self._places.update((at, first + at - lo) for at in range(lo, hi))
+        if data:
+            self._spool.write(runs, data[0])
+
+    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
+        """At the end an entry for each site."""
+        if not final:
+            return []
+        positions = sorted(at for at in self._places if at < end and inside(self.readout.part, at, border))
+        width = self._spool.width // _SIZES[self.dtype] if positions else 0
+        content = {"positions": positions, "dtype": self.dtype, "shape": [len(positions), width]}
+        entries = [{**about, **content} for about in self.abouts]
+        handles = self._spool.keep(entries, [self._places[at] for at in positions])
+        return [entry | {"handle": handle} for entry, handle in zip(entries, handles, strict=True)]
+
+
+def spooled(one: Reported) -> bool:
+    """Whether the rows of a readout lie in a file that the answer names by handles."""
+    return not one.readout.inline and one.readout.reduce == "none"
+
+
 _KINDS: Mapping[str, type[_Kind]] = {"features": _Features, "probe": _Probe, "activation": _Kind, "hidden": _Kind}
 
 
 def _tensor(positions: list[Any], data: bytes, dtype: str, rows: list[int]) -> dict[str, Any]:
-    size = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
-    width = len(data) // (size * rows[0]) if rows[0] else 0
+    width = len(data) // (_SIZES[dtype] * rows[0]) if rows[0] else 0
     return {"positions": positions, "dtype": dtype, "shape": [rows[0], width], "data": data}
 
 

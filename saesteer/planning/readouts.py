@@ -116,7 +116,7 @@ def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_to
         itemsize: bytes of one number of an activation.
     """
     end = prompt_len + max_tokens - 1
-    return [_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]
+    return [most_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]
 
 
 def refuse_above(limit: int, size: int) -> None:
@@ -134,7 +134,7 @@ def refuse_above(limit: int, size: int) -> None:
         fail("saesteer.return", "too_large", f"{message}; the server takes more when started with --max-read-mib")
 
 
-def _rows(one: Readout, end: int) -> int:
+def most_rows(one: Readout, end: int) -> int:
     """How many rows a read-out has if the sequence ends before a position."""
     if one.last:
         return 1

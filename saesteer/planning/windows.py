@@ -4,7 +4,7 @@ The positions are decided once, at admission, so chunked prefill, preemption and
 The lengths of the answer and of the context are unknown: positions that are never reached have no effect.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from saesteer.language.edits import Part, Scope
@@ -57,6 +57,11 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
 def windows_of_read(scope: Scope, prompt_len: int) -> tuple[Window, ...]:
     """The positions that a read holds: like ``windows``, but only the scope's own ``skip_first`` leaves any alone."""
     return windows(scope if scope.positions else replace(scope, positions=((0, None),)), prompt_len)
+
+
+def rank(windows: Sequence[Window], position: int) -> int:
+    """How many positions of disjoint ascending windows are below a position."""
+    return sum(min(high, position) - low for low, high in windows if low < position)
 
 
 def inside(part: Part | None, position: int, border: int) -> bool:

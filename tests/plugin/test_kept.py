@@ -34,6 +34,7 @@ from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results import counts, failures
 from saesteer.plugin.results.kept import Handle, Limits, Results, Room
+from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.test_guard import app_of_vllm
 from tests.plugin.test_read_rows import blob, readout
 
@@ -46,6 +47,13 @@ DATA = np.arange(6, dtype="<f4").tobytes()
 def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
     folder.mkdir(exist_ok=True)
     return Results(Limits(number, size, seconds), folder)
+
+
+def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
+    """Of rows of so many sites, a row of each site with so many bytes."""
+    return Layout(
+        [{"name": "activation"}, *({"name": f"activation {at}"} for at in range(1, sites))], rows, sites * width
+    )
 
 
 def kept(found: Results) -> str:
@@ -137,7 +145,7 @@ def test_a_result_can_be_read_to_its_end_though_it_is_deleted(tmp_path: Path) ->
 
 
 def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
-    found = results(tmp_path, seconds=60)
+    found = results(tmp_path, number=3, seconds=60)
     handles = [kept(found) for _ in range(3)]
     past = time.time() - 61
     for handle in handles:
@@ -196,7 +204,7 @@ def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
     assert len(files(found)) == len(rooms)
 
 
-def fill_the_disk(room: Room) -> None:
+def fill_the_disk(room: Room | Spool) -> None:
     room._path.unlink()
     room._path.symlink_to("/dev/full")
 
@@ -235,12 +243,13 @@ def test_a_result_is_what_the_answer_would_hold(
     tmp_path: Path, dtype: str, reduce: Any, cuts: set[int], stream: bool
 ) -> None:
     found = results(tmp_path, number=10_000, size=1 << 30)
-    [room] = found.promise([0])
+    size = 4 if dtype == "float32" or reduce != "none" else 2
+    [room] = found.promise([layout(rows=24, width=3 * size) if reduce == "none" else 0])
     told: list[Any] = []
     for more in ({}, {"inline": False}):
         fields: dict[str, Any] = {}
         one = readout("activation", [(2, END)], reduce=reduce, **more)._replace(dtype=dtype)
-        rows = Rows([one], fields, [room.keep] if more else [])
+        rows = Rows([one], fields, [room.keep if isinstance(room, Room) else room] if more else [])
         edges = [2, *sorted(cut for cut in cuts if cut > 2), 12]
         for lo, hi in pairwise(edges):
             number, spans, data = blob(0, one.readout, [(lo, hi)])
@@ -261,7 +270,7 @@ def test_a_result_is_what_the_answer_would_hold(
 
 def report(found: Results, choices: int) -> counts.Report:
     one = readout("activation", [(0, END)], inline=False)
-    return counts.Report([], readouts=[one], rooms=found.promise([100] * choices))
+    return counts.Report([], readouts=[one], rooms=found.promise([layout()] * choices))
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:

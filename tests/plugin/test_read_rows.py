@@ -1,7 +1,7 @@
 """What was read on its way into an answer, with steps and preemptions made up. Starts no engine."""
 
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -164,6 +164,29 @@ def test_each_position_once_however_it_is_computed(
     assert (last["positions"], numbers(last)) == ([end - 1], [row(end - 1)])
 
 
+class Shelf:
+    """A file of rows, in memory, with results of four float32 each; what is kept goes into a store."""
+
+    width = 16
+
+    def __init__(self, store: list[tuple[Any, bytes]], sites: int) -> None:
+        self.store, self.size, self.rows = store, self.width * sites, dict[int, bytes]()
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        at = 0
+        for first, count in places:
+            for place in range(first, first + count):
+                self.rows[place] = data[at : at + self.size]
+                at += self.size
+        assert at == len(data)
+
+    def keep(self, entries: Sequence[Any], places: Sequence[int]) -> list[str]:
+        for at, entry in enumerate(entries):
+            own = slice(self.width * at, self.width * (at + 1))
+            self.store.append((dict(entry), b"".join(self.rows[place][own] for place in places)))
+        return ["a handle"] * len(entries)
+
+
 @given(
     how=st.sampled_from(["none", "mean", "max", "last", "message"]),
     scope=windows(),
@@ -187,8 +210,11 @@ def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
 
     apart: dict[str, Any] = {}
     joined: dict[str, Any] = {}
-    alone = Rows([one._replace(about=name) for name in names], apart, [keep] * sites)
-    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, [keep] * sites)
+    whole = how == "none"
+    alone_in = [Shelf(store, 1) for _ in names] if whole else [keep] * sites
+    alone = Rows([one._replace(about=name) for name in names], apart, alone_in)
+    both_in = [Shelf(store, sites)] if whole else [keep] * sites
+    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, both_in)
     computed = 0
     for tokens in chunks:
         asked = inside(scope, computed, computed + tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from saesteer import hf
+from saesteer.plugin.results.spools import Spool
 from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, generate, preemptions
 from tests.plugin.readings import check_reads
 
@@ -257,6 +258,41 @@ def test_handles_hold_what_the_answer_would(llm: Any, oracle: hf.Model) -> None:
         llm.llm_engine.step()
     gc.collect()
     assert results.sweep() == []
+
+
+def test_the_engine_writes_the_rows_of_several_sites(
+    llm: Any, oracle: hf.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a crowd that preempts, of a prompt that is cached in part, and of an answer with a stop string."""
+    monkeypatch.setattr(Spool, "write", lambda *_: pytest.fail("rows came to the front end"))
+    sites = [f"resid_post.{layer}" for layer in (7, 15, 20, 29)]
+    prompts = [text(f"sites {n}", 120 + 90 * (n % 5)) for n in range(10)]
+    scopes = [EVERYWHERE, {"generated": True}, {"positions": [[3, 9], [-2, None]]}]
+    returns = [
+        {
+            "activations": [
+                {"site": site, "scope": scopes[n % 3], "cached": "skip" if n == 3 else "recompute"} for site in sites
+            ]
+        }
+        for n in range(10)
+    ]
+    handled = [{"return": {"activations": [{**one, "as": "handle"} for one in own["activations"]]}} for own in returns]
+    before = preemptions(llm)
+    outputs = ask(llm, prompts, handled, [60 + 12 * (n % 5) for n in range(10)])
+    assert preemptions(llm) > before
+    for n, steer in ((3, handled[3]), (5, handled[5])):
+        ask(llm, [prompts[n]], None, 1)
+        stop = llm.get_tokenizer().decode(list(outputs[n].outputs[0].token_ids[5:7]))
+        outputs += ask(llm, [prompts[n]], steer, 40, stop=[stop])
+        assert outputs[-1].outputs[0].finish_reason == "stop"
+    returns += [returns[3], returns[5]]
+    assert outputs[10].num_cached_tokens > 0
+    for output, own in zip(outputs, returns, strict=True):
+        for entry in output.saesteer["activations"]:
+            entry["data"] = b64encode(entry["handle"].numbers().tobytes()).decode()
+            entry.pop("handle").delete()
+        check(oracle, output, own)
+    assert llm.llm_engine.input_processor.saesteer_door.results.sweep() == []
 
 
 def test_an_abort_leaves_others_alone(llm: Any, oracle: hf.Model) -> None:

@@ -5,7 +5,7 @@ position; prefix_cache.py makes the keys of the cache's blocks from them.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -15,18 +15,19 @@ from uuid import uuid4
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
+from saesteer.engine.spool import SPOOLS, address
 from saesteer.engine.wire import encode
 from saesteer.errors import SpecError
 from saesteer.kernels.layout import MOST_CLOSING
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
-from saesteer.planning.answers import Reported, reported
+from saesteer.planning.answers import Reported, reported, spooled
 from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.messages import by_message, named, reads_prompt, resolve
 from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
-from saesteer.planning.readouts import captures, declared, first_recomputed, refuse_above
+from saesteer.planning.readouts import captures, declared, first_recomputed, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
@@ -37,6 +38,7 @@ from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.counts import Report
 from saesteer.plugin.results.kept import Limits, Results, Room
 from saesteer.plugin.results.rules import RULES, sent
+from saesteer.plugin.results.spools import Layout, Spool
 
 _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
@@ -150,12 +152,13 @@ class Door:
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted(self.consumers, meaning.readouts, spec.returns.consumers)
+        rooms = self._bound(own, catalog, len(ids), params) if own else []
         params.saesteer_report = Report(
             meaning.applied,
             meaning.sites if measured else None,
             limit,
             readouts=meaning.readouts,
-            rooms=self._bound(own, catalog, len(ids), params) if own else [],
+            rooms=rooms,
             messages=messages,
             wanted=wanted,
             silent=silent,
@@ -163,6 +166,9 @@ class Door:
             border=partial(border_of, self._vllm_config, parser or {}, ids) if reads_part or border else None,
         )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
+        # Consumers get rows in this process, and of several choices the engine knows no numbers.
+        if any(isinstance(room, Spool) for room in rooms) and not spec.returns.consumers and (params.n or 1) == 1:
+            params.extra_args[SPOOLS] = address(_files(meaning.readouts, rooms))
         if meaning.first != (None, None):
             params.extra_args[FIRST] = meaning.first
         if meaning.rules:
@@ -211,16 +217,24 @@ class Door:
             raise SpecError(f"{found}; expected other scopes", field=KEY, code="not_served") from exc
         return given
 
-    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any) -> list[Room]:
+    def _bound(
+        self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any
+    ) -> list[Room | Spool]:
         """Refuses a request that may read too much; returns the room for what its choices keep, choice by choice."""
         if self._model is None or self.config is None:
             return []
         most, choices = params.max_tokens or max(1, self._model.max_model_len - prompt_len), params.n or 1
         found = [one.readout for one in readouts]
         each = declared(found, catalog, prompt_len, most, self._model.dtype.itemsize)
-        sizes = [(one, size) for one, size in zip(readouts, each, strict=True) for _ in (one, *one.beside)]
-        refuse_above(self.config.max_read_mib << 20, sum(size for _, size in sizes) * choices)
-        kept = [size for one, size in sizes if not one.readout.inline]
+        sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
+        refuse_above(self.config.max_read_mib << 20, sum(size * sites for _, size, sites in sizes) * choices)
+        kept: list[int | Layout] = []
+        for one, size, sites in sizes:
+            if spooled(one):
+                rows = most_rows(one.readout, prompt_len + most - 1)
+                kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
+            elif not one.readout.inline:
+                kept += [size] * sites
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
@@ -264,6 +278,16 @@ class Door:
         self._kept[key] = asked, found
         if len(self._kept) > _KNOWN:
             del self._kept[next(iter(self._kept))]
+
+
+def _files(readouts: Sequence[Reported], rooms: Sequence[Room | Spool]) -> Iterator[Sequence[Any]]:
+    """The files that a worker may write, as ``address`` takes them; what the operator captures as well comes here."""
+    spools = (room for room in rooms if isinstance(room, Spool))
+    for number, one in enumerate(readouts):
+        if spooled(one):
+            spool = next(spools)
+            if not one.readout.captured:
+                yield number, *spool.address
 
 
 def _has_ids(request: Any) -> bool:

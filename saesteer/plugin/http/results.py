@@ -4,7 +4,7 @@ They are open to whoever may send requests: --api-key guards them like all of /v
 """
 
 from collections.abc import Iterator
-from os import fstat
+from os import SEEK_END
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Depends, Request
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from saesteer.errors import SpecError
 from saesteer.plugin.http.refusals import Refused, refuse, refusing
 from saesteer.plugin.results.kept import Results
+from saesteer.plugin.results.spools import View
 
 _PIECE = 1 << 20  # bytes
 _MEDIA = "application/octet-stream"
@@ -51,7 +52,8 @@ _FILE: dict[int | str, dict[str, Any]] = {
 def get_result(results: _Kept, handle: str) -> StreamingResponse:
     """What a request has read with `"as": "handle"`, as often as wanted. In a thread: it reads a file."""
     file = results.open(handle)
-    size = fstat(file.fileno()).st_size
+    size = file.seek(0, SEEK_END)
+    file.seek(0)
     return StreamingResponse(_pieces(file), media_type=_MEDIA, headers={"Content-Length": str(size)})
 
 
@@ -62,7 +64,7 @@ def delete_result(results: _Kept, handle: str) -> DeletedResult:
     return DeletedResult(handle=handle)
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
+def _pieces(file: BinaryIO | View) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE):
             yield piece

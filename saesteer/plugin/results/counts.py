@@ -27,7 +27,7 @@ from saesteer.engine.readouts import Brought
 from saesteer.engine.table import Row
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
-from saesteer.planning.answers import Reported, Rows
+from saesteer.planning.answers import Reported, Rows, spooled
 from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
@@ -35,6 +35,7 @@ from saesteer.plugin.reasoning import Border
 from saesteer.plugin.results import consuming, drafts, failures, health, metrics, reads, rules
 from saesteer.plugin.results.drafts import Guessed, Guesses
 from saesteer.plugin.results.kept import Room
+from saesteer.plugin.results.spools import Spool
 from saesteer.plugin.wrap import Original, around, around_method_of
 
 
@@ -217,7 +218,9 @@ class Report:
     by_token: tuple[int, Sequence[bytes]] = (0, ())  # if that had several tokens: those before, and counters at each
     readouts: Sequence[Reported] = ()  # what it reads
     messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
-    rooms: list[Room] = field(default_factory=list)  # for what its choices keep, which take theirs one after the other
+    rooms: list[Room | Spool] = field(
+        default_factory=list
+    )  # for what its choices keep, which take theirs one after the other
     read: Rows | None = None  # of a choice, what has come of that
     unwritten: SpecError | None = None  # why a choice has failed to keep something
     border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
@@ -236,10 +239,11 @@ class Report:
         fields = fields if self.sites is None else fields | {"dose": []}
         fields = fields if self.messages is None else fields | {"messages": [*self.messages]}
         fields = fields | {"flags": []} if self.watches else fields
-        kept = sum(1 + len(one.beside) for one in self.readouts if one.readout.shown and not one.readout.inline)
+        shown = [one for one in self.readouts if one.readout.shown]
+        kept = sum(1 if spooled(one) else 1 + len(one.beside) for one in shown if not one.readout.inline)
         rooms, self.rooms[:kept] = self.rooms[:kept], []
-        shown = any(one.readout.shown for one in self.readouts)
-        read = Rows(self.readouts, fields, [room.keep for room in rooms]) if shown else None
+        keep = [room.keep if isinstance(room, Room) else room for room in rooms]
+        read = Rows(self.readouts, fields, keep) if shown else None
         parts = self.border and self.border()
         return replace(self, fields=fields, read=read, rooms=rooms, parts=parts, fired=[])
 

@@ -3,8 +3,12 @@
 All API servers of a server keep them in one folder (names/board.py), so each can answer for all. The folder is all that
 they know of each other:
 
-    <handle>          a result, as safetensors: ``activations`` [rows, width] and ``positions``; the rest is metadata
-    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but empty on the disk
+    <handle>          a result, as safetensors: ``activations`` [rows, width] and ``positions``; the rest is metadata.
+                      Or one of the names of a file of several results (spools.py), where all rows of a position are one
+    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but empty on the disk;
+                      <handle>.<pid>.<n> for n of them in one file, which gets its names in the end
+    lock              who promises holds it. It has the number and bytes of all, at most: who deletes does not tell, so
+                      what is there is counted only when less might not fit
 
 A request gets its rooms when it is admitted, or is refused, so nothing that was promised is dropped for want of room.
 A room that nobody holds is given up: whatever ends a request, an abort or an error, needs no word about it.
@@ -12,8 +16,6 @@ A room that nobody holds is given up: whatever ends a request, an abort or an er
 
 import atexit
 import fcntl
-import json
-import math
 import os
 import re
 import secrets
@@ -26,7 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from struct import Struct
+from typing import Any, BinaryIO, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +38,8 @@ from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.language.fields import fail, show
 from saesteer.plugin.names.board import meeting_place
 from saesteer.plugin.results.failures import unwritten
+from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
 
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 _HANDLE = re.compile("[0-9a-f]{32}")
 _AT = f"{KEY}.return.activations"
 
@@ -86,12 +89,11 @@ class Handle(str):
 class Room:
     """Room for one result; given up when nobody holds it."""
 
-    def __init__(self, results: "Results", handle: str) -> None:
+    def __init__(self, results: "Results") -> None:
         self._results = results
-        self._handle = Handle(handle)
-        self._handle._results = results
-        self._path = results.folder / f"{handle}.{os.getpid()}"
-        self._give_up = weakref.finalize(self, _remove, self._path)
+        [self._handle] = results.handles(1)
+        self._path = results.folder / f"{self._handle}.{os.getpid()}"
+        self._give_up = weakref.finalize(self, remove, [self._path])
 
     def take(self, size: int) -> None:
         """Makes the file; it takes no space on the disk, but others count its size.
@@ -114,7 +116,7 @@ class Room:
         """
         try:
             with self._path.open("r+b") as file:  # what was promised stays taken until all is written
-                file.writelines([_head(entry, len(data)), np.array(entry["positions"], "<i8").data, data])
+                file.writelines([head(entry, len(data)), np.array(entry["positions"], "<i8").data, data])
                 file.truncate()
             self._path.rename(self._results.folder / self._handle)
         finally:
@@ -147,37 +149,62 @@ class Results:
         threading.Thread(target=_sweep, args=[weakref.ref(self)], daemon=True).start()
         return found
 
-    def promise(self, sizes: Sequence[int]) -> list[Room]:
-        """Room for results of these many bytes.
+    @overload
+    def promise(self, wanted: Sequence[int]) -> list[Room]: ...
+
+    @overload
+    def promise(self, wanted: Sequence[int | Layout]) -> list[Room | Spool]: ...
+
+    def promise(self, wanted: Sequence[Any]) -> list[Any]:
+        """Room for results of these many bytes, or for several that lie in one file.
 
         Raises:
             SpecError: there is too little room, now or ever, or the disk has none.
         """
-        number, size, wanted = self.limits.number, self.limits.size, sum(sizes)
-        if len(sizes) > number or wanted > size:
-            message = f"asks for {len(sizes)} results of {wanted} bytes together, expected at most {number} of {size}"
-            fail(_AT, "too_large", f"{message}; the server keeps more when started with {_FLAGS}")
+        asked = sum(len(one.abouts) if isinstance(one, Layout) else 1 for one in wanted)
+        size = sum(one.size if isinstance(one, Layout) else one for one in wanted)
+        most = self.limits
+        if asked > most.number or size > most.size:
+            message = f"asks for {asked} results of {size} bytes together, expected at most {most.number}"
+            fail(_AT, "too_large", f"{message} of {most.size}; the server keeps more when started with {_FLAGS}")
         try:
-            with self._alone():
-                return self._rooms(sizes)
+            with self._alone() as lock:
+                self._count(lock, asked, size)
+                return [self._room(one) for one in wanted]
         except OSError as error:
             raise unwritten(error) from error
 
-    def _rooms(self, sizes: Sequence[int]) -> list[Room]:
-        number, size, taken = self.limits.number, self.limits.size, self.sweep()
-        if len(taken) + len(sizes) > number or sum(taken) + sum(sizes) > size:
-            message = f"asks for {len(sizes)} results of {sum(sizes)} bytes together, while {len(taken)} of {number} "
-            message += f"with {sum(taken)} of {size} bytes are kept; delete some, or wait: a result is kept for "
-            fail(_AT, "results_full", f"{message}{self.limits.seconds} seconds ({_FLAGS})")
-        rooms = []
-        for one in sizes:
-            room = Room(self, secrets.token_hex(16))
-            room.take(one)
-            rooms.append(room)
-        return rooms
+    def _count(self, lock: int, asked: int, size: int) -> None:
+        """Refuses what does not fit; only then, and at first, it looks at what is there."""
+        most, known = self.limits, os.pread(lock, _TAKEN.size, 0)
+        number, taken = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size)
+        if number + asked > most.number or taken + size > most.size:
+            found = self.sweep()
+            number, taken = len(found), sum(found)
+        if number + asked > most.number or taken + size > most.size:
+            message = f"asks for {asked} results of {size} bytes together, while {number} of {most.number} with "
+            message += f"{taken} of {most.size} bytes are kept; delete some, or wait: a result is kept for "
+            fail(_AT, "results_full", f"{message}{most.seconds} seconds ({_FLAGS})")
+        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + asked * _HEAD), 0)
 
-    def open(self, handle: str) -> BinaryIO:
-        """The file of a result, which can be read to its end even if the result is deleted meanwhile.
+    def _room(self, wanted: int | Layout) -> Room | Spool:
+        if isinstance(wanted, Layout):
+            spool = Spool(self.folder, self.handles(len(wanted.abouts)), wanted)
+            spool.take()
+            return spool
+        room = Room(self)
+        room.take(wanted)
+        return room
+
+    def handles(self, number: int) -> list[Handle]:
+        """New ones."""
+        made = [Handle(secrets.token_hex(16)) for _ in range(number)]
+        for one in made:
+            one._results = self
+        return made
+
+    def open(self, handle: str) -> BinaryIO | View:
+        """The file of a result, as safetensors, which can be read to its end even if the result is deleted meanwhile.
 
         Raises:
             SpecError: there is no such result.
@@ -189,7 +216,7 @@ class Results:
         if self._expired(os.fstat(file.fileno())):
             file.close()
             self._refuse(handle)
-        return file
+        return view(file, handle)
 
     def delete(self, handle: str) -> None:
         """Deletes a result.
@@ -210,7 +237,7 @@ class Results:
         """Removes what has expired, and the rooms of processes that have died; returns the bytes of all others."""
         found = []
         for entry in os.scandir(self.folder):
-            handle, _, process = entry.name.partition(".")
+            handle, process, several = f"{entry.name}..".split(".")[:3]
             if not _HANDLE.fullmatch(handle):
                 continue
             with suppress(FileNotFoundError):  # it was deleted, or is a result since
@@ -218,7 +245,8 @@ class Results:
                 if not _lives(int(process)) if process else self._expired(about):
                     os.unlink(entry)
                 else:
-                    found.append(about.st_size)
+                    number = int(several or 1)
+                    found += [about.st_size // max(number, about.st_nlink)] * number  # a file of several has names
         return found
 
     def _path(self, handle: str) -> Path:
@@ -234,36 +262,20 @@ class Results:
         fail("handle", "unknown_name", f"got {show(handle)}, expected the handle of a result: this one {why}")
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> Iterator[int]:
         """Keeps other processes and threads from promising meanwhile; a process that dies releases the lock."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what cleans up /tmp may have removed it
-        with (self.folder / "lock").open("w") as lock:
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            yield lock
+        finally:
+            os.close(lock)
 
 
+_TAKEN = Struct("<qq")  # number and bytes, at most
+_HEAD = 4096  # bytes of a result beside its numbers
 _FLAGS = "--max-results, --max-results-mib, --result-seconds"
-
-
-def _head(entry: Mapping[str, Any], size: int) -> bytes:
-    """What a safetensors file begins with, in front of the positions and ``size`` bytes of activations."""
-    positions = np.array(entry["positions"]).shape
-    border = 8 * math.prod(positions)
-    others = {name: value for name, value in entry.items() if name not in ("dtype", "shape", "positions")}
-    head = {
-        "__metadata__": {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in others.items()
-        },
-        "positions": {"dtype": "I64", "shape": positions, "data_offsets": [0, border]},
-        "activations": {
-            "dtype": _DTYPES[entry["dtype"]],
-            "shape": entry["shape"],
-            "data_offsets": [border, border + size],
-        },
-    }
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)  # the form wants numbers that are aligned
-    return len(text).to_bytes(8, "little") + text
 
 
 def _sweep(results: "weakref.ref[Results]") -> None:
@@ -273,10 +285,6 @@ def _sweep(results: "weakref.ref[Results]") -> None:
             one.sweep()
         del one
         time.sleep(pause)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 def _lives(process: int) -> bool:

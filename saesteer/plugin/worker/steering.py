@@ -18,6 +18,7 @@ from saesteer.engine.engine import Engine, Row
 from saesteer.engine.parts import Border
 from saesteer.engine.readouts import Brought, Reading, Segment
 from saesteer.engine.registry import Gone
+from saesteer.engine.spool import SPOOLS, Sinks
 from saesteer.plugin.reasoning import border_in
 from saesteer.plugin.results import counts, drafts, failures, health
 from saesteer.plugin.worker import graphs
@@ -52,6 +53,7 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
+        self._sinks = Sinks()  # of requests that read by handle
         self._readers: list[tuple[int, str, Sequence[Reading]]] = []  # of the last batch, with their places in it
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies.
@@ -74,6 +76,7 @@ class Steering:
                 self._stops.add(request.req_id)
             if row.parts:
                 self._borders[request.req_id] = border_in(request)
+            self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
         return row
 
     def _row_of(self, request: Any) -> Row | None:
@@ -146,6 +149,7 @@ class Steering:
             del self.rows[request], self._cached[request]
             self._stops.discard(request)
             self._borders.pop(request, None)
+            self._sinks.forget(request)
 
     def read(self) -> Brought | None:
         """What the requests of the last batch read of its step, which has been launched."""
@@ -153,7 +157,7 @@ class Steering:
             return None
         starts, positions, hidden = self.step()
         segments = [
-            Segment(name, readings, int(starts[at]) + first, int(positions[at]) + first, tokens)
+            Segment(name, readings, int(starts[at]) + first, int(positions[at]) + first, tokens, self._sinks.of(name))
             for at, name, readings in self._readers
             if name in self.rows
             for first, tokens in drafts.pieces(self.guesses.get(name), int(starts[at + 1] - starts[at]))

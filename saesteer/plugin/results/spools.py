@@ -1,0 +1,234 @@
+"""Files of rows as workers write them: at each position those of several results, side by side. Knows no engine.
+
+A file's names are the handles of its results (kept.py), so it is there until the last of them is deleted. Its content:
+
+    MAGIC, the length of the text in 8 bytes, and the text: JSON, which says where rows are, and what each handle is
+    for each row of the results its position, then for each its place in this file, int64
+    from ``start`` on, rows of ``stride`` bytes: one for each position that was declared, whether it was read or not
+
+The rows come first, and the rest once the answer has ended. Whoever fetches a handle gets its columns as safetensors.
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import stat
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from saesteer.engine.spool import LACKING, put
+
+MAGIC = b"saesteer"  # as the length of a safetensors header it would be an absurd one
+_PAGE = 4096
+_WORDS = 512  # bytes of the text for each result, beside what the answer says of it
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
+
+
+class Layout(NamedTuple):
+    """Of the rows of several results that are read alike."""
+
+    abouts: Sequence[Mapping[str, Any]]  # what the answer says of each result
+    rows: int  # that there may be
+    stride: int  # bytes of a row: those of all results
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.stride
+
+    @property
+    def start(self) -> int:
+        """Byte of the first row."""
+        text = sum(_WORDS + 2 * len(json.dumps(about)) for about in self.abouts)
+        return -(-(text + 16 * self.rows) // _PAGE) * _PAGE
+
+
+class Spool:
+    """The file of the results of one readout; given up when nobody holds it.
+
+    Args:
+        folder: of the results.
+        handles: of each.
+        layout: of their rows.
+    """
+
+    def __init__(self, folder: Path, handles: Sequence[str], layout: Layout) -> None:
+        self.layout, self._start, self._handles = layout, layout.start, handles
+        self._names = [f"{folder}/{handle}" for handle in handles]
+        self._path = Path(f"{self._names[0]}.{os.getpid()}.{len(handles)}")
+        self._give_up = weakref.finalize(self, remove, [self._path])
+        self._error: OSError | None = None
+        self.width = layout.stride // len(handles)  # bytes of one result's row
+
+    def take(self) -> None:
+        """Make the file; it takes no space on the disk, but others count its size.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._path.touch(0o600)
+        os.truncate(self._path, self.layout.size)
+
+    @property
+    def address(self) -> list[Any]:
+        """As a worker's Sink takes it."""
+        return [str(self._path), self._start, self.layout.rows]
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        """Write rows that have come here. If that fails, ``keep`` says so.
+
+        Args:
+            places: ascending, first and number of the rows.
+            data: the rows.
+        """
+        layout, rest = self.layout, memoryview(data)
+        try:
+            with self._path.open("r+b") as file:
+                for first, rows in places:
+                    fits = max(0, min(rows, layout.rows - first))
+                    put(file.fileno(), self._start + layout.stride * first, [rest[: layout.stride * fits]])
+                    rest = rest[layout.stride * rows :]
+        except OSError as error:
+            self._error = error
+
+    def keep(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> Sequence[str]:
+        """Let the results be fetched: all rows are written.
+
+        Args:
+            entries: what the answer says of each: dtype, shape, positions, and where it was read.
+            places: the row of each position in the file.
+
+        Returns:
+            Their handles.
+
+        Raises:
+            OSError: a row or this could not be written, for instance as the disk is full; the file is given up.
+        """
+        try:
+            self._finish(entries, places)
+            for name in self._names[1:]:
+                os.link(self._path, name)
+            os.rename(self._path, self._names[0])
+        except OSError:
+            remove(map(Path, self._names))
+            self._give_up()
+            raise
+        self._give_up.detach()
+        return self._handles
+
+    def _finish(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
+        if self._error is not None:
+            raise self._error
+        start, stride = self._start, self.layout.stride
+        about = {
+            handle: [self.width * at, {name: value for name, value in entry.items() if name != "positions"}]
+            for at, (handle, entry) in enumerate(zip(self._handles, entries, strict=True))
+        }
+        text = json.dumps({"rows": len(places), "start": start, "stride": stride, "results": about}).encode()
+        positions = np.array(entries[0]["positions"], "<i8").tobytes()
+        head = b"".join([MAGIC, len(text).to_bytes(8, "little"), text, positions, np.array(places, "<i8").tobytes()])
+        assert len(head) <= start, "there is room for what is said of results"
+        if stat.S_IMODE(self._path.stat().st_mode) == LACKING:
+            raise OSError(errno.EIO, "some of its rows could not be written")
+        with self._path.open("r+b") as file:
+            file.write(head)
+            # A step behind the last token may still write a row there, which nobody will read.
+            file.truncate(start + stride * (max(places, default=-1) + 1))
+
+
+class View(io.RawIOBase):
+    """One result of a file as a file in the form of safetensors.
+
+    Args:
+        file: of several, closed with this one.
+        head: in front of the numbers.
+        rows: where each row begins in the file.
+        width: bytes of a row.
+    """
+
+    def __init__(self, file: BinaryIO, head: bytes, rows: Sequence[int], width: int) -> None:
+        self._file, self._head, self._rows, self._width, self._at = file, head, rows, width, 0
+        self.size = len(head) + len(rows) * width
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer as far as there is more."""
+        into, done = memoryview(buffer).cast("B"), 0
+        while done < len(into) and self._at < self.size:
+            if self._at < len(self._head):
+                piece = self._head[self._at : self._at + len(into) - done]
+                into[done : done + len(piece)] = piece
+                count = len(piece)
+            else:
+                row, inside = divmod(self._at - len(self._head), self._width)
+                part = into[done : done + self._width - inside]
+                count = os.preadv(self._file.fileno(), [part], self._rows[row] + inside)
+                if not count:
+                    raise OSError(errno.EIO, "a row is missing")
+            done += count
+            self._at += count
+        return done
+
+    def readall(self) -> bytes:
+        """All that is left."""
+        return self.read(max(0, self.size - self._at)) or b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """To a byte of the result."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+        super().close()
+
+
+def view(file: BinaryIO, handle: str) -> BinaryIO | View:
+    """A result's file, opened, as safetensors: itself, or its columns of one that has several results."""
+    begin = file.read(16)
+    if begin[:8] != MAGIC:
+        file.seek(0)
+        return file
+    about = json.loads(file.read(int.from_bytes(begin[8:], "little")))
+    rows, (column, entry) = about["rows"], about["results"][handle]
+    positions, places = (np.frombuffer(file.read(8 * rows), "<i8") for _ in range(2))
+    begins = (about["start"] + about["stride"] * places + column).tolist()
+    width = about["stride"] // len(about["results"]) if rows else 0
+    return View(file, head({**entry, "positions": positions}, rows * width) + positions.tobytes(), begins, width)
+
+
+def head(entry: Mapping[str, Any], size: int) -> bytes:
+    """What a safetensors file begins with, in front of the positions and ``size`` bytes of activations."""
+    positions = np.array(entry["positions"]).shape
+    border = 8 * math.prod(positions)
+    others = {name: value for name, value in entry.items() if name not in ("dtype", "shape", "positions")}
+    found = {
+        "__metadata__": {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in others.items()
+        },
+        "positions": {"dtype": "I64", "shape": positions, "data_offsets": [0, border]},
+        "activations": {
+            "dtype": _DTYPES[entry["dtype"]],
+            "shape": entry["shape"],
+            "data_offsets": [border, border + size],
+        },
+    }
+    text = json.dumps(found).encode()
+    text += b" " * (-len(text) % 8)  # the form wants numbers that are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files, as far as they exist."""
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,371 @@
+"""Rows on their way from a step into the files that handles name, and back. Starts no engine."""
+
+import errno
+import gc
+import io
+import os
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from saesteer.config.config import SaesteerConfig
+from saesteer.consumers.known import Consumers
+from saesteer.engine import spool
+from saesteer.engine.readouts import Brought, Captures, Reading, Segment
+from saesteer.engine.spool import SPOOLS, Sink, Sinks, Writer, address
+from saesteer.errors import SpecError
+from saesteer.language.spec import from_json
+from saesteer.planning.answers import Reported, Rows
+from saesteer.planning.plan import END, Catalog, Readout, Window
+from saesteer.plugin.door.admission import Door, without_ours
+from saesteer.plugin.results.kept import Limits, Results
+from saesteer.plugin.results.spools import Layout, Spool
+from tests.plugin.test_read_rows import inside, windows
+
+WIDTH, STEP = 3, 16
+SITES = ("a", "b", "c")
+
+
+def results(folder: Path, number: int = 100, size: int = 1 << 20) -> Results:
+    folder.mkdir(exist_ok=True)
+    return Results(Limits(number, size, 60), folder)
+
+
+def files(found: Results) -> list[str]:
+    return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
+
+
+def spool_of(found: Results, scope: Sequence[Window] = ((0, END),), rows: int = 30, sites: int = 3) -> Spool:
+    abouts = [{"site": name, "at": "before"} for name in SITES[:sites]]
+    [made] = found.promise([Layout(abouts, rows, 2 * WIDTH * sites)])
+    assert isinstance(made, Spool)
+    return made
+
+
+def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict[str, Any]]:
+    fields: dict[str, Any] = {}
+    one = Readout("activation", "saesteer.return", SITES[0], SITES[0], False, tuple(scope), inline=False)
+    about, *beside = made.layout.abouts
+    return Rows([Reported(one, about, "bfloat16", beside=tuple(beside))], fields, [made]), fields
+
+
+def sinks_of(made: Spool) -> Any:
+    found = Sinks()
+    found.add("r", address([(0, *made.address)]))
+    return found.of("r")
+
+
+def truth(site: int, position: int, noise: int = 0) -> torch.Tensor:
+    return torch.tensor([site, position, site * position + noise]).bfloat16()
+
+
+class Steps:
+    """A worker's side, for one request and one readout of all sites."""
+
+    def __init__(self, scope: Sequence[Window], sites: int = 3) -> None:
+        self.names = SITES[:sites]
+        self.captures = Captures(dict.fromkeys(self.names, WIDTH), STEP, torch.bfloat16, torch.device("cpu"))
+        self.reading = Reading("activation", self.names, False, scope, False, "none", None, 0, ())
+
+    def run(self, sinks: Any, lo: int, hi: int, noise: int = 0, first: int = 2) -> Brought | None:
+        for site, name in enumerate(self.names):
+            for at in range(lo, hi):
+                self.captures.of(name)["before"][first + at - lo] = truth(site, at, noise)
+        return self.captures.read([Segment("r", [self.reading], first, lo, hi - lo, sinks)], None)
+
+
+def check(found: Results, entries: Any, positions: Sequence[int], noise: int = 0) -> None:
+    assert [entry["site"] for entry in entries] == [*SITES[: len(entries)]]
+    for site, entry in enumerate(entries):
+        assert entry["positions"] == [*positions] and entry["dtype"] == "bfloat16"
+        assert entry["shape"] == [len(positions), WIDTH if positions else 0]
+        with found.open(entry["handle"]) as file:
+            data = file.read()
+        both = load(data)
+        assert both["positions"].tolist() == [*positions]
+        expected = [truth(site, at, noise) for at in positions]
+        assert torch.equal(both["activations"], torch.stack(expected) if expected else torch.zeros(0, 0).bfloat16())
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(
+    scope=windows(),
+    sites=st.integers(1, 3),
+    chunks=st.lists(st.integers(1, 7), min_size=1, max_size=8),
+    again=st.integers(0, 8),
+    end=st.integers(1, 24),
+    here=st.booleans(),
+    sent=st.booleans(),
+)
+def test_each_row_is_where_its_handle_finds_it(
+    tmp_path: Path, scope: list[Window], sites: int, chunks: list[int], again: int, end: int, here: bool, sent: bool
+) -> None:
+    """In chunks, once more from the beginning behind a preemption, past the end, and by either process."""
+    found, steps = results(Path(tempfile.mkdtemp(dir=tmp_path))), Steps(scope, sites)
+    made = spool_of(found, scope, sum(max(0, min(hi, end) - lo) for lo, hi in scope), sites)
+    rows, fields = told(made, scope)
+    sinks = sinks_of(made) if here else None
+    for wrong, turn in ((1, chunks[:again]), (0, [*chunks, *[STEP - 2] * 3])):
+        at = 0
+        for tokens in turn:
+            brought = steps.run(sinks, at, at + tokens, noise=wrong)
+            at += tokens
+            if brought is not None:
+                brought = pickle.loads(pickle.dumps(brought)) if sent else brought
+                blobs = brought.blobs(["r"]).get("r", [])
+                assert all(len(blob) == (2 if here else 3) for blob in blobs)
+                rows.add(blobs)
+    rows.tell(end, 1, final=True)
+    check(found, fields["activations"], [at for lo, hi in inside(scope, 0, end) for at in range(lo, hi)])
+    assert len(files(found)) == sites
+    late = steps.run(sinks, end, end + 2, noise=5)
+    if here and late is not None:
+        late.blobs(["r"])
+        check(found, fields["activations"], [at for lo, hi in inside(scope, 0, end) for at in range(lo, hi)])
+
+
+def test_a_file_is_there_until_its_last_handle_is_deleted(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    made = spool_of(found, rows=20)
+    whole = 20 * 2 * WIDTH * 3
+    assert found.sweep() == [whole // 3] * 3, "what was declared"
+    rows, fields = told(made)
+    rows.add([[0, [[4, 6]], bytes(2 * 2 * WIDTH * 3)]])
+    rows.tell(6, 1, final=True)
+    handles = [entry["handle"] for entry in fields["activations"]]
+    size = (found.folder / handles[0]).stat().st_size
+    assert found.sweep() == [size // 3] * 3 and size == made.layout.start + 6 * 2 * WIDTH * 3
+    found.delete(handles[1])
+    assert found.sweep() == [size // 2] * 2
+    with pytest.raises(SpecError, match="was deleted"):
+        found.open(handles[1])
+    for handle in (handles[0], handles[2]):
+        assert handle.numbers().tolist() == [[0.0] * WIDTH] * 2
+        handle.delete()
+    assert found.sweep() == [] == files(found)
+
+
+def test_a_result_is_read_in_any_pieces(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    rows, fields = told(spool_of(found))
+    rows.add([[0, [[0, 9]], bytes(range(9 * 2 * WIDTH * 3))]])
+    rows.tell(9, 1, final=True)
+    for entry in fields["activations"]:
+        file = found.open(entry["handle"])
+        whole = file.read()
+        assert file.read() == b"" and file.seek(0, io.SEEK_END) == len(whole)
+        for piece in (1, 5, 64, 1000):
+            file.seek(0)
+            assert b"".join(iter(partial(file.read, piece), b"")) == whole
+        file.seek(len(whole) - 3)
+        assert file.read() == whole[-3:]
+        file.close()
+
+
+def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, steps = results(tmp_path), Steps([(0, END)])
+    one, two = spool_of(found), spool_of(found)
+    sick, sound = sinks_of(one), sinks_of(two)
+    put, number = spool.put, sick[0].file
+
+    def full(file: int, at: int, pieces: Any) -> None:
+        if file == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(file, at, pieces)
+
+    monkeypatch.setattr(spool, "put", full)
+    answers = [told(one), told(two)]
+    for sinks, (rows, _) in zip((sick, sound), answers, strict=True):
+        brought = steps.run(sinks, 0, 5)
+        assert brought is not None
+        rows.add(brought.blobs(["r"])["r"])
+    del sick, sinks  # a preempted request comes anew
+    with pytest.raises(OSError, match="some of its rows could not be written"):
+        answers[0][0].tell(5, 1, final=True)
+    answers[1][0].tell(5, 1, final=True)
+    check(found, answers[1][1]["activations"], range(5))
+    assert len(files(found)) == 3, "nothing of the other one stays"
+
+
+def test_rows_that_come_here_and_do_not_fit_on_the_disk_end_their_request(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    made = spool_of(found)
+    made._path.unlink()
+    made._path.symlink_to("/dev/full")
+    rows, _ = told(made)
+    rows.add([[0, [[0, 1]], bytes(2 * WIDTH * 3)]])
+    with pytest.raises(OSError, match="No space"):
+        rows.tell(1, 1, final=True)
+    assert files(found) == []
+
+
+def test_a_file_that_nobody_holds_is_given_up_though_a_worker_has_it_open(tmp_path: Path) -> None:
+    found, steps = results(tmp_path), Steps([(0, END)])
+    made = spool_of(found)
+    sinks = sinks_of(made)
+    assert len(files(found)) == 1
+    del made
+    gc.collect()
+    assert files(found) == []
+    brought = steps.run(sinks, 0, 5)
+    assert brought is not None and brought.blobs(["r"])
+
+
+def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spool_of(results(tmp_path))
+    here = address([(0, *made.address)])
+    found = Sinks()
+    found.add("far", ["another machine", here[1]])
+    found.add("near", here)
+    found.add("none", None)
+    assert found.of("far") is None and found.of("none") is None and list(found.of("near") or ()) == [0]
+    found.forget("near")
+    found.add("near", here)
+    del made
+    gc.collect()
+    assert found.of("near") == {}
+    monkeypatch.setattr(platform, "node", lambda: "another machine")
+    found.add("moved", here)
+    assert found.of("moved") is None
+
+
+def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, steps, gate = results(tmp_path), Steps([(0, END)]), threading.Event()
+    made, put = spool_of(found), spool.put
+    monkeypatch.setattr(spool, "put", lambda *a: gate.wait(20) and put(*a))
+    brought = steps.run(sinks_of(made), 0, 5)
+    assert brought is not None
+    assert brought.blobs(["another"]) == {"r": [[0, [(0, 5)]]]}, "at once"
+    timer = threading.Timer(0.2, gate.set)
+    timer.start()
+    brought.blobs(["r"])
+    assert gate.is_set()
+    timer.join()
+
+
+def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, steps, gate, calls = results(tmp_path), Steps([(0, END)]), threading.Event(), 0
+    made, put = spool_of(found), spool.put
+
+    def slow(*given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        gate.wait(20)
+        put(*given)
+
+    monkeypatch.setattr(spool, "put", slow)
+    monkeypatch.setattr(spool, "MOST", 2 * 5 * 2 * WIDTH * 3)
+    sinks = sinks_of(made)
+    for step in range(2):
+        steps.run(sinks, 5 * step, 5 * step + 5)
+    thread = threading.Thread(target=steps.run, args=[sinks, 10, 15])
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    gate.set()
+    thread.join(20)
+    brought = steps.run(sinks, 15, 16)
+    assert brought is not None
+    brought.blobs(["r"])
+    assert calls < 5, "steps that have waited are written together"
+    rows, fields = told(made)
+    rows.add([[0, [[0, 16]]]])
+    rows.tell(16, 1, final=True)
+    check(found, fields["activations"], range(16))
+
+
+def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a device that is lost")
+
+    steps = Steps([(0, END)])
+    monkeypatch.setattr(Sink, "write", broken)
+    brought = steps.run(sinks_of(spool_of(results(tmp_path))), 0, 5)
+    assert brought is not None
+    with pytest.raises(RuntimeError, match="has ended"):
+        brought.blobs(["r"])
+
+
+def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    sink = Sink(str(tmp_path / "file"), 0, 100)
+    some = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
+    pieces = [np.full(5, n % 251, dtype=np.uint8) for n in range(900)]
+    sink.write([*((5 * n, piece) for n, piece in enumerate(pieces)), (9000, pieces[0])])
+    data = (tmp_path / "file").read_bytes()
+    assert data[:4500] == b"".join(map(bytes, pieces)) and data[9000:] == bytes(pieces[0])
+
+
+def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = results(tmp_path, number=20), results(tmp_path, number=20)  # of two API servers
+    looks, sweep = 0, Results.sweep
+
+    def counted(self: Results) -> list[int]:
+        nonlocal looks
+        looks += 1
+        return sweep(self)
+
+    monkeypatch.setattr(Results, "sweep", counted)
+    monkeypatch.setattr("saesteer.plugin.results.kept._sweep", lambda _: None)
+    held = [(one, two)[n % 2].promise([5]) for n in range(10)]
+    assert looks == 1, "at first"
+    del held[5:]
+    gc.collect()
+    for _ in range(30):
+        one.promise([5])
+    assert looks == 3, "once for each 15 that are left"
+
+
+@pytest.mark.parametrize("case", ["one", "two choices", "a consumer", "captured"])
+def test_which_requests_have_files_that_workers_write(tmp_path: Path, case: str) -> None:
+    config = SaesteerConfig.from_json({"max_read_mib": 1})
+    model = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=64))
+    consumers = SimpleNamespace(named={"x": None}, capturing=())
+    capture = ["resid_post.3"] if case == "captured" else []
+    door = Door("", config, None, model, consumers if case == "a consumer" else Consumers({}), capture)  # type: ignore[arg-type]
+    door.results = results(tmp_path)
+    catalog = Catalog({}, frozenset({"resid_post.3", "resid_post.4"}), 64, width=8, consumers={"x": lambda *_: None})
+    reads = [
+        {"site": "resid_post.4", "at": "after"},
+        {"site": "resid_post.3", "at": "after", "reduce": "mean", "as": "handle"},
+        {"site": "resid_post.3", "as": "handle"},
+        {"site": "resid_post.4", "as": "handle"},
+    ]
+    if case != "one":
+        del reads[0]
+    spec = from_json({"return": {"activations": reads, "consumers": {"x": {}} if case == "a consumer" else {}}})
+    params = SimpleNamespace(extra_args=None, max_tokens=4, n=2 if case == "two choices" else 1)
+    door.admit(spec, catalog, SimpleNamespace(prompt_token_ids=[1] * 5, sampling_params=params))
+    found = params.extra_args.get(SPOOLS)
+    if case in ("two choices", "a consumer"):
+        assert found is None
+    elif case == "captured":
+        numbers = [number for number, *_ in found[1]]
+        assert len(numbers) == 1, "resid_post.4 alone"
+    else:
+        node, [[number, path, start, rows]] = found
+        assert (node, number, rows) == (platform.node(), 2, 5 + 4 - 1) and start % 4096 == 0 and Path(path).exists()
+    assert without_ours(params.extra_args).keys() == {"saesteer"}  # type: ignore[union-attr]
+
+
+def test_a_writer_without_work_has_no_threads() -> None:
+    before = threading.active_count()
+    assert Writer().ticket == 0
+    assert threading.active_count() == before
