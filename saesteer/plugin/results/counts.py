@@ -218,9 +218,8 @@ class Report:
     by_token: tuple[int, Sequence[bytes]] = (0, ())  # if that had several tokens: those before, and counters at each
     readouts: Sequence[Reported] = ()  # what it reads
     messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
-    rooms: list[Room | Spool] = field(
-        default_factory=list
-    )  # for what its choices keep, which take theirs one after the other
+    # For what its choices keep, which take theirs one after the other.
+    rooms: list[Room | Spool] = field(default_factory=list)
     read: Rows | None = None  # of a choice, what has come of that
     unwritten: SpecError | None = None  # why a choice has failed to keep something
     border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
