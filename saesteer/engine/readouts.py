@@ -272,10 +272,10 @@ class Captures:
             hidden: [tokens, d], what lm_head multiplies.
         """
         wanted: dict[int | None, list[tuple[Part, NDArray[np.int64]]]] = {}
-        spooled = set()
+        lanes: dict[str, set[int]] = {}  # of requests that have files, the threads that write them
         for segment in segments:
             if segment.sinks is not None:
-                spooled.add(segment.name)
+                lanes[segment.name] = {sink.lane for sink in segment.sinks.values()}
             for number, reading in enumerate(segment.readings):
                 bank, planes = self._where(reading.ops, reading.after)
                 ahead = segment.first - segment.position
@@ -287,12 +287,12 @@ class Captures:
                         rows = (at[:, None] + (planes + ahead)).ravel()
                     part = Part(segment.name, number, reading, spans, 0, len(rows), (segment.sinks or {}).get(number))
                     wanted.setdefault(bank, []).append((part, rows))
-        if not wanted and not spooled:
+        if not wanted and not lanes:
             return None
         gathered = [self._gather(bank, found, hidden) for bank, found in wanted.items()]
         if self._side is None:
             made = self._writer.spool((one for x, parts in gathered for one in _made(x, parts)), None)
-            return Brought(made, None, Spooling(frozenset(spooled), self._writer) if spooled else None)
+            return Brought(made, None, Spooling(lanes, self._writer) if lanes else None)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             made = self._writer.spool([one for x, parts in gathered for one in _made(x, parts)], self._side)
@@ -300,7 +300,7 @@ class Captures:
                 x.record_stream(self._side)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
-        return Brought(made, event, Spooling(frozenset(spooled), self._writer) if spooled else None)
+        return Brought(made, event, Spooling(lanes, self._writer) if lanes else None)
 
     def _where(self, ops: tuple[str, ...], after: bool) -> tuple[int | None, NDArray[np.int64]]:
         """The bank that sites are captured in, and the first row of each."""

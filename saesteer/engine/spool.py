@@ -29,6 +29,8 @@ logger = logging.getLogger("vllm.saesteer")
 SPOOLS = f"{KEY}_spools"  # next to a plan in extra_args, as ``address`` makes it
 LANES = 4  # threads; one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
+TOGETHER = 8  # steps that a thread writes by one call for each file: a call takes the interpreter from the steps
+PAUSE = 0.05  # seconds at most that rows wait for those of later steps
 LACKING = 0o400  # mode of a file that lacks rows
 _TOGETHER = 512  # pieces that are written by one call; a system takes 1,024
 
@@ -58,6 +60,7 @@ class Sink:
         self.start, self.rows = start, rows
         self._path, self._failed = path, False
         self.file = os.open(path, os.O_WRONLY)
+        self.lane = self.file % LANES  # the thread that writes it
         weakref.finalize(self, os.close, self.file)
 
     def write(self, pieces: Iterable[tuple[int, Any]]) -> None:
@@ -152,6 +155,7 @@ class Writer:
         self.ticket = 0  # of the last step that was put
         self._queues: list[deque[_Job]] = [deque() for _ in range(LANES)]
         self._done = [0] * LANES  # the last ticket of each thread
+        self._wanted = [0] * LANES  # the last ticket that somebody waits for
         self._held = 0  # bytes that wait
         self._changed = Condition()
         self._threads: list[Thread] = []
@@ -194,7 +198,7 @@ class Writer:
             event.record(stream)
         shares: list[list[tuple[Sink, int, Any]]] = [[] for _ in range(LANES)]
         for piece in pieces:
-            shares[piece[0].file % LANES].append(piece)
+            shares[piece[0].lane].append(piece)
         with self._changed:
             if not self._threads:
                 self._threads = [Thread(target=self._run, args=[lane], daemon=True) for lane in range(LANES)]
@@ -207,13 +211,22 @@ class Writer:
                 job = _Job(self.ticket, share, event)
                 queue.append(job)
                 self._held += job.size
-            self._changed.notify_all()
+            if any(len(queue) == 1 or self._due(lane) for lane, queue in enumerate(self._queues)):
+                self._changed.notify_all()
 
-    def wait(self, ticket: int) -> None:
-        """Wait until all that was put up to a step is written, or was tried."""
+    def wait(self, ticket: int, lanes: Collection[int]) -> None:
+        """Wait until all that some threads got up to a step is written, or was tried."""
         with self._changed:
-            self._changed.wait_for(lambda: min(self._done) >= ticket or self._broken)
+            for lane in lanes:
+                self._wanted[lane] = max(self._wanted[lane], ticket)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(self._done[lane] >= ticket for lane in lanes) or self._broken)
             self._check()
+
+    def _due(self, lane: int) -> bool:
+        """Whether a thread should not wait for more."""
+        full = len(self._queues[lane]) >= TOGETHER or self._held >= MOST // 2
+        return full or self._wanted[lane] > self._done[lane]
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -232,12 +245,11 @@ class Writer:
         queue = self._queues[lane]
         with self._changed:
             self._changed.wait_for(lambda: queue)
-            jobs = [queue.popleft()]
-        if jobs[0].event is not None:
-            jobs[0].event.synchronize()
-        with self._changed:  # a thread that is behind writes several steps at once
-            while queue and (queue[0].event is None or queue[0].event.query()):
-                jobs.append(queue.popleft())
+            self._changed.wait_for(lambda: self._due(lane), PAUSE)
+            jobs = [*queue]
+            queue.clear()
+        if jobs[-1].event is not None:
+            jobs[-1].event.synchronize()
         written: defaultdict[Sink, list[tuple[int, Any]]] = defaultdict(list)
         for job in jobs:
             for sink, at, data in job.pieces:
@@ -254,14 +266,15 @@ class Spooling:
     """The requests of a step that have files.
 
     Args:
-        requests: their names.
+        lanes: of each request, the threads that write its files.
         writer: that has all rows up to this step.
     """
 
-    def __init__(self, requests: frozenset[str], writer: Writer) -> None:
-        self._requests, self._writer, self._ticket = requests, writer, writer.ticket
+    def __init__(self, lanes: Mapping[str, Collection[int]], writer: Writer) -> None:
+        self._lanes, self._writer, self._ticket = lanes, writer, writer.ticket
 
     def settle(self, ending: Collection[str] | None = None) -> None:
-        """Wait for all rows up to this step, if one of these requests has a file; None: for all requests."""
-        if ending is None or not self._requests.isdisjoint(ending):
-            self._writer.wait(self._ticket)
+        """Wait for all rows up to this step of those of these requests that have a file; None: of all requests."""
+        found = self._lanes.keys() if ending is None else self._lanes.keys() & ending
+        if lanes := {lane for name in found for lane in self._lanes[name]}:
+            self._writer.wait(self._ticket, lanes)
