@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.plugin.serving import served
 from tests.shared import Shared
@@ -16,6 +17,10 @@ RUNNING = 6
 # Tests that share run side by side, so that each engine and each server is started once; these in this order, and after
 # them the slow ones that share nothing. What is not reached in time is then the commands and the benchmarks.
 SHARERS = ("make_engine", "any_server", "demo_server")
+
+# A machine that is busy is not a failure.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 MAY_BE_LEFT = 0.02  # of the tests; a machine that is busy today has a few left, a suite that has outgrown its time more
 
