@@ -129,6 +129,7 @@ def judge(step: Step, ours: State, theirs: State) -> None:
     """
     was, form = step.state, step.form
     registers, counts = was.registers.double(), was.counts.clone()
+    other = torch.ones_like(was.registers, dtype=torch.bool)  # registers that no entry fills
     edited, want, unsure = [], [], set()
     for token, row, position in step.listed:
         if len(step.rows[row - 1]) > 1:
@@ -144,6 +145,7 @@ def judge(step: Step, ours: State, theirs: State) -> None:
         if one.flags & READ:
             found = min(max((one.scale - 1.0) * f + one.shift, one.low), one.high)
             registers[token, one.gates] = math.nan if abs(pre - one.threshold) < NEAR else found
+            other[token, one.gates] = False  # 0 may become -0
             continue
         if one.flags & HELD:
             f = float(was.registers[token, one.size])
@@ -167,7 +169,6 @@ def judge(step: Step, ours: State, theirs: State) -> None:
         assert torch.equal(state.cells, was.cells)
         known = registers.isfinite()
         assert torch.allclose(state.registers[known].double(), registers[known], atol=1e-4, rtol=1e-4)
-        other = registers == was.registers
         assert torch.equal(bits(state.registers)[other], bits(was.registers)[other])
         quiet = [token for token in mine if token not in edited] + [len(was.stream) - 1]
         assert torch.equal(bits(state.stream)[quiet], bits(was.stream)[quiet])
