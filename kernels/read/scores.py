@@ -39,26 +39,23 @@ def score(
     numbers: Tensor,
     bias: Tensor,
     scores: Tensor,
-    index: Tensor | None = None,
     tiles: Tiles = TILES,
 ) -> None:
     """Fill in the scores of the probes of some sites.
 
     Args:
-        x: [n, all sites, d], in 16 bit; with an index [any, d].
+        x: [n, all sites, d], in 16 bit.
         sites: [sites] int64, which ones; None: all of them.
         v: [sites, 3 m, d], three parts of each direction that add up to it: all first ones, then the second and third.
         numbers: [sites, m] int32, the column of each probe.
         bias: [k] fp32.
         scores: [n, k] fp32; only the columns of these probes change.
-        index: [n · all sites], of rows in x.
     """
     own, m = numbers.shape
-    n, every = (len(x), x.shape[1]) if index is None else (len(scores), len(index) // len(scores))
+    n, every, width = x.shape
     waits: Any = early(x.device.index)
     score_kernel[(triton.cdiv(n, _ROWS), own, triton.cdiv(m, tiles.probes))](
         x,
-        index,
         sites,
         v,
         numbers,
@@ -68,7 +65,7 @@ def score(
         every,
         m,
         scores.shape[1],
-        WIDTH=x.shape[-1],
+        WIDTH=width,
         ROWS=_ROWS,
         PROBES=tiles.probes,
         COLUMNS=tiles.columns,
@@ -80,8 +77,7 @@ def score(
 
 @kernel("x", "v")
 def score_kernel(
-    x,  # [rows, WIDTH]
-    index,  # of rows, or None
+    x,  # [n, every, WIDTH]
     sites,  # [sites], or None
     v,  # [sites, 3 m, WIDTH]
     numbers,  # [sites, m] int32
@@ -107,8 +103,6 @@ def score_kernel(
     place = row * every + site
     if sites is not None:
         place = row * every + tl.load(sites + site)
-    if index is not None:
-        place = tl.load(index + place, mask=inside, other=0)
     member = tl.arange(0, 4 * PROBES)  # four parts of each probe, the last one nothing
     probe = tl.program_id(2) * PROBES + member // 4
     part = member % 4

@@ -148,7 +148,7 @@ def main() -> None:
     reads["product_kernel"] = compiled(product.product_kernel, "bf16", product.TILES.warps, tiles).metadata.shared
     score = import_module("saesteer.kernels.read.scores")
     given = {"ROWS": 16, "PROBES": score.TILES.probes, "COLUMNS": score.TILES.columns, "STAGES": score.TILES.stages}
-    given |= {"WIDTH": 5376, "PDL": True, "index": None, "sites": None}
+    given |= {"WIDTH": 5376, "PDL": True, "sites": None}
     reads["score_kernel"] = compiled(score.score_kernel, "bf16", score.TILES.warps, given).metadata.shared
     tell({"shared": shared, "early": early, "read": reads})
 
