@@ -7,7 +7,7 @@ made of them runs beside the next step, on a stream of its own.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -149,13 +149,14 @@ class Brought:
     def __reduce__(self) -> tuple[type["Brought"], tuple[list["Made"]]]:
         """An event cannot leave its process, so the copies are waited for, and so are threads that write."""
         self._settle()
-        if self.spooling is not None:
-            self.spooling.settle()
         return Brought, (self.parts,)
 
-    def _settle(self) -> None:
+    def _settle(self, ending: Collection[str] | None = None) -> None:
+        """Wait for the copies, and for what is written for these requests; None: for all."""
         if self.event is not None and any(one.arrays for one in self.parts):
             self.event.synchronize()
+        if self.spooling is not None:
+            self.spooling.settle(ending)
 
     def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
         """What rules watch: by request and number of the measure, positions and the value at each."""
@@ -181,10 +182,8 @@ class Brought:
             ending: requests that may end now; only they get rows for an answer's end.
             ends: by request, the first position that is dropped.
         """
-        self._settle()
         ending = frozenset(ending)
-        if self.spooling is not None:
-            self.spooling.settle(ending)
+        self._settle(ending)
         found: dict[str, list[Blob]] = {}
         numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
         for part, arrays, first, last in self.parts:

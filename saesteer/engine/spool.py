@@ -32,7 +32,7 @@ MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
 TOGETHER = 8  # steps that a thread writes by one call for each file: a call takes the interpreter from the steps
 PAUSE = 0.05  # seconds at most that rows wait for those of later steps
 LACKING = 0o400  # mode of a file that lacks rows
-_TOGETHER = 512  # pieces that are written by one call; a system takes 1,024
+_PIECES = 512  # that are written by one call; a system takes 1,024
 
 
 def address(spools: Iterable[Sequence[Any]]) -> list[Any]:
@@ -95,7 +95,7 @@ def _runs(pieces: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, list[Any]]]:
     run: list[Any] = []
     first = end = 0
     for at, data in pieces:
-        if run and (at != end or len(run) == _TOGETHER):
+        if run and (at != end or len(run) == _PIECES):
             yield first, run
             run = []
         if not run:
@@ -142,10 +142,7 @@ class _Job(NamedTuple):
     ticket: int
     pieces: Sequence[tuple[Sink, int, Any]]  # where, at which byte, and what
     event: Any  # of the device, behind the copies into these pieces; None: they are there
-
-    @property
-    def size(self) -> int:
-        return sum(len(data) for _, _, data in self.pieces)
+    size: int  # bytes of the pieces
 
 
 class Writer:
@@ -208,7 +205,7 @@ class Writer:
             self._check()
             self.ticket += 1
             for queue, share in zip(self._queues, shares, strict=True):
-                job = _Job(self.ticket, share, event)
+                job = _Job(self.ticket, share, event, sum(len(data) for _, _, data in share))
                 queue.append(job)
                 self._held += job.size
             if any(len(queue) == 1 or self._due(lane) for lane, queue in enumerate(self._queues)):

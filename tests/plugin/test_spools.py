@@ -9,11 +9,11 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -288,6 +288,31 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     rows.add([[0, [[0, 16]]]])
     rows.tell(16, 1, final=True)
     check(found, fields["activations"], range(16))
+
+
+def soon(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 15
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there are enough of them, when an answer may end, and after a while when nobody asks for more."""
+    steps, put, made = Steps([(0, END)]), spool.put, spool_of(results(tmp_path))
+    sinks, calls = sinks_of(made), cast(Any, [])
+    monkeypatch.setattr(spool, "put", lambda *given: calls.append(len(given[2])) or put(*given))
+    monkeypatch.setattr(spool, "PAUSE", 20)
+    for step in range(spool.TOGETHER + 3):
+        brought = steps.run(sinks, step, step + 1)
+        if step + 1 == spool.TOGETHER:
+            soon(lambda: len(calls) == 1)
+    assert calls == [spool.TOGETHER] and brought is not None
+    brought.blobs(["r"])
+    assert calls == [spool.TOGETHER, 3]
+    monkeypatch.setattr(spool, "PAUSE", 0.05)
+    steps.run(sinks, 0, 1)
+    soon(lambda: len(calls) == 3)
+    assert calls == [spool.TOGETHER, 3, 1]
 
 
 def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
