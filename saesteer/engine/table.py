@@ -102,6 +102,11 @@ class Row:
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 
     @property
+    def listed(self) -> bool:
+        """Whether it does anything at a site. The device numbers the steps that have such a row, and no others."""
+        return bool(self.words[0])
+
+    @property
     def counters(self) -> int:
         """The number of columns of counts that it uses."""
         return self.edits + layout.DOSE_WORDS * self.doses
@@ -151,8 +156,8 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             captures=captures,
         )
         spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
-    # Not 0 where only hidden states are read: the device numbers the steps in which it lists somebody, like the host.
-    words[0], words[1], words[2] = max(first, 1), most, whole
+    # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
+    words[0], words[1], words[2] = max(first, 1) if wire.sites else 0, most, whole
     if limit > 0:
         # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -96,8 +96,9 @@ def engine(tmp_path: Path) -> Engine:
     place = tmp_path / "a.safetensors"
     own.write(place, random_coder("relu", 0, width=32))
     raw = {"dictionaries": {"a": {"path": str(place), "site": "resid_post.3"}}, "sites": SITES}
+    raw |= {"reads": ["resid_post.1"]}
     shape: Any = {"width": 32, "layers": 6, "dtype": torch.float32, "device": torch.device("cpu")}
-    return Engine(Assets.open(SaesteerConfig.from_json(raw)), **shape, max_rows=4, max_tokens=64)
+    return Engine(Assets.open(SaesteerConfig.from_json(raw)), **shape, max_rows=5, max_tokens=64)
 
 
 def test_the_engines_sets_are_those_of_its_dictionaries(engine: Engine) -> None:
@@ -227,6 +228,7 @@ class World:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.state, self.steering = engine, Mock(), Steering(engine)
+        self.slots: dict[str, int] = {}
         _wrap_v2(Mock(), self.state, self.steering)
 
     def arrive(self, name: str, slot: int, spec: Any = None) -> None:
@@ -235,11 +237,12 @@ class World:
         if spec is not None:
             Door().admit(from_json(spec), self.engine.catalog, request)
         self.state.add_request(slot, request)
+        self.slots[name] = slot
 
     def step(self, *names: str) -> int:
         """The set that the step of these requests would replay."""
         starts = torch.arange(len(names) + 1, dtype=torch.int32)
-        slots = torch.arange(len(names), dtype=torch.int32)
+        slots = torch.tensor([self.slots.get(name, 0) for name in names], dtype=torch.int32)
         batch = SimpleNamespace(req_ids=[*names], num_reqs=len(names), num_tokens=len(names), input_ids=starts)
         self.state.prepare_inputs(SimpleNamespace(**vars(batch), idx_mapping=slots, query_start_loc=starts), None)
         return self.steering.choice.at
@@ -261,6 +264,29 @@ def test_the_set_follows_the_requests_of_each_step(engine: Engine) -> None:
     assert world.step("plain") == 0
     world.arrive("nothing", 1, {"edits": []})
     assert world.step("plain", "nothing") == 0
+
+
+HIDDEN = {"return": {"hidden": True}}
+READS = {"return": {"hidden": True, "activations": [{"site": "resid_post.1"}]}}
+
+
+KINDS = {"plain": None, "clamp": CLAMP, "add": ADD, "hidden": HIDDEN, "reads": READS}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=st.lists(st.sets(st.sampled_from([*KINDS]), min_size=1), max_size=8))
+def test_the_device_numbers_a_step_where_the_host_does(engine: Engine, batches: list[set[str]]) -> None:
+    """The set without ops publishes nothing, so no step that replays it may have a number."""
+    world = World(engine)
+    for slot, (name, spec) in enumerate(KINDS.items()):
+        world.arrive(name, slot, spec)
+    world.step("warm-up")
+    for batch in batches:
+        before, _ = engine.last_published()
+        published = world.step(*sorted(batch)) > 0
+        assert (int(engine.work[0, 0]) > 0) == published
+        assert engine.last_published()[0] == before + published
+        assert world.steering.any == (batch != {"plain"})
 
 
 def test_a_request_that_one_rank_cannot_steer_counts_there_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,21 @@ def test_answers_are_those_without_guesses(runs: Runs, engine: Any, name: str) -
         same(found["said"], answer["said"], 10 * NOISE, name)
 
 
+def _tied(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers part between equally likely tokens, as on a GPU, whose sums depend on a step's tokens."""
+    each = zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=False)
+    parting = next((abs(first - second) for token, its, first, second in each if token != its), None)
+    return CUDA and parting is not None and parting < NOISE
+
+
 @pytest.mark.parametrize("name", ["stops", "flags", "stop tokens", "crowd", "crowd with rules"])
 def test_rules_and_ends_are_where_they_are_without_guesses(runs: Runs, engine: Any, name: str) -> None:
     expected = runs["no guesses"][name]
     assert len(engine[name]) == len(expected) > 2
-    for answer, found in zip(expected, engine[name], strict=True):
+    pairs = [*zip(expected, engine[name], strict=True)]
+    ties = [_tied(*pair) for pair in pairs]
+    assert sum(ties) <= len(pairs) // 4
+    for answer, found in (pair for pair, tied in zip(pairs, ties, strict=True) if not tied):
         assert (found["tokens"], found["end"]) == (answer["tokens"], answer["end"])
         assert len(found["logprobs"]) == len(found["tokens"])
         said, wanted = dict(found["said"]), dict(answer["said"])

@@ -150,7 +150,7 @@ def attach(worker: Any, steering: Any) -> None:
     @around_method_of(worker)
     def sample_tokens(original: Original, *args: Any, **kwargs: Any) -> Any:
         watched = steering.health is not None
-        if steering.kinds is None and not steering.failed and not watched:
+        if not steering.any and not steering.failed and not watched:
             return original(*args, **kwargs)
         # Now, since the next step may be prepared before this one's tokens arrive. Each rank has the whole tensors. The
         # executor takes the first one's output, and under torchrun each rank has a scheduler that takes its own.

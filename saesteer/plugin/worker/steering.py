@@ -58,7 +58,8 @@ class Steering:
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies.
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
-        self.kinds: NDArray[np.int32] | None = None  # of the last batch's rows, by site; None: none of them is steered
+        self.any = False  # whether one of the last batch's requests has a row
+        self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none of them does anything at a site
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request and return its row's content, or None if it is not steered."""
@@ -194,8 +195,9 @@ class Steering:
         if batch == self._batch:
             return not before == tokens == len(batch)
         self._batch, self._listed = list(batch), None
-        found = [self.rows[request].kinds for request in batch if request in self.rows]
-        self.kinds = reduce(or_, found) if found else None
+        found = [self.rows[request] for request in batch if request in self.rows]
+        kinds = [row.kinds for row in found if row.listed]
+        self.any, self.kinds = bool(found), reduce(or_, kinds) if kinds else None
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
         self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]

@@ -217,11 +217,11 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         guessed, steering.guesses = scheduler_output.scheduled_spec_decode_tokens, {}
         if steering.health is not None:
             steering.health.begin(batch, [1 + len(guessed.get(name, ())) for name in batch])
+        if changed and steering.any:
+            numbers = number(batch)
         if steering.kinds is None:
             engine.rest()
             return prepared
-        if changed:
-            numbers = number(batch)
         rows, starts = numbers, runner.query_start_loc.gpu
         if guessed:
             begins, positions = runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
