@@ -94,7 +94,7 @@ def pairs(found: Found) -> list[list[tuple[int, float]]]:
     values=st.lists(st.sampled_from(EDGES), min_size=1, max_size=150),
     kind=st.sampled_from(list(KINDS)),
     k=st.integers(1, 40),
-    top_k=st.integers(0, 140) if GPU else st.sampled_from([0, 1, 7, 8, 9, 32]),
+    top_k=st.integers(0, KEPT[-1]) if GPU else st.sampled_from([0, 1, 7, 8, 9, KEPT[-1]]),
     factors=st.lists(st.sampled_from([1.0, -1.0, 0.5]), min_size=0, max_size=3),
     limits=st.lists(st.sampled_from([0.0, 0.5, -1.0, math.inf, -math.inf]), min_size=1, max_size=3),
     named=st.lists(st.integers(0, 149), max_size=20),

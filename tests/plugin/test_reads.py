@@ -80,8 +80,8 @@ def llm(make_engine: Callable[..., Any]) -> Any:
 
 
 def text(tag: str, letters: int = 400) -> str:
-    """A prompt that no other test has used. Only its first token is one of the few that a model makes a hundred times as
-    large as others: how large depends on the last bits of what is edited before."""
+    """A prompt that no other test has used. Only its first token is one of the few that a model makes a hundred times
+    as large as others: how large depends on the last bits of what is edited before."""
     return f"Here is {tag}. {LONG_PROMPT}"[:letters]
 
 

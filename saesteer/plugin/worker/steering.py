@@ -59,7 +59,7 @@ class Steering:
         # begin, the positions of the first ones, and what lm_head multiplies.
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
         self.any = False  # whether one of the last batch's requests has a row
-        self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none of them does anything at a site
+        self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none does anything at a site
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request and return its row's content, or None if it is not steered."""
