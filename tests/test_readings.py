@@ -249,11 +249,15 @@ def test_who_only_reads_changes_nothing_and_gets_its_tokens(engine: Engine) -> N
 
 
 def test_steps_in_which_somebody_reads_are_numbered_as_the_host_numbers_them(engine: Engine) -> None:
-    """Hidden states need no op; whoever is counted in a later step finds that step's counts."""
-    reader = start(engine, 1, {"return": {"hidden": True}})
+    """Hidden states need no op, so neither side numbers their steps; a later step's counts are found by its number."""
+    quiet, reader = start(engine, 1, {"return": {"hidden": True}}), start(engine, 2, {"return": READ})
+    assert not quiet.listed and reader.listed
+    (site,) = engine.sites.values()
     for _ in range(3):
-        step(engine, [1], reader.kinds)
-    editor = start(engine, 2, {"edits": [CLAMP]})
-    step(engine, [1, 2], reader.kinds | editor.kinds)
+        engine.rest()
+        ops.publish_(engine.counts, site.index, engine.steps, engine.published)
+        step(engine, [1, 2], reader.kinds)
+    editor = start(engine, 3, {"edits": [CLAMP]})
+    step(engine, [1, 3, 2], reader.kinds | editor.kinds)
     number, published = engine.last_published()
-    assert published.read(number, [2], 1).tolist() == [[TOKENS - 1]]
+    assert published.read(number, [3], 1).tolist() == [[TOKENS - 1]]
