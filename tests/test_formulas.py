@@ -1,7 +1,8 @@
 """Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
 
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tmp_path_factory.mktemp("formulas"))
 
 
-def make_engine(folder: Path, **changes: Any) -> Engine:
+def make_engine(folder: Path, *, stages: tuple[int, ...] = (), stage: int = 0, **changes: Any) -> Engine:
     from safetensors.numpy import save_file
 
     for name, one in CODERS.items():
@@ -97,42 +98,54 @@ def make_engine(folder: Path, **changes: Any) -> Engine:
         | changes
     )
     size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
+    size |= {"stages": stages, "stage": stage}
     return Engine(Assets.open(config), dtype=torch.float32, device=torch.device("cpu"), **size)
 
 
 def forward(
-    engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor, row_of: Callable[..., Row | None] = row_of
+    engine: Engine,
+    specs: list[Any],
+    prompt_len: int,
+    x: torch.Tensor,
+    row_of: Callable[..., Row | None] = row_of,
+    later: Sequence[Engine] = (),
 ) -> torch.Tensor:
-    """Requests of TOKENS tokens each through all sites, with a layer of a model in between."""
-    kinds = np.zeros(len(engine.sites), dtype=np.int32)
-    for row, spec in enumerate(specs, 1):
-        content = None if spec is None else row_of(engine, spec, prompt_len)
-        if content is not None:
-            kinds |= content.kinds
-        engine.fill(row, content)
-    starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
-    positions = torch.arange(TOKENS).repeat(len(specs))
-    engine.positions[: len(positions)] = positions
-    engine.schedule(torch.arange(len(specs)), 1, starts, len(specs), len(positions), kinds)
+    """Requests of TOKENS tokens each through all sites, with a layer of a model in between.
+
+    The sites may be those of an engine and of ``later`` stages.
+    """
+    here: dict[str, Callable[[torch.Tensor], None]] = {}
+    for one in (engine, *later):
+        kinds = np.zeros(len(one.places.sites), dtype=np.int32)
+        for row, spec in enumerate(specs, 1):
+            content = None if spec is None else row_of(one, spec, prompt_len)
+            if content is not None:
+                kinds |= content.kinds
+            one.fill(row, content)
+        starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
+        positions = torch.arange(TOKENS).repeat(len(specs))
+        one.positions[: len(positions)] = positions
+        one.schedule(torch.arange(len(specs)), 1, starts, len(specs), len(positions), kinds)
+        here |= {name: partial(one.edit, site) for name, site in one.sites.items()}
     part = None
     for site in SITES:
         if site.startswith("mlp_in"):
             part = x / 2 + 0.1
-            engine.edit(engine.sites[site], part)
+            here[site](part)
             part = torch.tanh(part @ STEP)
             continue
         if site.startswith("z"):
             part = x @ UP
-            engine.edit(engine.sites[site], part)
+            here[site](part)
             part = torch.tanh(part @ DOWN)
             continue
         if site.startswith("mlp_out"):
             assert part is not None
-            engine.edit(engine.sites[site], part)
+            here[site](part)
             continue
         x = x + (torch.tanh(x @ STEP) if part is None else part)
         part = None
-        engine.edit(engine.sites[site], x)
+        here[site](x)
     return x
 
 

@@ -120,6 +120,7 @@ class Assets:
         layers: int,
         other_widths: Mapping[str, int] | None = None,
         model: str | None = None,
+        stages: tuple[int, ...] = (),
     ) -> Catalog:
         """What requests may name on a server with this model.
 
@@ -128,6 +129,7 @@ class Assets:
             layers: number of the model's layers.
             other_widths: of the kinds of sites that are not as wide, by kind.
             model: its hub id or folder, by which addresses are checked; None: unknown.
+            stages: the layers with which the later stages of a pipeline begin.
 
         Raises:
             ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
@@ -162,6 +164,7 @@ class Assets:
             reads=self.readable(sites, others),
             addresses=addresses_of(self.infos),
             origins={name: one for name, one in origins.items() if one is not None},
+            stages=stages,
         )
         check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
         return catalog

@@ -14,6 +14,7 @@ from saesteer.config.assets import Assets
 from saesteer.engine.graph_sets import nested
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
+from saesteer.engine.published import Published
 from saesteer.engine.readouts import Captures, Reading, Source, probes_of, source_of
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
@@ -30,29 +31,6 @@ from saesteer.planning.pins import Pins, Place, counts, settle
 __all__ = ["Engine", "Row", "Site"]
 
 _PROBES = 1024  # that are remembered, those read together counted each, with their directions on the device
-
-
-class Published:
-    """The counters of a step, in memory that a later step will write to.
-
-    Args:
-        words: [1 + rows * counters], see layout.py.
-        counters: the largest number of counters in a row.
-    """
-
-    def __init__(self, words: NDArray[np.int32], counters: int) -> None:
-        self._words = words
-        self._counts = words[1:].reshape(counters, -1).T
-
-    def read(self, step: int, rows: list[int], counters: int) -> NDArray[np.int32]:
-        """The first counters of these rows, int32 [rows, counters]; a copy.
-
-        Raises:
-            RuntimeError: the memory holds the counters of another step.
-        """
-        if self._words[0] != step:
-            raise RuntimeError(f"counters of step {step} were asked for, but the memory holds step {self._words[0]}")
-        return self._counts[rows, :counters]
 
 
 class Engine:
@@ -72,6 +50,8 @@ class Engine:
         max_tokens: the largest number of tokens in one step.
         positions: where the model's runner keeps each token's position in its request; default: a new tensor.
         drafts: the most tokens that a step may guess for one request, each of which has a row of its own.
+        stages: the layers with which the later stages of a pipeline begin.
+        stage: the number of this one. It has the weights and the op of its own sites only; rows are alike on all.
 
     Raises:
         ConfigError: a dictionary, vector or module does not fit the model.
@@ -92,17 +72,22 @@ class Engine:
         max_tokens: int,
         positions: Tensor | None = None,
         drafts: int = 0,
+        stages: tuple[int, ...] = (),
+        stage: int = 0,
     ) -> None:
+        self.is_last = stage == len(stages)  # of the pipeline: it has lm_head, and the output of a step
         self.max_rows, self._drafts, all_rows = max_rows, drafts, 1 + max_rows * (1 + drafts)
         self.config = config = assets.config
         infos, names = assets.infos, assets.sites(layers, other_widths)
         self.device = device
         self.dtype = dtype
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, Site] = {}  # with an op in this process
+        all_sites: dict[str, Site] = {}
         self._reads: dict[str, Site] = {}  # where each dictionary reads
         self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
-        self.catalog, pins = settle(assets.catalog(width=width, layers=layers, other_widths=other_widths, model=model))
+        shape: dict[str, Any] = {"width": width, "layers": layers, "other_widths": other_widths, "stages": stages}
+        self.catalog, pins = settle(assets.catalog(**shape, model=model))
         widths = {name: self.catalog.width_at(name) or width for name in names}
         pinned, brought = counts(pins), max_rows * config.inline_rows
         pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
@@ -142,19 +127,24 @@ class Engine:
         kept = torch.zeros(max_tokens, width, dtype=dtype, device=device) if crossed else None
         for room in found.values() if config.dictionary_folder else ():
             room.norms = True  # nobody knows yet what its dictionaries need
-        readable = {name: widths[name] for name in names if name in assets.readable(names, other_widths)}
-        self.captures = Captures(readable, max_tokens, dtype, device)
+        here = [name for name in names if self.catalog.stage_of(name) == stage]
+        readable = assets.readable(here, other_widths)
+        self.captures = Captures({name: widths[name] for name in here if name in readable}, max_tokens, dtype, device)
         for number, name in enumerate(names):
             own: dict[str, Tensor] = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
             own |= self.captures.of(name)
             if kept is not None and name in crossed:
                 own["kept"] = kept
-            site = site_of(name, found[name], common | own, width=widths[name], dtype=dtype, device=device)
-            self.sites[name] = site
-            bind(site)
+            # Of another stage's site nothing is kept: PyTorch's meta device has shapes alone.
+            place = device if name in here else torch.device("meta")
+            site = site_of(name, found[name], common | own, width=widths[name], dtype=dtype, device=place)
+            all_sites[name] = site
+            if name in here:
+                self.sites[name] = site
+                bind(site)
             pools[0][name], pools[1][name] = Pool(site.pool, slots[name]), Pool(site.pool + slots[name], brought)
         for key in rows:
-            reads, writes = (self.sites[site] for site in ends[key])
+            reads, writes = (all_sites[site] for site in ends[key])
             info = infos[key]
             placements[key] = fill(info, info.source, reads, writes, rows[key], whole=whole[key])
             self._reads[key] = reads
@@ -210,7 +200,9 @@ class Engine:
         features: Sequence[int],
         starts: Sequence[int],
         watched: int | None,
-    ) -> Reading:
+    ) -> Reading | None:
+        if not (ops[0] in self.sites if ops else self.is_last):
+            return None
         of, named = None, ()
         if kind == "features":
             name = wire.dictionaries[source]
@@ -259,7 +251,7 @@ class Engine:
             self._filled[row] = content
             words[: len(content.words)] = content.words
             if border is not None:
-                border.put(words, layout.head(len(self.sites)))
+                border.put(words, layout.head(len(self.places.sites)))
         self._staged |= dict.fromkeys(self.drafts_of(row), words)
 
     def drafts_of(self, row: int) -> range:
@@ -298,6 +290,8 @@ class Engine:
         if self._staged or self._written or numbers:
             slots, values = [], []
             for (name, slot), one in self._written.items():
+                if name not in self.sites:
+                    continue  # another stage has it
                 both = self.sites[name].w_enc, self.sites[name].w_dec
                 alone = one.ndim == 1  # a direction reads and writes
                 slots += [(*both, slot)] if alone else [(weights, weights, slot) for weights in both]
@@ -356,7 +350,7 @@ class Engine:
             tokens: int32 [>= tokens of the step], the ids that are inputs, on the device.
         """
         there = self._numbers if isinstance(rows, list) else rows
-        head = layout.head(len(self.sites))
+        head = layout.head(len(self.places.sites))
         ops.border_(self.table, there, row_offset, query_start_loc, tokens, self.positions, head, num_requests)
 
     def last_published(self) -> tuple[int, Published]:

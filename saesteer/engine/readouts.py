@@ -111,7 +111,7 @@ class Segment(NamedTuple):
     """The tokens of one request in a step."""
 
     name: str
-    readings: Sequence[Reading]
+    readings: Sequence[Reading | None]  # by number; None: another stage of a pipeline has it
     first: int  # index in the step
     position: int  # of this token in the request
     tokens: int
@@ -276,6 +276,8 @@ class Captures:
             if segment.sinks is not None:
                 lanes[segment.name] = {sink.lane for sink in segment.sinks.values()}
             for number, reading in enumerate(segment.readings):
+                if reading is None:
+                    continue
                 bank, planes = self._where(reading.ops, reading.after)
                 ahead = segment.first - segment.position
                 for spans in reading.parts(segment.position, segment.tokens):

@@ -97,7 +97,7 @@ class Row:
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
     at: NDArray[np.intp]  # indices of the words that take slots
     which: NDArray[np.intp]  # for each such word, the index of its use
-    readings: tuple[Reading, ...] = ()  # what is made of the tensors that it captures
+    readings: tuple[Reading | None, ...] = ()  # what is made of captured tensors; None: on another stage of a pipeline
     parts: bool = False  # whether an edit of a part waits for the end of the reasoning
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 

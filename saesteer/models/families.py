@@ -172,7 +172,7 @@ def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
         layers = getattr(module, name, None)
         if not (isinstance(layers, Iterable) and isinstance(layers, Sized) and len(layers)):
             continue
-        classes = {type(layer).__name__ for layer in layers}
+        classes = {type(layer).__name__ for layer in layers} - {"PPMissingLayer"}  # another stage has that layer
         if hasattr(module, norm) and len(classes) == 1 and classes <= known.keys():
             return module, known[classes.pop()]
         others |= classes

@@ -3,6 +3,7 @@
 Everything here is plain Python. It does not know where a name lies in memory, nor the numbers of a vector.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as option
@@ -147,6 +148,7 @@ class Catalog:
     consumers: Mapping[str, Check] = option(default_factory=dict)  # by name, the check of a request's parameters
     addresses: Mapping[str, str] = option(default_factory=dict)  # np:MODEL/SOURCE → a dictionary's key
     origins: Mapping[str, Origin] = option(default_factory=dict)  # by a dictionary's key, where anything is known
+    stages: tuple[int, ...] = ()  # the layers with which the later stages of a pipeline begin
 
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
@@ -161,6 +163,11 @@ class Catalog:
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""
         return site if self.sites is None or site in self.sites else op_site(site, self.sites)
+
+    def stage_of(self, site: str) -> int:
+        """The stage of a pipeline that has the op of this canonical site: where its tensor is consumed."""
+        kind, layer = parse(self.op_site(site))
+        return bisect_right(self.stages, layer + (kind == "resid_post"))
 
     def width_at(self, site: str) -> int | None:
         """The width of the tensor at a site; None: any."""

@@ -58,16 +58,17 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
 
     Args:
         found: the read-outs of a request.
-        catalog: the catalog that they were planned with: tensors of another width travel alone.
+        catalog: the catalog that they were planned with: tensors of another width or pipeline stage travel alone.
     """
 
     def alike(one: Readout) -> object:
         if one.site is None or one.kind not in ("activation", "probe"):
             return one
+        where = catalog.width_at(one.site), catalog.stage_of(one.site)
         if one.kind == "probe":
             same = replace(one, field="", site=None, op=None, probe=None)
-            return catalog.width_at(one.site), function_of(one, catalog), same
-        return catalog.width_at(one.site), one.field == CAPTURE, replace(one, field="", site=None, op=None)
+            return where, function_of(one, catalog), same
+        return where, one.field == CAPTURE, replace(one, field="", site=None, op=None)
 
     for _, several in groupby(found, alike):
         yield tuple(several)

@@ -12,7 +12,7 @@ from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import fit
-from saesteer.planning.plan import Catalog, Clamps, Direction, Feature, Group, Plan, Whole
+from saesteer.planning.plan import Catalog, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -22,8 +22,9 @@ def refuse(found: Plan, catalog: Catalog) -> None:
 
     Raises:
         SpecError: a feature is clamped twice at a position, a dictionary by rows is needed whole or has another width
-            than the model, an edit needs a tensor where there is no op, a site needs two dictionaries whole, or one
-            after other edits, or the request brings too many vectors for a site.
+            than the model, an edit needs a tensor where there is no op, or a number from another stage of a pipeline, a
+            site needs two dictionaries whole, or one after other edits, or the request brings too many vectors for a
+            site.
     """
     for group in found.groups:
         _refuse_twice(group)
@@ -33,6 +34,8 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     if by_rows:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
+    if catalog.stages:
+        _refuse_stages(found, catalog)
     if any(_is_ranked(name, catalog) for name in named) or any(isinstance(one, Whole) for one in targets):
         _refuse_dense(found, catalog)
     if by_rows or any(isinstance(one, Direction) for one in targets):
@@ -91,6 +94,22 @@ def _refuse_apart(found: Plan, catalog: Catalog) -> None:
                 expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
                 fail(change.field, "not_served", f"{message} {expected}")
         begun.add(group.site)
+
+
+def _refuse_stages(found: Plan, catalog: Catalog) -> None:
+    """Refuse an edit that needs what another stage of a pipeline has read: a condition's bit, a feature, a strength."""
+    for group in found.groups:
+        there = catalog.stage_of(group.site)
+        for part in group.parts:
+            change = part.first if isinstance(part, Clamps) else part
+            needed: list[Condition | Read] = [one for one in found.conditions if change.gates & one.bit]
+            needed += [one for one in (change.held, change.strength) if one is not None]
+            for one in needed:
+                here = catalog.stage_of(one.site)
+                if here != there:
+                    message = f"edits {group.site}, on stage {there} of this server's pipeline, by what is read at"
+                    expected = f"{one.site}, on stage {here}; expected both on one stage"
+                    fail(change.field, "not_served", f"{message} {expected}")
 
 
 def _refuse_dense(found: Plan, catalog: Catalog) -> None:

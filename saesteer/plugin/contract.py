@@ -70,6 +70,11 @@ every vllm.v1.engine.llm_engine:LLMEngine
   collective_rpc(method, timeout, args)  used door.frontend:_shaking_hands  handshake
 every vllm.v1.engine.core_client:AsyncMPClient
   _call_utility_async(method, args, engine)  used names.rpc:ask_workers  asks the workers of all engines
+every vllm.v1.executor.abstract:Executor
+  __init__(vllm_config)  results.gathering:_gathering  counts and read-outs of earlier stages of a pipeline
+  init_kv_output_aggregator(connector)  used results.gathering:Gathering  the same
+every vllm.distributed.utils
+  get_pp_indices(num_hidden_layers, pp_rank, pp_size)  used stages:begins  where a pipeline is cut
 every vllm.v1.core.kv_cache_utils
   generate_block_hash_extra_keys(request, start_token_idx, end_token_idx)  prefix_cache:_keying  blocks keyed by edits
 every vllm.v1.core.kv_cache_manager:KVCacheManager
@@ -106,6 +111,7 @@ worker vllm.distributed.communication_op
 worker vllm.distributed.parallel_state
   get_tensor_model_parallel_rank()  used worker.layers:attach  z, tensor parallelism
   get_world_group()  used worker.graphs:attach  all ranks capture the same graphs
+  get_pp_group()  used stages:number  the stage of a worker
 worker vllm.v1.worker.gpu_model_runner
   AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
   ExecuteModelState(scheduler_output, logits)  used worker.worker:_wrap_v1  reads, V1

@@ -29,6 +29,16 @@ class Setup(NamedTuple):
         """Whether vLLM's V2 runner runs the model."""
         return bool(getattr(self.vllm, "use_v2_model_runner", False))
 
+    @property
+    def staged(self) -> bool:
+        """Whether the model is cut into stages of a pipeline."""
+        return bool(self.vllm.parallel_config.pipeline_parallel_size > 1)
+
+    @property
+    def executor(self) -> str:
+        """The name of what runs its workers."""
+        return str(self.vllm.parallel_config.distributed_executor_backend)
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -92,11 +102,22 @@ REFUSALS = (
         "unset the variable",
     ),
     Refusal(
-        "pipeline parallelism",
-        "The ops are placed on one model that has all layers. What a request reads or counts on an earlier stage, and "
-        "a register that a later stage takes, would not reach the last stage, which alone answers.",
-        lambda setup: setup.vllm.parallel_config.pipeline_parallel_size > 1,
+        "pipeline parallelism on a GPU",
+        "What earlier stages count and read has come home from CPUs only; on GPUs nobody has run it.",
+        lambda setup: setup.staged and setup.vllm.device_config.device_type != "cpu",
         "use tensor parallelism",
+    ),
+    Refusal(
+        "pipeline parallelism and the executor {}",
+        "Of vLLM's executors, only the one for several processes brings home what earlier stages count and read.",
+        lambda setup: setup.staged and setup.executor != "mp" and setup.executor,
+        "add --distributed-executor-backend mp, or use tensor parallelism",
+    ),
+    Refusal(
+        "pipeline parallelism and speculative decoding",
+        "Only the last stage knows which guesses hold, so earlier ones could not drop what wrong guesses have counted.",
+        lambda setup: setup.staged and setup.guesses is not None,
+        "switch one of them off",
     ),
     Refusal(
         "prefill context parallelism",

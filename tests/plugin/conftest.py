@@ -158,7 +158,10 @@ def random_coder(
 
 
 def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
-    """Options of a small engine for this machine. On a CPU a block of the cache has 32 tokens, as few as vLLM takes."""
+    """Options of a small engine for this machine. On a CPU a block of the cache has 32 tokens, as few as vLLM takes.
+
+    SAESTEER_TEST_ENGINE adds to them, as JSON: ``{"pipeline_parallel_size": 2}`` runs the tests on two stages.
+    """
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "seed": 0}
     if CUDA:
         options |= {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}
@@ -166,7 +169,7 @@ def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     else:
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": 400 << 20}
         options |= {"max_num_seqs": 64, "block_size": 32}
-    return options | more
+    return options | json.loads(os.environ.get("SAESTEER_TEST_ENGINE", "{}")) | more
 
 
 # Of an engine whose cache is full with a few requests, so that it preempts; it counts that.

@@ -1,10 +1,9 @@
-"""Tensor parallelism: two ranks say what one says, count once, and change names together or not at all.
+"""Two ranks or two stages say what one says, count once, and change names together or not at all.
 
 Each engine runs in a process of its own, since vLLM makes process groups for life; this file is both the tests and that
 process. The model is tiny and has real weights, as dummy ones are drawn for each rank alone.
 """
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.apart import hear, tell
+from tests.plugin.admin import Client
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import plain, same
 
@@ -22,6 +22,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none"),
 ]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tensor": {"tensor_parallel_size": 2},
+} | ({} if CUDA else {"pipeline": {"pipeline_parallel_size": 2}})  # between layers 1 and 2, resid_post.1 behind it
+APART = {"read at z"}  # needs on the second stage what the first has read
+several = pytest.mark.parametrize("way", [*WAYS][1:])
 
 WIDTH, LAYERS, FEATURES = 64, 4, 128
 # Of a logprob, between sums over two halves and over the whole, in float32 or, on a GPU, tf32.
@@ -54,7 +61,7 @@ SPECS: dict[str, Any] = {
 EVERYWHERE = {"positions": [[0, None]]}
 KINDS = ("resid_pre.1", "attn_in.1", "z.2", "attn_out.1", "resid_mid.1", "mlp_in.1", "mlp_out.1", "resid_post.2")
 PROBE = {"probe": "probe", "site": "resid_post.2"}
-RULE = {"when": [{"dictionary": "random", "feature": 3, "above": 0.0}, {**PROBE, "above": -1.0}], "scope": {}}
+RULE = {"when": [{"dictionary": "heads", "feature": 3, "above": 0.0}, {**PROBE, "above": -1.0}], "scope": {}}
 READS: dict[str, Any] = {
     "features": {"features": [{"dictionary": name, "top_k": 4, "scope": EVERYWHERE} for name in ("random", "heads")]},
     "probes": {"probes": [{**PROBE, "scope": EVERYWHERE}]},
@@ -69,81 +76,105 @@ READS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """What an engine of one rank and one of two answered."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What an engine of one rank, one of two and one of two stages answered."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if not CUDA:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     found = {}
-    for size in (1, 2):
-        found[size] = hear("-m", "tests.plugin.test_ranks", str(folder), str(size), environment=environment)
-        assert found[size]["ranks"] == size
+    for way in WAYS:
+        found[way] = hear("-m", "tests.plugin.test_ranks", str(folder), way, environment=environment)
+        assert found[way]["ranks"] == 1 + (way != "one")
     return found
 
 
+def answers(runs: dict[str, Any], way: str, name: str) -> tuple[Any, Any]:
+    """Those of one rank, and those of this way of having two."""
+    one, two = (runs[each]["answers"][name] for each in ("one", way))
+    if way == "pipeline" and name in APART:
+        assert "on stage 1 of this server's pipeline, by what is read at z.1, on stage 0" in two
+        pytest.skip("refused there, as it should be")
+    return one, two
+
+
+@several
 @pytest.mark.parametrize("name", SPECS)
-def test_two_ranks_say_what_one_says(runs: dict[int, Any], name: str) -> None:
-    one, two = (runs[size]["answers"][name] for size in (1, 2))
+def test_two_say_what_one_says(runs: dict[str, Any], name: str, way: str) -> None:
+    one, two = answers(runs, way, name)
     for (tokens, logprobs, _), (others, found, _) in zip(one, two, strict=True):
         assert tokens == others
         assert found == pytest.approx(logprobs, abs=NOISE)
     if name != "plain":
-        plain = runs[2]["answers"]["plain"]
+        plain = runs[way]["answers"]["plain"]
         far = [one[1] != pytest.approx(other[1], abs=10 * NOISE) for one, other in zip(two, plain, strict=True)]
         assert any(far), "it is steered"
 
 
+@several
 @pytest.mark.parametrize("name", READS)
-def test_two_ranks_read_what_one_reads(runs: dict[int, Any], name: str) -> None:
-    """From the first of them, which has the whole of each tensor: of z, too, of which it computes a half."""
-    one, two = (runs[size]["reads"][name] for size in (1, 2))
+def test_two_read_what_one_reads(runs: dict[str, Any], name: str, way: str) -> None:
+    """The first of two ranks has the whole of each tensor: of z, too, of which it computes a half."""
+    one, two = (runs[each]["reads"][name] for each in ("one", way))
     assert len(one) == len(two) == len(PROMPTS)
     for found, expected in zip(two, one, strict=True):
         same(found, expected, 10 * NOISE, name)
 
 
+@several
 @pytest.mark.parametrize("op", ["stop", "flag"])
-def test_rules_fire_where_they_fire_on_one_rank(runs: dict[int, Any], op: str) -> None:
-    one, two = (runs[size]["rules"][op] for size in (1, 2))
+def test_rules_fire_where_they_fire_on_one_rank(runs: dict[str, Any], op: str, way: str) -> None:
+    """Their conditions may be read on two stages: the scheduler has both."""
+    one, two = (runs[each]["rules"][op] for each in ("one", way))
     assert one == two and any(flags for _, flags in one)
 
 
-def test_what_is_captured_is_whole(runs: dict[int, Any]) -> None:
+@several
+def test_what_is_captured_is_whole(runs: dict[str, Any], way: str) -> None:
     for site in ("z.1", "resid_post.1"):
-        one, two = (runs[size]["captured"][site] for size in (1, 2))
+        one, two = (runs[each]["captured"][site] for each in ("one", way))
         same(two, one, 10 * NOISE, site)
 
 
+@several
 @pytest.mark.parametrize("name", SPECS)
-def test_tokens_are_counted_once(runs: dict[int, Any], name: str) -> None:
-    one, two = ([counts for *_, counts in runs[size]["answers"][name]] for size in (1, 2))
+def test_tokens_are_counted_once(runs: dict[str, Any], name: str, way: str) -> None:
+    one, two = ([counts for *_, counts in each] for each in answers(runs, way, name))
     assert one == two
     if name == "clamp":  # all tokens but the first, and the last that was generated
         assert two == [[len(prompt) - 1 + 7] for prompt in PROMPTS]
 
 
-def test_each_rank_counts_the_same(runs: dict[int, Any]) -> None:
+def test_each_rank_counts_the_same(runs: dict[str, Any]) -> None:
     """Each has the whole stream and edits it itself. Which row of its table a request has is its own affair."""
-    first, second = runs[2]["counted"]
+    first, second = runs["tensor"]["counted"]
     assert sorted(first) == sorted(second) and sum(first) > 0
 
 
-def test_names_change_on_all_ranks_or_on_none(runs: dict[int, Any]) -> None:
-    for size in (1, 2):
-        names = runs[size]["names"]
+@pytest.mark.skipif(CUDA, reason="refused on a GPU")
+def test_each_stage_counts_at_its_own_sites(runs: dict[str, Any]) -> None:
+    """The last spec edits at z.2, which is on the second."""
+    [whole], (first, second) = runs["one"]["counted"], runs["pipeline"]["counted"]
+    assert sum(first) == 0 < sum(second) == sum(whole)
+
+
+@several
+def test_names_change_on_all_ranks_or_on_none(runs: dict[str, Any], way: str) -> None:
+    for each in ("one", way):
+        names = runs[each]["names"]
         assert names["first"] == names["inline"][0] != names["inline"][1]
         assert names["running"] == names["long"], "what runs keeps what it started with"
         assert names["second"] == names["inline"][1]
         assert names["gone"] == "saesteer.edits[0].vector"
-    names = runs[2]["names"]
+    names = runs[way]["names"]
     assert "MemoryError: none left on rank 1" in names["failed"]
     assert names["after the failure"] == names["inline"][0], "both ranks have the old one still"
     assert names["pins"][0] == names["pins"][1]
 
 
-def test_a_rank_that_disagrees_is_refused(runs: dict[int, Any]) -> None:
-    assert "a worker runs another saesteer or other dictionaries" in runs[2]["handshake"]
+@several
+def test_a_rank_that_disagrees_is_refused(runs: dict[str, Any], way: str) -> None:
+    assert "a worker runs another saesteer or other dictionaries" in runs[way]["handshake"]
 
 
 def _model(folder: Path) -> str:
@@ -198,29 +229,6 @@ def lose(worker: Any) -> None:
     """Rank 1 is one without saesteer."""
     if worker.rank == 1:
         del worker.worker.saesteer
-
-
-class Client:
-    """What the admin routes have of the engine."""
-
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
-        self.names = llm.llm_engine.input_processor.saesteer_names
-        self.engine_core = self
-        self.core_engines = [0]
-
-    async def _call_utility_async(self, call: str, *args: Any, engine: int) -> Any:
-        return getattr(self.llm, call)(*args)
-
-    def put(self, row: list[float]) -> None:
-        """Register or replace v."""
-        from saesteer.plugin.names.changes import Given
-
-        asyncio.run(self.names.put_vector(self, "v", Given.read(row, 0.0)))
-
-    def delete(self) -> None:
-        """Take v away."""
-        asyncio.run(self.names.delete(self, "vector", "v"))
 
 
 def _params(spec: Any, tokens: int = 8) -> Any:
@@ -282,7 +290,17 @@ def _captured(llm: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _names(llm: Any, size: int) -> dict[str, Any]:
+def _answers(llm: Any, spec: Any) -> Any:
+    """To all prompts, or why not."""
+    from saesteer import SpecError
+
+    try:
+        return _ask(llm, spec, PROMPTS)
+    except SpecError as error:
+        return str(error)
+
+
+def _names(llm: Any, *, alone: bool) -> dict[str, Any]:
     """Register, replace while one runs, and delete; with two ranks, fail on one between."""
     from saesteer import SpecError
 
@@ -291,7 +309,7 @@ def _names(llm: Any, size: int) -> dict[str, Any]:
     (found["long"],) = _ask(llm, {"edits": [add(ROWS[0])]}, tokens=40)
     client.put(ROWS[0])
     found["first"] = _ask(llm, named)
-    if size == 2:
+    if not alone:
         llm.collective_rpc(fail)
         try:
             client.put(ROWS[1])
@@ -318,8 +336,8 @@ def _names(llm: Any, size: int) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, size: int) -> None:
-    """Start an engine of this many ranks, ask it everything, and say what it said."""
+def main(folder: Path, way: str) -> None:
+    """Start an engine with its ranks or stages, ask it everything, and say what it said."""
     from bench.dummy import dictionary_file
     from saesteer import LLM
     from saesteer.errors import ConfigError
@@ -335,10 +353,9 @@ def main(folder: Path, size: int) -> None:
         vectors={"probe": str(folder / "probe.npy")},
         sites=["resid_post.all", "resid_mid.1", "z.2", *KINDS],
         reads=["resid_post.2", "resid_post.1", "z.1", *KINDS],
-        consumers={"filesystem": {"folder": str(folder / f"asked {size}")}},
+        consumers={"filesystem": {"folder": str(folder / f"asked {way}")}},
         capture=["z.1", "resid_post.1"],
-        capture_folder=str(folder / f"rows {size}" / "captured"),
-        tensor_parallel_size=size,
+        capture_folder=str(folder / f"rows {way}" / "captured"),
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -347,16 +364,17 @@ def main(folder: Path, size: int) -> None:
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
         seed=0,
+        **WAYS[way],
         **options,
     )
     found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
-    found["answers"] = {name: _ask(llm, spec, PROMPTS) for name, spec in SPECS.items()}
+    found["answers"] = {name: _answers(llm, spec) for name, spec in SPECS.items()}
     found["counted"] = llm.collective_rpc(counted)  # rows that nobody has taken since
     found["reads"] = _reads(llm)
     found["rules"] = {op: _rules(llm, op) for op in ("stop", "flag")}
-    found["captured"] = _captured(llm, folder / f"rows {size}")
-    found["names"] = _names(llm, size)
-    if size == 2:
+    found["captured"] = _captured(llm, folder / f"rows {way}")
+    found["names"] = _names(llm, alone=way == "one")
+    if way != "one":
         llm.collective_rpc(lose)
         llm.llm_engine.saesteer_agreed = False
         try:
@@ -367,4 +385,4 @@ def main(folder: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -121,6 +121,7 @@ def settings(**changes: Any) -> Any:
         "compilation_config": SimpleNamespace(pass_config=None),
         "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
         "cache_config": SimpleNamespace(),
+        "device_config": SimpleNamespace(device_type="cpu"),
         "speculative_config": None,
         "kv_transfer_config": None,
     }
@@ -131,12 +132,21 @@ GUESSES: dict[str, Any] = {
     "speculative_config": SimpleNamespace(method="ngram"),
     "scheduler_config": SimpleNamespace(async_scheduling=False),
 }
+STAGES = SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend="mp")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a KV connector": ({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")}, "ExampleConnector"),
     "a pooling model": ({"model_config": SimpleNamespace(runner_type="pooling")}, "the pooling runner"),
-    "pipeline parallelism": (
-        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend=None)},
-        "pipeline parallelism .* use tensor parallelism",
+    "pipeline parallelism on a GPU": (
+        {"parallel_config": STAGES, "device_config": SimpleNamespace(device_type="cuda")},
+        "pipeline parallelism on a GPU .* use tensor parallelism",
+    ),
+    "pipeline parallelism by Ray": (
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend="ray")},
+        "pipeline parallelism and the executor ray .* --distributed-executor-backend mp",
+    ),
+    "pipeline parallelism and guesses": (
+        {"parallel_config": STAGES, **GUESSES},
+        "pipeline parallelism and speculative decoding .* switch one of them off",
     ),
     "a draft model": ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding by eagle3"),
     "guesses on the V2 runner": ({**GUESSES, "use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
@@ -157,6 +167,10 @@ def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
     changes, told = REFUSED[name]
     with pytest.raises(UnsupportedError, match=told):
         refuse(settings(**changes))
+
+
+def test_stages_are_served_on_a_cpu() -> None:
+    refuse(settings(parallel_config=STAGES))
 
 
 def test_guesses_are_served_unless_they_could_end_a_request() -> None:

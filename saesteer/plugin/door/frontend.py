@@ -30,7 +30,7 @@ from saesteer.errors import ConfigError, SpecError
 from saesteer.language import spec as language
 from saesteer.language.sites import canonical, expand_sites
 from saesteer.models.families import other_widths
-from saesteer.plugin import contract, unservable
+from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
 from saesteer.plugin.door.conversation import conversation_of
@@ -101,7 +101,8 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
     assets.refuse_others(model.model)
-    catalog = assets.catalog(width=model.get_hidden_size(), layers=layers, other_widths=others, model=model.model)
+    shape: dict[str, Any] = {"width": model.get_hidden_size(), "layers": layers, "other_widths": others}
+    catalog = assets.catalog(**shape, model=model.model, stages=stages.begins(vllm_config))
     if consumers is not None:
         catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
     catalog = replace(catalog, parts=has_parser(vllm_config))

@@ -22,7 +22,7 @@ from vllm.v1.engine import FinishReason
 from saesteer.config.config import KEY
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
-from saesteer.engine.engine import Published
+from saesteer.engine.published import Published
 from saesteer.engine.readouts import Brought
 from saesteer.engine.table import Row
 from saesteer.errors import SpecError
@@ -57,7 +57,7 @@ class SteeredBatch:
 
     names: list[str]
     cached: list[int]  # tokens of the prompt that came from the prefix cache
-    rows: list[int]  # their rows of the table
+    rows: list[int]  # their rows of the table; none where no site is
     contents: list[Row]  # of these rows
     stops: frozenset[str]  # requests with stop strings
     refusing: bool = False  # a request with a dose above the limit fails
@@ -115,7 +115,7 @@ class Snapshot:
     def counted(self) -> NDArray[np.int32]:
         """As in Table."""
         batch = self.batch
-        table = np.empty((len(batch.names), 1 + batch.width), dtype=np.int32)
+        table = np.zeros((len(batch.names), 1 + batch.width), dtype=np.int32)
         table[:, 0] = batch.cached
         if batch.rows and batch.width:
             table[:, 1:] = self.published.read(self.step, batch.rows, batch.width)
@@ -143,7 +143,13 @@ class Snapshot:
 
 
 def attach(worker: Any, steering: Any) -> None:
-    """Makes the counters leave with the output of each step of this worker."""
+    """Makes the counters leave with the output of each step of this worker.
+
+    On an earlier stage of a pipeline they are the output: gathering.py adds them to that of the last one.
+    """
+    engine = steering.engine
+    if not (engine.is_last or engine.sites):
+        return
     # If the tokens are still on their way, this is the object that vLLM will put them into.
     made_of = "model_runner_output" if hasattr(worker.model_runner, "model_state") else "_model_runner_output"
 
@@ -158,6 +164,8 @@ def attach(worker: Any, steering: Any) -> None:
         output = original(*args, **kwargs)
         if watched:
             snapshot.watched, snapshot.look = True, steering.health.take()
+        if not engine.is_last:
+            return snapshot
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer = snapshot

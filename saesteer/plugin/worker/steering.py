@@ -54,10 +54,10 @@ class Steering:
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
         self._sinks = Sinks()  # of requests that read by handle
-        self._readers: list[tuple[int, str, Sequence[Reading]]] = []  # of the last batch, with their places in it
+        self._readers: list[tuple[int, str, Sequence[Reading | None]]] = []  # of the last batch, with places in it
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
-        # begin, the positions of the first ones, and what lm_head multiplies.
-        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor]] | None = None
+        # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline.
+        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None]] | None = None
         self.any = False  # whether one of the last batch's requests has a row
         self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none does anything at a site
 
@@ -177,7 +177,7 @@ class Steering:
             self._listed = counts.SteeredBatch(
                 names,
                 [self._cached[name] for name in names],
-                [self._places[name] for name in names],
+                [self._places[name] for name in names] if self.engine.sites else [],
                 [self.rows[name] for name in names],
                 frozenset(self._stops.intersection(names)),
                 refusing=self.engine.config.max_dose_action == "refuse",

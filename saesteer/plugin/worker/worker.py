@@ -24,7 +24,7 @@ from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.models.families import other_widths
-from saesteer.plugin import contract
+from saesteer.plugin import contract, stages
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import rpc
 from saesteer.plugin.reasoning import cached_tokens, known_tokens
@@ -100,6 +100,8 @@ def _build(runner: Any, assets: Assets) -> Steering:
         max_tokens=scheduler.max_num_batched_tokens,
         positions=runner.input_buffers.positions if hasattr(runner, "model_state") else runner.positions,
         drafts=0 if speculative is None else speculative.num_speculative_tokens,
+        stages=stages.begins(runner.vllm_config),
+        stage=stages.number(),
     )
     layers.attach(runner.get_model(), engine)
     layers.warm_up(runner.get_model(), engine)
@@ -176,9 +178,10 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     numbers: list[int] = []  # rows of the last batch
     warm: list[bool] = []
 
-    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor]:
+    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor | None]:
         launched, batch = runner.execute_model_state, runner.input_batch  # the first is V1's ExecuteModelState
-        return runner.query_start_loc.np, batch.num_computed_tokens_cpu, launched.hidden_states
+        hidden = launched.hidden_states if engine.is_last else None
+        return runner.query_start_loc.np, batch.num_computed_tokens_cpu, hidden
 
     steering.step = step
 
