@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Segment
 from saesteer.errors import SpecError
+from saesteer.language.sites import order
 from saesteer.language.spec import from_json
-from saesteer.planning.plan import Condition
 from saesteer.planning.planner import plan
 from tests.rows import row_of
 from tests.small_world import SITES, TOKENS, WIDTH, edits
@@ -50,14 +50,17 @@ def test_each_site_is_on_one_stage_where_its_tensor_is_consumed(whole: Engine, s
 def crosses(spec: Any, whole: Engine, first: Engine, prompt_len: int) -> bool:
     """Whether one of its changes takes anything from another stage's site; from the plan for one engine."""
     found, of = plan(from_json(spec), whole.catalog, prompt_len), first.catalog.stage_of
-    taken = [
-        (group.site, one.site)
-        for group in found.groups
-        for change in group.changes
-        for one in (*found.conditions, change.held, change.strength)
-        if one is not None and (not isinstance(one, Condition) or change.gates & one.bit)
-    ]
-    return any(of(there) != of(here) for there, here in taken)
+    for group in found.groups:
+        last: dict[int, str] = {}  # a bit is used again: it is that of the last condition before the edit
+        for one in sorted(found.conditions, key=lambda one: order(one.site)):
+            if order(one.site) <= order(group.site):
+                last[one.bit] = one.site
+        for change in group.changes:
+            sites = [site for bit, site in last.items() if change.gates & bit]
+            sites += [read.site for read in (change.held, change.strength) if read is not None]
+            if any(of(site) != of(group.site) for site in sites):
+                return True
+    return False
 
 
 @settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -115,6 +118,17 @@ def test_what_another_stage_has_read_is_refused_with_both_sites(whole: Engine, s
         return
     with pytest.raises(SpecError, match=f"edits {there}, on stage {one} .* read at {here}, on stage {two}; expected"):
         row_of(stages[0], spec, 4)
+
+
+def test_a_bit_that_two_stages_use_is_no_reason_to_refuse(stages: list[Engine]) -> None:
+    """Conditions whose edits lie behind one another share a bit."""
+    read = {"inside": "mlp_in.1", "rect": "resid_mid.2"}  # at mlp_in.1 and resid_post.1
+    gated = [
+        {"op": "add", "vector": "any", "site": site, "when": {"dictionary": name, "feature": 0, "above": 0.1}}
+        for name, site in read.items()
+    ]
+    found = plan(from_json({"edits": gated}), stages[0].catalog, 4)
+    assert len({one.bit for one in found.conditions}) == 1 < len(found.conditions)
 
 
 def test_each_readout_is_made_on_the_stage_of_its_site(whole: Engine, stages: list[Engine]) -> None:

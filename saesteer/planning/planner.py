@@ -31,7 +31,7 @@ from saesteer.planning.plan import (
 )
 from saesteer.planning.readouts import check_part, readouts
 from saesteer.planning.reads import Key, Reads
-from saesteer.planning.refusals import refuse
+from saesteer.planning.refusals import refuse, refuse_stages
 from saesteer.planning.rules import Rules
 from saesteer.planning.windows import is_relative, windows
 
@@ -247,6 +247,12 @@ class _Planner:
     def finish(self) -> Plan:
         """The plan, once all edits have been added."""
         conditions, reads = self.reads.settle()
+        for group in self.groups if self.catalog.stages else ():
+            for one in group.members:
+                keys = [key for key in (one.held, one.strength) if key is not None]
+                needed: list[Condition | Read] = [conditions[key] for key in one.keys]
+                needed += [reads[key] for key in keys]
+                refuse_stages(group.site, one.part.field, needed, self.catalog)
         groups = tuple(
             Group(group.site, tuple(_settled(member, conditions, reads) for member in group.members))
             for group in self.groups

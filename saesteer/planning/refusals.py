@@ -4,6 +4,7 @@ Knows plans and catalogs, not how a plan is made.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NoReturn, get_args
 
@@ -22,9 +23,8 @@ def refuse(found: Plan, catalog: Catalog) -> None:
 
     Raises:
         SpecError: a feature is clamped twice at a position, a dictionary by rows is needed whole or has another width
-            than the model, an edit needs a tensor where there is no op, or a number from another stage of a pipeline, a
-            site needs two dictionaries whole, or one after other edits, or the request brings too many vectors for a
-            site.
+            than the model, an edit needs a tensor where there is no op, a site needs two dictionaries whole, or one
+            after other edits, or the request brings too many vectors for a site.
     """
     for group in found.groups:
         _refuse_twice(group)
@@ -34,12 +34,30 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     if by_rows:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
-    if catalog.stages:
-        _refuse_stages(found, catalog)
     if any(_is_ranked(name, catalog) for name in named) or any(isinstance(one, Whole) for one in targets):
         _refuse_dense(found, catalog)
     if by_rows or any(isinstance(one, Direction) for one in targets):
         _refuse_brought(found, catalog)
+
+
+def refuse_stages(site: str, field: str, needed: Iterable[Condition | Read], catalog: Catalog) -> None:
+    """Refuse an edit that needs what another stage of a pipeline has read: registers and bits stay on their stage.
+
+    Args:
+        site: that it edits.
+        field: its path in the request.
+        needed: what it waits for, or takes a number from.
+        catalog: the catalog that it was planned with.
+
+    Raises:
+        SpecError: names both sites.
+    """
+    there = catalog.stage_of(site)
+    for one in needed:
+        here = catalog.stage_of(one.site)
+        if here != there:
+            message = f"edits {site}, on stage {there} of this server's pipeline, by what is read at {one.site}"
+            fail(field, "not_served", f"{message}, on stage {here}; expected both on one stage")
 
 
 def _refuse_twice(group: Group) -> None:
@@ -94,22 +112,6 @@ def _refuse_apart(found: Plan, catalog: Catalog) -> None:
                 expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
                 fail(change.field, "not_served", f"{message} {expected}")
         begun.add(group.site)
-
-
-def _refuse_stages(found: Plan, catalog: Catalog) -> None:
-    """Refuse an edit that needs what another stage of a pipeline has read: a condition's bit, a feature, a strength."""
-    for group in found.groups:
-        there = catalog.stage_of(group.site)
-        for part in group.parts:
-            change = part.first if isinstance(part, Clamps) else part
-            needed: list[Condition | Read] = [one for one in found.conditions if change.gates & one.bit]
-            needed += [one for one in (change.held, change.strength) if one is not None]
-            for one in needed:
-                here = catalog.stage_of(one.site)
-                if here != there:
-                    message = f"edits {group.site}, on stage {there} of this server's pipeline, by what is read at"
-                    expected = f"{one.site}, on stage {here}; expected both on one stage"
-                    fail(change.field, "not_served", f"{message} {expected}")
 
 
 def _refuse_dense(found: Plan, catalog: Catalog) -> None:
