@@ -111,11 +111,12 @@ def _build(runner: Any, assets: Assets) -> Steering:
 
 
 def _check_hits(runner: Any, engine: Engine) -> None:
-    if not engine.sites:
-        return
-    needed = {name: site.index for name, site in engine.sites.items()} | {"the end of a step": engine.published}
-    if not any(tensor.data_ptr() in ops.hits for tensor in needed.values()):
-        runner._dummy_run(1)  # an eager start warms nothing up
+    needed = {name: site.index for name, site in engine.sites.items()}
+    needed |= {"the end of a step": engine.published} if needed else {}
+    warm = any(tensor.data_ptr() in ops.hits for tensor in needed.values())
+    if not warm and (needed or stages.number()):
+        # An eager start warms nothing up, and on a later stage leaves no room for what the one before it sends.
+        runner._dummy_run(1)
     missed = [name for name, tensor in needed.items() if tensor.data_ptr() not in ops.hits]
     if missed:
         raise ConfigError(
