@@ -145,11 +145,9 @@ def start(place: Path, served: str, **options: Any) -> None:
     shape = SimpleNamespace(num_hidden_layers=30)
     model = SimpleNamespace(model=served, hf_text_config=shape, get_hidden_size=lambda: writers.D)
     assets = Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": str(place)}, **options}))
+    alone, outputs = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(reasoning_parser="")
     frontend._names(
-        assets,
-        SimpleNamespace(
-            model_config=model, parallel_config=None, structured_outputs_config=SimpleNamespace(reasoning_parser="")
-        ),
+        assets, SimpleNamespace(model_config=model, parallel_config=alone, structured_outputs_config=outputs)
     )
 
 

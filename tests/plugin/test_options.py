@@ -109,8 +109,8 @@ def test_front_end_and_worker_of_a_process_open_each_file_once(wire: dict[str, A
     shape = SimpleNamespace(num_hidden_layers=LAYERS)
     model = SimpleNamespace(model="m", hf_text_config=shape, get_hidden_size=lambda: WIDTH)
     outputs = SimpleNamespace(reasoning_parser="")
-    config = SimpleNamespace(additional_config={"saesteer": wire}, model_config=model, parallel_config=None)
-    config.structured_outputs_config = outputs
+    config = SimpleNamespace(additional_config={"saesteer": wire}, model_config=model)
+    config.structured_outputs_config, config.parallel_config = outputs, SimpleNamespace(pipeline_parallel_size=1)
     frontend.opened.cache_clear()
     keys = {frontend._salting_compile_cache(lambda self: "0123456789")(config) for _ in range(3)}
     known, again = frontend.assets_of(config), frontend.assets_of(config)

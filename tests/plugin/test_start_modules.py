@@ -110,7 +110,8 @@ def in_front_end(folder: Path, edits: list[Any]) -> None:
         model="m", hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
     )  # all of a VllmConfig that is asked for
     outputs = SimpleNamespace(reasoning_parser="")
-    served = SimpleNamespace(model_config=model, parallel_config=None, structured_outputs_config=outputs)
+    alone = SimpleNamespace(pipeline_parallel_size=1)
+    served = SimpleNamespace(model_config=model, parallel_config=alone, structured_outputs_config=outputs)
     frontend._names(Assets.open(config(folder, m=edits)), served)
 
 
