@@ -118,7 +118,8 @@ def block(
 
 
 def _percent(row: Row) -> str:
-    return f"{row['percent']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+    median, low, high = (round(row[one], 2) + 0.0 for one in ("percent", "low", "high"))  # no minus in front of a zero
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _deltas(row: Row) -> tuple[str, str, str]:
