@@ -47,6 +47,17 @@ def steps() -> Table:
     return head, lines
 
 
+def costs() -> Table:
+    """Of ``steps``, what the set that is replayed adds, the models side by side."""
+    _, lines = steps()
+    labels = list(dict.fromkeys(str(label) for _, label, *_ in lines))
+    found = {(brings, label): shown for brings, label, shown, *_ in lines}
+    brought = dict.fromkeys(brings for brings, _ in found)
+    return ("each request brings", *labels), [
+        (one, *(found.get((one, label), "") for label in labels)) for one in brought
+    ]
+
+
 def modes() -> Table:
     """A server's times over those of stock vLLM in the same run."""
     head = ("each request brings", "model", "first token", "time per token", "end to end", "commit")

@@ -313,6 +313,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "codes": codes,
     "commands": commands,
+    "costs": stored(measured.costs, "make bench-steps"),
     "dictionaries": dictionaries,
     "families": families,
     "flags": flags,
