@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
+from saesteer.engine.captures import Captures
 from saesteer.engine.graph_sets import nested
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
 from saesteer.engine.published import Published
-from saesteer.engine.readouts import Captures, Reading, Source, probes_of, source_of
+from saesteer.engine.readouts import Reading, Source, probes_of, source_of
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from saesteer.config.config import KEY
-from saesteer.planning.windows import rank
 
 if TYPE_CHECKING:
-    from saesteer.engine.readouts import Made
+    from saesteer.engine.brought import Made
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -168,22 +167,24 @@ class Writer:
         pieces, left = [], []
         views: dict[int, Any] = {}  # of arrays by their id, as bytes
         for one in made:
-            if (sink := one.part.sink) is None:
+            if one.parts[0].sink is None:  # readouts that have files are made apart from others
                 left.append(one)
                 continue
             (rows,) = one.arrays
             data = views.get(id(rows))
             if data is None:
-                data = views[id(rows)] = rows.view(torch.uint8).view(-1).numpy()
-            stride = len(data) // len(rows) * len(one.part.reading.ops)  # of a position
-            at = len(data) // len(rows) * one.first
-            for lo, hi in one.part.spans:
-                first = rank(one.part.reading.windows, lo)
-                fits = min(hi - lo, sink.rows - first)
-                if fits > 0:
-                    pieces.append((sink, sink.start + stride * first, data[at : at + stride * fits]))
-                at += stride * (hi - lo)
-            left.append(one._replace(part=one.part._replace(sink=None), arrays=()))
+                data = views[id(rows)] = rows.view(torch.uint8).view(-1).numpy().data
+            size, ahead = len(data) // len(rows), one.ahead
+            stride = size * max(1, len(one.parts[0].reading.ops))  # of a position
+            for part in one.parts:
+                sink, at = part.sink, size * (one.base + part.first)
+                assert sink is not None
+                for first, number in part.places:
+                    fits = min(number, sink.rows - first - ahead)
+                    if fits > 0:
+                        pieces.append((sink, sink.start + stride * (first + ahead), data[at : at + stride * fits]))
+                    at += stride * number
+            left.append(one._replace(arrays=()))
         if pieces:
             self._put(pieces, stream)
         return left

@@ -107,12 +107,14 @@ class Rows:
 
     def add(self, blobs: Iterable[Sequence[Any]]) -> None:
         """Keeps what has come."""
-        blobs = [*blobs]
-        for number in {blob[0] for blob in blobs}:
-            self._readouts[number].last.clear()  # the answer has gone on
+        fresh: set[int] = set()
         for number, spans, *data in blobs:
-            if self._readouts[number].readout.shown:
-                self._readouts[number].add([tuple(span) for span in spans], data)
+            one = self._readouts[number]
+            if one.readout.last and number not in fresh:
+                fresh.add(number)
+                one.last.clear()  # the answer has gone on
+            if one.readout.shown:
+                one.add(spans, data)
 
     def tell(self, prompt: int, generated: int, *, final: bool, border: int = END) -> None:
         """Adds an entry to the answer's fields for each readout that has something new; at the end, for each.
@@ -157,6 +159,10 @@ class _Kind:
         if self.readout.reduce != "none":
             self._parts = [part for part in self._parts if part[0][0][0] < spans[0][0]]
             self._parts.append((spans, data[0]))
+            return
+        if len(spans) == 1 and spans[0][1] - spans[0][0] == 1:  # a request that decodes
+            if spans[0][0] >= self._told:
+                self._rows[spans[0][0]] = tuple(data)
             return
         positions = [at for lo, hi in spans for at in range(lo, hi)]
         sizes = [len(one) // len(positions) for one in data]

@@ -13,7 +13,8 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from saesteer.engine.readouts import Brought, Made, Part, Reading
+from saesteer.engine.brought import Brought, Made, Part
+from saesteer.engine.readouts import Reading
 from saesteer.kernels import layout
 from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.plan import END, Readout, Rule
@@ -113,7 +114,7 @@ def test_the_scheduler_knows_how_many_tokens_a_request_has_got() -> None:
 
 def read(at: int, value: float, *, last: bool = False, watched: int | None = None) -> Any:
     reading = Reading("hidden", (), False, ((0, END),), last, "none", None, 0, (), (), watched)
-    return Made(Part("a", 0, reading, [(at, at + 1)], 0, 1), (torch.tensor([[value]]),), 0, 1)
+    return Made([Part("a", 0, reading, [(at, at + 1)], 0, 1)], (torch.tensor([[value]]),))
 
 
 def test_what_wrong_guesses_have_read_is_dropped() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine.readouts import Brought
+from saesteer.engine.brought import Brought
 from saesteer.plugin.results.counts import Table
 from saesteer.plugin.results.gathering import Gathering, joined
 
@@ -53,7 +53,7 @@ def test_each_counter_is_the_one_of_its_stage(data: st.DataObject) -> None:
         if not any(name in one for one in lost):
             assert words[: len(whole[name])] == whole[name] and not any(words[len(whole[name]) :])
     assert told.failed.keys() == set().union(*lost)
-    assert told.read is not None and sorted(map(str, told.read.parts)) == [f"part of {n}" for n in range(stages)]
+    assert told.read is not None and sorted(map(str, told.read.made)) == [f"part of {n}" for n in range(stages)]
 
 
 def test_steps_that_nobody_reports_are_left_as_they_are() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine.readouts import Blob, Brought, Made, Part, Reading
+from saesteer.engine.brought import Blob, Brought, Made, Part
+from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.plan import END, Direction, Readout, Window
 from saesteer.plugin.results import counts, reads
@@ -328,7 +329,7 @@ LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
 def brought(*found: tuple[str, Reading, int]) -> Brought:
     """One position of each of these requests."""
     parts = [
-        Made(Part(name, number, reading, [(at, at + 1)], 0, 1), (torch.tensor([[float(at)]]),), 0, 1)
+        Made([Part(name, number, reading, [(at, at + 1)], 0, 1)], (torch.tensor([[float(at)]]),))
         for number, (name, reading, at) in enumerate(found)
     ]
     return Brought(parts)

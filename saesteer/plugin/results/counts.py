@@ -22,8 +22,8 @@ from vllm.v1.engine import FinishReason
 from saesteer.config.config import KEY
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
+from saesteer.engine.brought import Brought
 from saesteer.engine.published import Published
-from saesteer.engine.readouts import Brought
 from saesteer.engine.table import Row
 from saesteer.errors import SpecError
 from saesteer.kernels import layout

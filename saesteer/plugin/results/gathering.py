@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from saesteer.config.config import KEY
-from saesteer.engine.readouts import Brought
+from saesteer.engine.brought import Brought
 from saesteer.plugin.door import frontend
 from saesteer.plugin.results.counts import Table
 from saesteer.plugin.wrap import Original, around
@@ -63,7 +63,7 @@ def joined(last: Table, earlier: Table) -> Table:
                 if name in last.names:
                     counted[last.names.index(name), : len(words)] |= words
     reads = [one.read for one in (earlier, last) if one.read is not None]
-    read = Brought([part for one in reads for part in one.parts]) if reads else None
+    read = Brought([made for one in reads for made in one.made]) if reads else None
     return last._replace(counted=counted, failed={**earlier.failed, **last.failed}, read=read)
 
 

@@ -1,7 +1,8 @@
 """What requests read, on its way from the scheduler into answers. Knows processes, and neither rows nor their form.
 
 worker     the snapshot of each step carries what was read of it (engine/readouts.py)
-scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params
+scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params; positions
+           whose rows are in a file come with an output that may be its last, since nothing is told of them before
 front end  planning/answers.py puts the rows together
 """
 
@@ -10,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from saesteer.config.config import KEY
-from saesteer.engine.readouts import Blob, Brought
+from saesteer.engine.brought import Blob, Brought
+from saesteer.engine.readouts import Span
 from saesteer.planning.answers import WORDS
 
 READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
@@ -34,19 +36,37 @@ def send(
         ends: for each request that had guessed tokens, the first position whose guess does not hold.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
-    if brought is None and not waiting:
+    filed: dict[str, dict[int, list[Span]]] = scheduler.__dict__.setdefault("saesteer_filed", {})
+    if brought is None and not waiting and not filed:
         return
     made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
-    if brought is not None:
-        ending = stops | {name for name, one in made.items() if one.finish_reason is not None}
-        for name, blobs in brought.blobs(ending, ends).items():
-            waiting.setdefault(name, []).extend(blobs)
+    ending = stops | {name for name, one in made.items() if one.finish_reason is not None}
+    for name, blobs in brought.blobs(ending, ends).items() if brought is not None else ():
+        for blob in blobs:
+            number, spans, *data = blob
+            if data:
+                waiting.setdefault(name, []).append(blob)
+            else:
+                _join(filed.setdefault(name, {}).setdefault(number, []), spans)
+    for name in filed.keys() & ending:
+        waiting.setdefault(name, []).extend([number, spans] for number, spans in filed.pop(name).items())
     for name in [*waiting]:
         if name in made:
             blobs = waiting.pop(name)
             made[name].kv_transfer_params = {**(made[name].kv_transfer_params or {}), READ: blobs}
         elif name not in scheduler.requests:  # it has ended, or was aborted
             del waiting[name]
+    for name in [name for name in filed if name not in scheduler.requests]:
+        del filed[name]
+
+
+def _join(spans: list[Span], more: list[Span]) -> None:
+    """Adds positions, which mostly follow those before."""
+    for lo, hi in more:
+        if spans and spans[-1][1] == lo:
+            spans[-1] = (spans[-1][0], hi)
+        else:
+            spans.append((lo, hi))
 
 
 def reads(fields: Mapping[str, Any]) -> bool:

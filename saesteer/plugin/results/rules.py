@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
-from saesteer.engine.readouts import Brought
+from saesteer.engine.brought import Brought
 from saesteer.planning.plan import END, Rule
 from saesteer.planning.rules import Fired, Values, Watch
 from saesteer.plugin.reasoning import PARSER, border_of

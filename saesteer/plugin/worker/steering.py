@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.config import KEY
+from saesteer.engine.brought import Brought
+from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine, Row
 from saesteer.engine.parts import Border
-from saesteer.engine.readouts import Brought, Reading, Segment
+from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.registry import Gone
 from saesteer.engine.spool import SPOOLS, Sinks
 from saesteer.plugin.reasoning import border_in
@@ -55,6 +57,9 @@ class Steering:
         self._tokens = 0  # in that batch
         self._sinks = Sinks()  # of requests that read by handle
         self._readers: list[tuple[int, str, Sequence[Reading | None]]] = []  # of the last batch, with places in it
+        self._places_read = np.zeros(0, dtype=np.intp)  # these places
+        # What they read of an earlier step of this batch, and the positions of their tokens in it.
+        self._took: tuple[Take, NDArray[Any]] | None = None
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline.
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None]] | None = None
@@ -157,13 +162,19 @@ class Steering:
         if not self._readers or self.step is None:
             return None
         starts, positions, hidden = self.step()
-        segments = [
-            Segment(name, readings, int(starts[at]) + first, int(positions[at]) + first, tokens, self._sinks.of(name))
-            for at, name, readings in self._readers
+        now = positions[self._places_read]
+        ahead = 0 if self._took is None else int(now[0] - self._took[1][0])
+        if self._took is None or not 0 <= ahead < self._took[0].steps or (now - ahead != self._took[1]).any():
+            self._took, ahead = (self.engine.captures.take(self._segments(starts.tolist(), now.tolist())), now), 0
+        return self.engine.captures.bring(self._took[0], hidden, ahead)
+
+    def _segments(self, starts: Sequence[int], positions: Sequence[int]) -> list[Segment]:
+        return [
+            Segment(name, readings, starts[at] + first, position + first, tokens, self._sinks.of(name))
+            for (at, name, readings), position in zip(self._readers, positions, strict=True)
             if name in self.rows
-            for first, tokens in drafts.pieces(self.guesses.get(name), int(starts[at + 1] - starts[at]))
+            for first, tokens in drafts.pieces(self.guesses.get(name), starts[at + 1] - starts[at])
         ]
-        return self.engine.captures.read(segments, hidden)
 
     def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
         """A step has run: of its guesses, keep what those that hold have counted, and nothing of the others."""
@@ -193,12 +204,16 @@ class Steering:
         """
         before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            return not before == tokens == len(batch)
-        self._batch, self._listed = list(batch), None
+            if before == tokens == len(batch):
+                return False
+            self._took = None
+            return True
+        self._batch, self._listed, self._took = list(batch), None, None
         found = [self.rows[request] for request in batch if request in self.rows]
         kinds = [row.kinds for row in found if row.listed]
         self.any, self.kinds = bool(found), reduce(or_, kinds) if kinds else None
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
         self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
+        self._places_read = np.array([at for at, *_ in self._readers], dtype=np.intp)
         return True

@@ -1,0 +1,190 @@
+"""What reading costs the host in each step, from the rows' gather to the end of an answer; without an engine.
+
+    python -m bench.reading               64 requests that decode, Gemma 3 4B's 34 layers of 2560, on a CPU
+
+Knows the functions that worker, scheduler and front end call for requests that read, and none of vLLM's own work around
+them. Where tensors lie does not matter to these functions, but on a CPU the copies of rows are part of "worker". In
+µs of processor time for each step, but for the first and the last line, which are for each request:
+
+    admit       front end: the spec is planned, and its results have their room
+    worker      what the step's requests read is gathered, and is on its way to a file or the scheduler
+    scheduler   what has come is put into outputs, without the copies between processes
+    front end   it is put in its place
+    end         the answer's entries are made, and files get their names
+    all         of all threads, those that write files included
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from bench.asks import Shape
+from bench.dummy import MODELS
+from bench.engines import settings
+from bench.front import PROMPT, FakeParams, FakeRequest, about
+from bench.timing import spread
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.engine.engine import Engine
+from saesteer.language.spec import from_json
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.results import reads
+from saesteer.plugin.worker.steering import Steering
+
+PARTS = ("admit", "worker", "scheduler", "front end", "end", "all")
+REQUESTS = 64
+STEPS = 64  # of which the first is not counted
+
+T = TypeVar("T")
+
+
+def _activations(layers: int, place: str) -> Callable[[Shape], dict[str, Any]]:
+    def spec(shape: Shape) -> dict[str, Any]:
+        sites = range(shape.layers // 2, shape.layers // 2 + 1) if layers == 1 else range(shape.layers)
+        one = {"scope": {"generated": True}, "as": place}
+        return {"return": {"activations": [{**one, "site": f"resid_post.{site}"} for site in sites]}}
+
+    return spec
+
+
+# By what each request reads of the tokens that it generates.
+CASES: dict[str, Callable[[Shape], dict[str, Any]]] = {
+    "one layer, by handle": _activations(1, "handle"),
+    "all layers, by handle": _activations(0, "handle"),
+    "one layer, inline": _activations(1, "inline"),
+    "hidden states": lambda _: {"return": {"hidden": {"scope": {"generated": True}}}},
+}
+
+
+class Host:
+    """An engine of a model's shape on a CPU, with everything that stands between its rows and answers.
+
+    Args:
+        model: in ``bench.dummy.MODELS``.
+        folder: for its files.
+    """
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.shape = shape = Shape.of(model)
+        wishes = settings(model, folder) | {"reads": [f"resid_post.{layer}" for layer in range(shape.layers)]}
+        self.config = SaesteerConfig.from_json(wishes | {"max_results": 1 << 16, "max_results_mib": 1 << 14})
+        self.engine = Engine(
+            Assets.open(self.config),
+            width=shape.width,
+            layers=shape.layers,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            max_rows=REQUESTS,
+            max_tokens=PROMPT,
+        )
+        self.steering = Steering(self.engine)
+        served = SimpleNamespace(dtype=torch.bfloat16, max_model_len=8 * PROMPT)
+        self.door = Door("fingerprint", self.config, vllm_config=SimpleNamespace(model_config=served))
+        self.times: defaultdict[str, list[float]] = defaultdict(list)  # by part, µs
+        self._positions = np.zeros(REQUESTS, dtype=np.int32)
+        starts, hidden = np.arange(REQUESTS + 1, dtype=np.int32), torch.zeros(REQUESTS, shape.width).bfloat16()
+        self.steering.step = lambda: (starts, self._positions, hidden)
+
+    def timed(self, part: str, work: Callable[[], T], each: int = 1) -> T:
+        """Do something, and note the processor time that this thread takes for it."""
+        begin = time.thread_time_ns()
+        done = work()
+        self.times[part].append((time.thread_time_ns() - begin) / 1e3 / each)
+        return done
+
+    def run(self, case: str, turn: int) -> dict[str, list[float]]:
+        """The times of a batch that begins and ends together, by part; the first step of it is left out."""
+        self.times.clear()
+        names = [f"{case} {turn} {number}" for number in range(REQUESTS)]
+        states = {}
+        for name in names:
+            params: Any = FakeParams({})
+            params.max_tokens, params.n = STEPS + 1, 1
+            request = FakeRequest(params, name)
+            spec = from_json(CASES[case](self.shape))
+            self.timed("admit", lambda spec=spec, request=request: self.door.admit(spec, self.engine.catalog, request))
+            states[name] = params.saesteer_report.of_choice()
+            self.steering.add(request)
+        self.steering.look(names, REQUESTS)
+        scheduler = SimpleNamespace(requests=states)
+        for step in range(STEPS):
+            self._positions[:] = PROMPT + step
+            begin = time.process_time_ns()
+            brought = self.timed("worker", self.steering.read)
+            outputs = [
+                SimpleNamespace(
+                    request_id=name, kv_transfer_params=None, finish_reason="length" if step == STEPS - 1 else None
+                )
+                for name in names
+            ]
+            batch = {0: SimpleNamespace(outputs=outputs)}
+            self.timed("scheduler", lambda: reads.send(scheduler, batch, brought, frozenset()))  # noqa: B023
+            self.timed("front end", lambda: self._receive(states, outputs))  # noqa: B023
+            self.times["all"].append((time.process_time_ns() - begin) / 1e3)
+        for name in names:
+            tell = states[name].read.tell
+            self.timed("end", lambda tell=tell: tell(PROMPT, STEPS + 1, final=True))
+            self.steering.forget(name)
+            for entries in states[name].fields.values():
+                for entry in entries:
+                    if "handle" in entry:
+                        self.door.results.delete(entry["handle"])
+        for part in ("worker", "scheduler", "front end", "all"):
+            del self.times[part][0]
+        return dict(self.times)
+
+    def _receive(self, states: dict[str, Any], outputs: list[Any]) -> None:
+        for one in outputs:
+            if one.kv_transfer_params:
+                states[one.request_id].add(one.kv_transfer_params[reads.READ])
+
+
+def main() -> int:
+    """Measure, print a table and JSON lines, write those to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
+    parser.add_argument("--turns", type=int, default=5, help="batches of each case, the cases in turn")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--out", type=Path, help="folder of the JSON lines; nothing is written without it")
+    parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host(options.model, Path(folder))
+    found: dict[str, dict[str, list[float]]] = {case: defaultdict(list) for case in options.cases}
+    for turn in range(1 + options.turns):
+        for case in options.cases:
+            for part, times in host.run(case, turn).items():
+                if turn:  # the first warms up
+                    found[case][part].append(statistics.median(times))
+    print(f"{'µs':24}" + "".join(f"{part:>12}" for part in PARTS))
+    wire = []
+    for case, parts in found.items():
+        print(f"{case:24}" + "".join(f"{statistics.median(parts[part]):12.1f}" for part in PARTS))
+        row = {"case": case, "requests": REQUESTS, "steps": STEPS, "turns": options.turns}
+        for part in PARTS:
+            us, low, high = (round(value, 1) for value in spread(parts[part]))
+            row[part] = {"us": us, "p20": low, "p80": high}
+        wire.append(json.dumps({**about(options.commit), "model": options.model, **row}))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "reading.jsonl").write_text("".join(line + "\n" for line in wire))
+    print(*wire, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

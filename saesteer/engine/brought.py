@@ -1,0 +1,126 @@
+"""What requests have read of one step, on its way from the device to the scheduler. Knows rows and positions.
+
+Knows neither how rows were computed (captures.py) nor what an answer makes of them (planning/answers.py).
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saesteer.engine.readouts import Reading, Span
+from saesteer.engine.spool import Sink, Spooling
+
+Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
+
+
+class Part(NamedTuple):
+    """What one readout of one request gets from a step."""
+
+    name: str
+    number: int  # of the readout in its request
+    reading: Reading
+    spans: list[Span]
+    first: int  # its rows, of those that were made together
+    end: int
+    sink: Sink | None = None  # where they go, then by span
+    places: Sequence[tuple[int, int]] = ()  # the first row there, and their number
+
+
+class Made(NamedTuple):
+    """What was made of rows of several readouts together, in host memory; without arrays, it is in files."""
+
+    parts: Sequence[Part]
+    arrays: tuple[Tensor, ...]
+    base: int = 0  # the row of the arrays from which the parts' rows count
+    ahead: int = 0  # steps behind the one of which the parts' positions are
+
+    def spans(self, part: Part) -> list[Span]:
+        """The positions of a part."""
+        return [(lo + self.ahead, hi + self.ahead) for lo, hi in part.spans] if self.ahead else part.spans
+
+    def rows(self, part: Part) -> slice:
+        """The rows of a part in the arrays."""
+        return slice(self.base + part.first, self.base + part.end)
+
+
+@dataclass(slots=True)
+class Brought:
+    """What the requests of one step read, on its way to the host or there."""
+
+    made: list[Made]
+    event: Any = None  # of the device, behind the copies
+    spooling: Spooling | None = None  # what goes into files
+
+    def __reduce__(self) -> tuple[type["Brought"], tuple[list[Made]]]:
+        """An event cannot leave its process, so the copies are waited for, and so are threads that write."""
+        self._settle()
+        return Brought, ([_without_files(one) for one in self.made],)
+
+    def _settle(self, ending: Collection[str] | None = None) -> None:
+        """Wait for the copies, and for what is written for these requests; None: for all."""
+        if self.event is not None and any(one.arrays for one in self.made):
+            self.event.synchronize()
+        if self.spooling is not None:
+            self.spooling.settle(ending)
+
+    def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
+        """What rules watch: by request and number of the measure, positions and the value at each."""
+        parts = [(one, part) for one in self.made for part in one.parts if part.reading.watched is not None]
+        if parts and self.event is not None:
+            self.event.synchronize()
+        found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
+        for one, part in parts:
+            number = part.reading.watched
+            assert number is not None
+            own = found.setdefault(part.name, {}).setdefault(number, ([], []))
+            own[0].extend(at for lo, hi in one.spans(part) for at in range(lo, hi))
+            own[1].extend(one.arrays[-1][one.rows(part), 0].tolist())  # [rows, 1]
+        return found
+
+    def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:
+        """By request, as sent between processes.
+
+        Args:
+            ending: requests that may end now; only they get rows for an answer's end.
+            ends: by request, the first position that is dropped.
+        """
+        ending = frozenset(ending)
+        self._settle(ending)
+        found: dict[str, list[Blob]] = {}
+        numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
+        for one in self.made:
+            own = numbers.get(id(one.arrays))
+            if own is None:
+                own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
+            base, ahead = one.base, one.ahead
+            for name, number, reading, spans, first, end, *_ in one.parts:
+                if reading.watched is not None or (reading.last and name not in ending):
+                    continue
+                if ahead:
+                    spans = [(lo + ahead, hi + ahead) for lo, hi in spans]
+                if ends and name in ends and spans[0][0] >= ends[name]:
+                    continue
+                blob = [number, spans, *[array[base + first : base + end].tobytes() for array in own]]
+                if name in found:
+                    found[name].append(blob)
+                else:
+                    found[name] = [blob]
+        return found
+
+
+def _without_files(one: Made) -> Made:
+    """For another process, which can do nothing with them."""
+    return one if one.arrays else one._replace(parts=[part._replace(sink=None, places=()) for part in one.parts])
+
+
+def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.uint8]]:
+    """Arrays as they are sent, [rows, bytes]; features by their index in the dictionary."""
+    if reading.kind == "features" and reading.source is not None and reading.source.ids is not None:
+        rows, *others = arrays
+        arrays = torch.from_numpy(np.append(reading.source.ids, np.int32(-1))[rows.numpy()]), *others
+    return [array.contiguous().view(torch.uint8).numpy() for array in arrays]
