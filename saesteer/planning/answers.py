@@ -119,7 +119,8 @@ class Rows:
 
         Args:
             prompt: tokens of the prompt.
-            generated: tokens that the answer has so far, of which the last has not been an input.
+            generated: tokens that the answer has so far, of which the last has not been an input; a rule may end it
+                in its prompt, before the first one.
             final: whether this is the answer's end.
             border: between the parts of the answer (windows.inside).
 
@@ -127,7 +128,9 @@ class Rows:
             OSError: a tensor could not be kept.
         """
         for one in self._told:
-            self._fields[one.word] += one.told(prompt + generated - 1, border, final=final)
+            if not generated:
+                one.last.clear()  # nothing was sampled from it
+            self._fields[one.word] += one.told(prompt + max(0, generated - 1), border, final=final)
 
 
 class _Kind:

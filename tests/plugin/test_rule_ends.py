@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from saesteer.planning.plan import END, Rule
+from saesteer.planning.answers import Rows
+from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import rules
 from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
+from tests.plugin.test_read_rows import blob, inside, readout
 
 PROMPT = 4
 STOP, FLAG = "saesteer.edits[0]", "saesteer.edits[1]"
@@ -107,3 +109,23 @@ def test_the_last_text_is_kept() -> None:
     keep_last_text(detokenizer)
     detokenizer.update([7], True)  # as vLLM calls it
     assert heard == [([7], False)]
+
+
+@pytest.mark.parametrize("computed", [9, 5])
+def test_an_answer_that_a_rule_ends_in_its_prompt_has_what_was_read_of_it(computed: int) -> None:
+    """All of a prompt of 9 tokens, or a chunk of it: each token was an input, and nothing was sampled."""
+    fields: dict[str, Any] = {}
+    found = [
+        readout("probe", [(0, END)], probe=Direction("p", 3)),
+        readout("activation", [(8, 9)], reduce="mean"),
+        readout("hidden", (), last=True),
+    ]
+    rows = Rows(found, fields)
+    spans = [[(0, computed)], inside([(8, 9)], 0, computed)]
+    rows.add([blob(number, found[number].readout, asked) for number, asked in enumerate(spans) if asked])
+    rows.add([blob(2, found[2].readout, [(computed - 1, computed)])])
+    rows.tell(9, 0, final=True)
+    [scores], [mean], [hidden] = fields["probes"], fields["activations"], fields["hidden"]
+    assert scores["positions"] == [*range(computed)]
+    assert mean["tokens"] == int(computed == 9)
+    assert (hidden["positions"], hidden["shape"]) == ([], [0, 0])
