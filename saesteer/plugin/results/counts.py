@@ -373,5 +373,5 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
             if answer.feed is not None:
-                consuming.finish(self, answer.feed, finish_reason, answer.fields)
+                consuming.finish(self, answer.feed, finish_reason)
     return made
