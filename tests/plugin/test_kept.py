@@ -1,5 +1,6 @@
 """Results that are fetched by a handle: where they are kept, and the routes on vLLM's app. Starts no engine."""
 
+import errno
 import gc
 import json
 import os
@@ -157,13 +158,24 @@ def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
     assert handles[0] not in files(found) and len(files(found)) == 1
 
 
-def test_nobody_needs_to_ask_for_what_expires_to_go(tmp_path: Path) -> None:
-    found = results(tmp_path, seconds=1)
+@pytest.mark.parametrize("failures", [0, 1], ids=["", "once in vain"])
+def test_nobody_needs_to_ask_for_what_expires_to_go(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, look = results(tmp_path, seconds=1), Results.sweep
     kept(found)
+    left = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * failures  # as when there are too many for a moment
+
+    def failing(self: Results) -> Any:
+        if left:
+            raise left.pop()
+        return look(self)
+
+    monkeypatch.setattr(Results, "sweep", failing)
     deadline = time.monotonic() + 20
     while files(found) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert files(found) == []
+    assert files(found) == [] and not left
 
 
 def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ _FLAGS = "--max-results, --max-results-mib, --result-seconds"
 def _sweep(results: "weakref.ref[Results]") -> None:
     while (one := results()) is not None:
         pause = max(1.0, min(60.0, one.limits.seconds / 10))
-        with suppress(FileNotFoundError):  # the process ends
+        with suppress(OSError):  # the process ends, or has too many files open now
             one.sweep()
         del one
         time.sleep(pause)
