@@ -280,9 +280,9 @@ def test_a_result_is_what_the_answer_would_hold(
     assert handled.keys() == inline[0].keys() - {"data"} | {"handle"}
 
 
-def report(found: Results, choices: int) -> counts.Report:
+def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
     one = readout("activation", [(0, END)], inline=False)
-    return counts.Report([], readouts=[one], rooms=found.promise([layout()] * choices))
+    return counts.Report([], readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
@@ -363,12 +363,13 @@ def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) 
     assert files(found) == [entry["handle"]]
 
 
-def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads", [1, 2], ids=["", "behind another result"])
+def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) -> None:
     from vllm.v1.engine import FinishReason
 
     found = results(tmp_path)
-    answer = report(found, 1).of_choice()
-    fill_the_disk(answer.rooms[0])
+    answer = report(found, 1, reads).of_choice()
+    fill_the_disk(answer.rooms[-1])
     one = state(answer)
     queue: list[Any] = []
     one.queue, one.request_id, one.parent_req = SimpleNamespace(put=queue.append), "a", None

@@ -363,6 +363,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 answer.read.tell(self.prompt_len, generated, final=_is_whole(finish_reason), border=border)
             except OSError as error:
                 answer.unwritten = failures.unwritten(error)
+                for room in answer.rooms:  # what could be written, too: its client gets no handle
+                    room.remove()
         if finish_reason is not None:
             answer.cut(self.detokenizer.num_output_tokens())
             answer.fill(border)

@@ -123,6 +123,11 @@ class Room:
             self._give_up()  # a result has another name
         return self._handle
 
+    def remove(self) -> None:
+        """Deletes the result, or gives the room up: nobody will learn of it."""
+        remove([self._results.folder / self._handle])
+        self._give_up()
+
 
 class Results:
     """The results of a server, in one of its API server processes; safe to use in threads.
