@@ -29,6 +29,7 @@ class Scheduler:
             request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
         )
         self.request.take_events, self.request.trace_headers, self.request.output_token_ids = list, None, []
+        self.requests = {"one": self.request}
         self.finished: list[str] = []
 
     def finish_requests(self, names: list[str], status: Any) -> None:
@@ -40,7 +41,7 @@ class Scheduler:
         made = [EngineCoreOutput("one", **output)] if output else []
         outputs = {3: EngineCoreOutputs(outputs=made)} if made else {}
         positions = [*range(first, first + len(values))]
-        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})])
+        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})] if values else [])
         return outputs[3].outputs[0] if outputs else None
 
 
@@ -85,6 +86,20 @@ def test_a_flag_waits_for_an_output_and_counts_once() -> None:
     one.request.num_tokens += 1
     assert fired(one.step(0, *[1.0] * 5, new_token_ids=[7])) is None, "behind a preemption"
     assert not one.finished
+
+
+def test_a_flag_waits_for_an_output_though_nothing_is_watched_there() -> None:
+    """A scope that ends in an early chunk of the prompt: the step that brings the first token has no value of it."""
+    one, kept = Scheduler(PROMPT, flag=1), "saesteer_fired"
+    assert one.step(0, 0.0, 1.0) is None and one.step(2) is None
+    one.request.num_tokens += 1
+    assert fired(one.step(3, new_token_ids=[7])) == [["flag", FLAG, 1]]
+    assert fired(one.step(4, new_token_ids=[8])) is None and vars(one)[kept] == {}
+    aborted = Scheduler(PROMPT, flag=1)
+    assert aborted.step(0, 1.0) is None and len(vars(aborted)[kept]) == 1
+    aborted.requests = {}
+    aborted.step(0)
+    assert vars(aborted)[kept] == {}
 
 
 def test_a_dropped_token_is_sampled_again() -> None:
