@@ -33,7 +33,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results import consuming, counts, failures
 from saesteer.plugin.results.kept import Handle, Limits, Results, Room
 from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.test_guard import app_of_vllm
@@ -361,6 +361,17 @@ def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) 
     del done, aborted, unborn, asked
     gc.collect()
     assert files(found) == [entry["handle"]]
+
+
+def test_what_one_choice_has_kept_goes_when_another_is_aborted(tmp_path: Path) -> None:
+    from vllm.v1.engine import FinishReason
+
+    found, asked = results(tmp_path), report(results(tmp_path), 2)
+    done, running = (state(asked.of_choice()) for _ in range(2))
+    done.ends(FinishReason.STOP)
+    assert len(files(found)) == 2, "a result, and a room"
+    consuming._leaving(lambda *_: ["a"])(SimpleNamespace(request_states={"a": running}), ["a"])
+    assert len(files(found)) == 1, "the room of a choice that somebody holds"
 
 
 @pytest.mark.parametrize("reads", [1, 2], ids=["", "behind another result"])

@@ -93,13 +93,15 @@ class _Tokens:
 
 @around
 def _leaving(original: Original, self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tells consumers of requests that are aborted."""
+    """Tells consumers of requests that are aborted, and deletes what their other choices have kept."""
     states = dict(self.request_states)
     gone = original(self, request_ids, *args, **kwargs)
     for name in gone:
-        feed: Feed | None = getattr(getattr(states.get(name), KEY, None), "feed", None)
-        if feed is not None:
-            feed.abandon()
+        answer = getattr(states.get(name), KEY, None)
+        if answer is not None:
+            answer.forget()
+            if answer.feed is not None:
+                answer.feed.abandon()
     return gone
 
 
