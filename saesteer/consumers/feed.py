@@ -6,6 +6,7 @@ only once: what is computed again after a preemption replaces what waits, and no
 
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from saesteer.consumers.consumer import SIZES, Array, Request, Rows
 from saesteer.consumers.runner import Runner, Ticket
 from saesteer.planning.answers import WORDS, Reported, apart, score
+from saesteer.planning.answers import Rows as Answer
 
 Tokens = Callable[[int, int], Sequence[int]]  # the ids of the tokens at positions [lo, hi)
 Taker = tuple[Runner, Ticket]
@@ -47,14 +49,19 @@ class Feed:
             (*(own if one.readout.shown else ()), *(capturing if one.readout.captured else ())) for one in readouts
         ]
         self._waiting = [_Waiting(one) for one in readouts]
+        # Reductions, as an answer has them that names nothing by a handle.
+        self._fields: dict[str, Any] = {}
+        inline = [one._replace(readout=replace(one.readout, inline=True)) for one in readouts]
+        self._reduced = Answer(inline, self._fields)
         self._open = True
 
     def add(self, blobs: Iterable[Sequence[Any]]) -> None:
         """Keep what has come, as far as it is wanted; reductions come with the end."""
+        blobs = [blob for blob in blobs if self._wanted[blob[0]]]
+        self._reduced.add(blob for blob in blobs if self._waiting[blob[0]].whole)
         for number, spans, *data in blobs:
-            one = self._waiting[number]
-            if self._wanted[number] and not one.whole:
-                one.add([tuple(span) for span in spans], data)
+            if not self._waiting[number].whole:
+                self._waiting[number].add([tuple(span) for span in spans], data)
 
     def give(self, tokens: Tokens, end: int, *, wait: bool = False) -> None:
         """Hand over what is below a position.
@@ -75,7 +82,6 @@ class Feed:
         end: int,
         length: int,
         reason: str,
-        fields: Mapping[str, Any],
         *,
         wait: bool = False,
     ) -> None:
@@ -86,15 +92,15 @@ class Feed:
             end: as in ``give``.
             length: tokens of the prompt and the answer.
             reason: stop or length.
-            fields: of the answer, which has the reductions.
             wait: as in ``give``.
         """
         if not self._open:
             return
         self._open = False
         self.give(tokens, end, wait=wait)
+        self._reduced.tell(end, length - end, final=True)
         for one, takers in zip(self._waiting, self._wanted, strict=True):
-            for rows in one.reduced(fields) if takers and one.whole else ():
+            for rows in one.reduced(self._fields) if takers and one.whole else ():
                 for runner, ticket in takers:
                     runner.put(ticket, rows)
         ids = [*tokens(0, length)]
@@ -181,7 +187,7 @@ class _Waiting:
         ]
 
     def reduced(self, fields: Mapping[str, Any]) -> list[Rows]:
-        """The entries of the answer as rows."""
+        """The entries of an answer as rows."""
         found = []
         entries = [one for one in fields.get(WORDS[self._kind], ()) if "data" in one and one["shape"][0]]
         for about in self._abouts:

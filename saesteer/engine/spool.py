@@ -59,7 +59,8 @@ class Sink:
         self.start, self.rows = start, rows
         self._path, self._failed = path, False
         self.file = os.open(path, os.O_WRONLY)
-        self.lane = self.file % LANES  # the thread that writes it
+        # The thread that writes it: the same for whoever opens the file again, behind a preemption.
+        self.lane = os.fstat(self.file).st_ino % LANES
         weakref.finalize(self, os.close, self.file)
 
     def write(self, pieces: Iterable[tuple[int, Any]]) -> None:

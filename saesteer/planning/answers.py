@@ -9,6 +9,7 @@ What is read comes as blobs: the number of the readout in its request, spans of 
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ WORDS = {"features": "features", "probe": "probes", "activation": "activations",
 
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
 _MANY = 64  # numbers that are rounded together
+_LOOSE = 64  # last parts of a reduction that may still fall away: more than a step has guessed tokens
 _BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
 _TENS = 10.0 ** np.arange(13)
 
@@ -121,7 +123,8 @@ class Rows:
 
         Args:
             prompt: tokens of the prompt.
-            generated: tokens that the answer has so far, of which the last has not been an input.
+            generated: tokens that the answer has so far, of which the last has not been an input; a rule may end it
+                in its prompt, before the first one.
             final: whether this is the answer's end.
             border: between the parts of the answer (windows.inside).
 
@@ -129,7 +132,18 @@ class Rows:
             OSError: a tensor could not be kept.
         """
         for one in self._told:
-            self._fields[one.word] += one.told(prompt + generated - 1, border, final=final)
+            if not generated:
+                one.last.clear()  # nothing was sampled from it
+            self._fields[one.word] += one.told(prompt + max(0, generated - 1), border, final=final)
+
+
+class _Part(NamedTuple):
+    """What a reduction has of some positions."""
+
+    first: int
+    end: int  # behind the last one
+    tokens: int
+    numbers: NDArray[Any]  # sum, maximum or last row: float32 as it came, sums of several parts in float64
 
 
 class _Kind:
@@ -144,7 +158,7 @@ class _Kind:
         self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that nobody was told yet
         self._told = 0  # positions below this one were told
         self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
-        self._parts: list[tuple[list[tuple[int, int]], bytes]] = []  # of a reduction
+        self._parts: list[_Part] = []  # of a reduction, ascending
         self._first = True
 
     def take(self, keepers: Iterator[Any]) -> None:
@@ -157,8 +171,14 @@ class _Kind:
             self.last[spans[-1][0]] = data[0]
             return
         if self.readout.reduce != "none":
-            self._parts = [part for part in self._parts if part[0][0][0] < spans[0][0]]
-            self._parts.append((spans, data[0]))
+            while self._parts and self._parts[-1].first >= spans[0][0]:
+                self._parts.pop()
+            tokens = sum(hi - lo for lo, hi in spans)
+            self._parts.append(_Part(spans[0][0], spans[-1][1], tokens, np.frombuffer(data[0], "<f4")))
+            # A preemption computes all again, so of older parts only what they make together is kept.
+            at = len(self._parts) - _LOOSE
+            if at > 0 and self._message(self._parts[at - 1]) == self._message(self._parts[at]):
+                self._parts[at - 1 : at + 1] = [self._joined(self._parts[at - 1], self._parts[at])]
             return
         if len(spans) == 1 and spans[0][1] - spans[0][0] == 1:  # a request that decodes
             if spans[0][0] >= self._told:
@@ -206,40 +226,45 @@ class _Kind:
             row = ([at for at in self.last if at < end] or [*self.last])[-1:]
             data = b"".join(self.last[at] for at in row)
             return _tensor(row, data, self.dtype, [len(row)])
-        parts = [part for part in self._parts if part[0][0][0] < end]
+        parts = [part for part in self._parts if part.first < end]
         if self.readout.reduce == "message":
             return self.by_message(parts)
-        positions = sum(hi - lo for spans, _ in parts for lo, hi in spans)
         if not parts:
             return _tensor([], b"", "float32", [0]) | {"tokens": 0}
-        numbers = np.stack([np.frombuffer(data, "<f4") for _, data in parts])
-        how = self.readout.reduce
-        if how == "mean":
-            reduced = (numbers.sum(0, dtype=np.float64) / positions).astype(np.float32)
-        else:
-            reduced = numbers.max(0) if how == "max" else numbers[-1]
-        spans = [span for part, _ in parts for span in part]
-        return _tensor([spans[0][0], spans[-1][1]], reduced.tobytes(), "float32", [1]) | {"tokens": positions}
+        one = reduce(self._joined, parts)
+        numbers = _mean(one) if self.readout.reduce == "mean" else one.numbers
+        return _tensor([one.first, one.end], numbers.tobytes(), "float32", [1]) | {"tokens": one.tokens}
 
-    def by_message(self, parts: list[tuple[list[tuple[int, int]], bytes]]) -> dict[str, Any]:
+    def by_message(self, parts: list[_Part]) -> dict[str, Any]:
         """The mean of each chat message that has tokens among the parts; no part has tokens of two."""
-        found: dict[int, tuple[list[tuple[int, int]], list[bytes]]] = {}
-        for part, data in parts:
-            spans, sums = found.setdefault(bisect_right(self.readout.starts, part[0][0]) - 1, ([], []))
-            spans += part
-            sums.append(data)
-        tokens = [sum(hi - lo for lo, hi in spans) for spans, _ in found.values()]
-        means = [
-            np.stack([np.frombuffer(one, "<f4") for one in sums]).sum(0, dtype=np.float64) / count
-            for (_, sums), count in zip(found.values(), tokens, strict=True)
-        ]
-        positions = [[spans[0][0], spans[-1][1]] for spans, _ in found.values()]
-        data = b"".join(one.astype(np.float32).tobytes() for one in means)
-        return _tensor(positions, data, "float32", [len(means)]) | {"messages": [*found], "tokens": tokens}
+        found: dict[int, _Part] = {}
+        for part in parts:
+            number = self._message(part)
+            found[number] = self._joined(found[number], part) if number in found else part
+        positions = [[one.first, one.end] for one in found.values()]
+        data, tokens = b"".join(_mean(one).tobytes() for one in found.values()), [one.tokens for one in found.values()]
+        return _tensor(positions, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
+
+    def _message(self, part: _Part) -> int:
+        """The number of its message, if each has a mean of its own."""
+        return bisect_right(self.readout.starts, part.first) - 1
+
+    def _joined(self, one: _Part, two: _Part) -> _Part:
+        """A part and one behind it."""
+        how, numbers = self.readout.reduce, two.numbers
+        if how == "max":
+            numbers = np.maximum(one.numbers, numbers)
+        elif how != "last":
+            numbers = np.add(one.numbers, numbers, dtype=np.float64)
+        return _Part(one.first, two.end, one.tokens + two.tokens, numbers)
 
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""
         return _tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
+
+
+def _mean(one: _Part) -> NDArray[np.float32]:
+    return (one.numbers.astype(np.float64) / one.tokens).astype(np.float32)
 
 
 def apart(data: bytes, rows: int, count: int) -> list[bytes]:

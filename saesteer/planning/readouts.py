@@ -150,7 +150,7 @@ def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
         return 4
     width = catalog.width if one.site is None else catalog.width_at(one.site)
     assert width is not None, "a server knows its widths"
-    return width * itemsize
+    return width * (itemsize if one.reduce == "none" else 4)  # reductions are float32
 
 
 def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str) -> Readout:

@@ -13,7 +13,6 @@ from saesteer.consumers.feed import Feed
 from saesteer.consumers.feed import ticket as made
 from saesteer.consumers.lines import Logging
 from saesteer.consumers.runner import Runner, Ticket
-from saesteer.planning.answers import Rows as Answer
 from saesteer.planning.plan import CAPTURE
 from tests.consumers.rows import SITE, readout, request, rows, token, value
 
@@ -85,7 +84,7 @@ def test_each_position_comes_once(prompt: int, chunks: list[tuple[int, bool]], g
         play.feed.give(tokens, prompt + max(0, known - 1))
         assert play.runner.positions == [*range(min(sent, prompt + max(0, known - 1)))]
     length = prompt + known
-    play.feed.finish(tokens, max(prompt, length - 1), length, "stop", {})
+    play.feed.finish(tokens, max(prompt, length - 1), length, "stop")
     assert play.runner.positions == [*range(min(sent, max(prompt, length - 1)))]
     for _, one in play.runner.said[:-1]:
         check(one)
@@ -97,7 +96,7 @@ def test_rows_behind_the_last_token_never_come() -> None:
     play = Play(4)
     play.feed.add([blob(0, (0, 4), (4, 7))])
     play.feed.give(tokens, 4)
-    play.feed.finish(tokens, 5, 6, "stop", {})
+    play.feed.finish(tokens, 5, 6, "stop")
     assert play.runner.positions == [0, 1, 2, 3, 4]
 
 
@@ -116,7 +115,7 @@ def test_several_consumers_share_rows() -> None:
     assert feed.results.keys() == {"own", "other"}
     feed.abandon()
     feed.abandon()
-    feed.finish(tokens, 3, 4, "stop", {})
+    feed.finish(tokens, 3, 4, "stop")
     assert [runner.said[-1][1] for runner in (own, other, operator)] == ["drop"] * 3
 
 
@@ -132,17 +131,14 @@ def test_sites_that_travel_as_one_come_apart() -> None:
     assert [one.positions.tolist() for one in rows] == [[0, 1]] * 2
 
 
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "handle"])
 @pytest.mark.parametrize(("how", "expected"), [("mean", 2.0), ("max", 4.0), ("last", 4.0)])
-def test_reductions_come_as_the_answer_has_them(how: Any, expected: float) -> None:
-    runner, fields = Direct(), dict[str, Any]()
-    asked = [readout(), readout(reduce=how)]
-    feed, answer = Feed(asked, [(runner, ticket())]), Answer(asked, fields)
+def test_reductions_come_as_the_answer_has_them(how: Any, expected: float, inline: bool) -> None:
+    runner = Direct()
+    feed = Feed([readout(), readout(reduce=how, inline=inline)], [(runner, ticket())])
     numbers = {"mean": 10.0, "max": 4.0, "last": 4.0}[how]  # of a sum over the tokens
-    whole = [1, [[0, 5]], np.array([numbers, numbers], "<f4").tobytes()]
-    for one in (feed, answer):
-        one.add([blob(0, (0, 5)), whole])
-    answer.tell(5, 1, final=True)
-    feed.finish(tokens, 5, 6, "stop", fields)
+    feed.add([blob(0, (0, 5)), [1, [[0, 5]], np.array([numbers, numbers], "<f4").tobytes()]])
+    feed.finish(tokens, 5, 6, "stop")
     first, last = (one for _, one in runner.said if isinstance(one, Rows))
     assert first.about == SITE and last.about == SITE | {"reduce": how}
     assert last.positions.tolist() == [0, 5] and not len(last.tokens)

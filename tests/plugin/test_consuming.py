@@ -101,7 +101,7 @@ def run(made: Any, reason: str = "stop") -> Any:
         report.add([blob(0, lo, hi)])
         consuming.give(made, report.feed)
         made.detokenizer.output_token_ids.append(token(hi))
-    consuming.finish(made, report.feed, reason, report.fields)
+    consuming.finish(made, report.feed, reason)
     choice = SimpleNamespace(finish_reason=reason, saesteer=report.fields, saesteer_feed=report.feed)
     return SimpleNamespace(outputs=[choice])
 

@@ -48,7 +48,7 @@ STEPS = {
 }
 
 
-def lived(folder: Path, steps: Any, *, sent: bool, preempted: int = -1) -> tuple[Any, ...]:
+def lived(folder: Path, steps: Any, *, sent: bool, preempted: int = -1, spec: Any = SPEC) -> tuple[Any, ...]:
     """The counters of a request and what it has read, by readout: parts by position, and the last row.
 
     Args:
@@ -56,6 +56,7 @@ def lived(folder: Path, steps: Any, *, sent: bool, preempted: int = -1) -> tuple
         steps: as in STEPS.
         sent: whether what the worker found travels to another process.
         preempted: the step in front of which the request is preempted.
+        spec: of the request.
     """
     assets = Assets.open(SaesteerConfig(sites=(SITE,), reads=(SITE,), inline_rows=1))
     size: dict[str, Any] = {"width": WIDTH, "layers": 2, "max_rows": 2, "max_tokens": 64, "drafts": 3}
@@ -69,7 +70,7 @@ def lived(folder: Path, steps: Any, *, sent: bool, preempted: int = -1) -> tuple
     made: Any = None
     place = SimpleNamespace(sample_tokens=lambda _: made, model_runner=runner, is_driver_worker=True)
     counts.attach(place, steering)
-    request = admitted(engine, SPEC, PROMPT)
+    request = admitted(engine, spec, PROMPT)
     request.req_id = "a"
     scheduler = SimpleNamespace(requests={"a": None}, finished_req_ids=set())
     found: dict[int, Any] = {}
@@ -135,3 +136,17 @@ def test_guesses_count_and_read_what_single_tokens_do(tmp_path: Path, name: str,
     if preempted < 0:
         for readout in single.keys() - {hidden}:
             assert read[readout] == single[readout]
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["here", "sent"])
+@pytest.mark.parametrize("preempted", [-1, 3], ids=["undisturbed", "preempted"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_hidden_state_is_that_of_the_last_token_though_nobody_does_anything_at_a_site(
+    tmp_path: Path, name: str, preempted: int, sent: bool
+) -> None:
+    """Such a step has no work list, and its guesses are guesses all the same."""
+    only: Any = {"spec": {"return": {"hidden": True}}, "sent": sent}
+    _, single = lived(tmp_path, [(0, 0)] * TOKENS, **only)
+    _, read = lived(tmp_path, STEPS[name], preempted=preempted, **only)
+    last = PROMPT + TOKENS - 2
+    assert max(read[0]) == max(single[0]) == last and read[0][last] == single[0][last]

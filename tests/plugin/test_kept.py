@@ -1,5 +1,6 @@
 """Results that are fetched by a handle: where they are kept, and the routes on vLLM's app. Starts no engine."""
 
+import errno
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results import consuming, counts, failures
 from saesteer.plugin.results.kept import Handle, Limits, Results, Room
 from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.test_guard import app_of_vllm
@@ -157,13 +158,24 @@ def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
     assert handles[0] not in files(found) and len(files(found)) == 1
 
 
-def test_nobody_needs_to_ask_for_what_expires_to_go(tmp_path: Path) -> None:
-    found = results(tmp_path, seconds=1)
+@pytest.mark.parametrize("failures", [0, 1], ids=["", "once in vain"])
+def test_nobody_needs_to_ask_for_what_expires_to_go(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, look = results(tmp_path, seconds=1), Results.sweep
     kept(found)
+    left = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * failures  # as when there are too many for a moment
+
+    def failing(self: Results) -> Any:
+        if left:
+            raise left.pop()
+        return look(self)
+
+    monkeypatch.setattr(Results, "sweep", failing)
     deadline = time.monotonic() + 20
     while files(found) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert files(found) == []
+    assert files(found) == [] and not left
 
 
 def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_path: Path) -> None:
@@ -268,9 +280,9 @@ def test_a_result_is_what_the_answer_would_hold(
     assert handled.keys() == inline[0].keys() - {"data"} | {"handle"}
 
 
-def report(found: Results, choices: int) -> counts.Report:
+def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
     one = readout("activation", [(0, END)], inline=False)
-    return counts.Report([], readouts=[one], rooms=found.promise([layout()] * choices))
+    return counts.Report([], readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
@@ -351,12 +363,24 @@ def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) 
     assert files(found) == [entry["handle"]]
 
 
-def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path) -> None:
+def test_what_one_choice_has_kept_goes_when_another_is_aborted(tmp_path: Path) -> None:
+    from vllm.v1.engine import FinishReason
+
+    found, asked = results(tmp_path), report(results(tmp_path), 2)
+    done, running = (state(asked.of_choice()) for _ in range(2))
+    done.ends(FinishReason.STOP)
+    assert len(files(found)) == 2, "a result, and a room"
+    consuming._leaving(lambda *_: ["a"])(SimpleNamespace(request_states={"a": running}), ["a"])
+    assert len(files(found)) == 1, "the room of a choice that somebody holds"
+
+
+@pytest.mark.parametrize("reads", [1, 2], ids=["", "behind another result"])
+def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) -> None:
     from vllm.v1.engine import FinishReason
 
     found = results(tmp_path)
-    answer = report(found, 1).of_choice()
-    fill_the_disk(answer.rooms[0])
+    answer = report(found, 1, reads).of_choice()
+    fill_the_disk(answer.rooms[-1])
     one = state(answer)
     queue: list[Any] = []
     one.queue, one.request_id, one.parent_req = SimpleNamespace(put=queue.append), "a", None

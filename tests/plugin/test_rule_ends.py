@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from saesteer.planning.plan import END, Rule
+from saesteer.planning.answers import Rows
+from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import rules
 from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
+from tests.plugin.test_read_rows import blob, inside, readout
 
 PROMPT = 4
 STOP, FLAG = "saesteer.edits[0]", "saesteer.edits[1]"
@@ -27,6 +29,7 @@ class Scheduler:
             request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
         )
         self.request.take_events, self.request.trace_headers, self.request.output_token_ids = list, None, []
+        self.requests = {"one": self.request}
         self.finished: list[str] = []
 
     def finish_requests(self, names: list[str], status: Any) -> None:
@@ -38,7 +41,7 @@ class Scheduler:
         made = [EngineCoreOutput("one", **output)] if output else []
         outputs = {3: EngineCoreOutputs(outputs=made)} if made else {}
         positions = [*range(first, first + len(values))]
-        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})])
+        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})] if values else [])
         return outputs[3].outputs[0] if outputs else None
 
 
@@ -85,6 +88,20 @@ def test_a_flag_waits_for_an_output_and_counts_once() -> None:
     assert not one.finished
 
 
+def test_a_flag_waits_for_an_output_though_nothing_is_watched_there() -> None:
+    """A scope that ends in an early chunk of the prompt: the step that brings the first token has no value of it."""
+    one, kept = Scheduler(PROMPT, flag=1), "saesteer_fired"
+    assert one.step(0, 0.0, 1.0) is None and one.step(2) is None
+    one.request.num_tokens += 1
+    assert fired(one.step(3, new_token_ids=[7])) == [["flag", FLAG, 1]]
+    assert fired(one.step(4, new_token_ids=[8])) is None and vars(one)[kept] == {}
+    aborted = Scheduler(PROMPT, flag=1)
+    assert aborted.step(0, 1.0) is None and len(vars(aborted)[kept]) == 1
+    aborted.requests = {}
+    aborted.step(0)
+    assert vars(aborted)[kept] == {}
+
+
 def test_a_dropped_token_is_sampled_again() -> None:
     """The run goes on where the token is known, whatever was computed behind it before."""
     one = Scheduler(PROMPT + 2, stop=3)
@@ -107,3 +124,23 @@ def test_the_last_text_is_kept() -> None:
     keep_last_text(detokenizer)
     detokenizer.update([7], True)  # as vLLM calls it
     assert heard == [([7], False)]
+
+
+@pytest.mark.parametrize("computed", [9, 5])
+def test_an_answer_that_a_rule_ends_in_its_prompt_has_what_was_read_of_it(computed: int) -> None:
+    """All of a prompt of 9 tokens, or a chunk of it: each token was an input, and nothing was sampled."""
+    fields: dict[str, Any] = {}
+    found = [
+        readout("probe", [(0, END)], probe=Direction("p", 3)),
+        readout("activation", [(8, 9)], reduce="mean"),
+        readout("hidden", (), last=True),
+    ]
+    rows = Rows(found, fields)
+    spans = [[(0, computed)], inside([(8, 9)], 0, computed)]
+    rows.add([blob(number, found[number].readout, asked) for number, asked in enumerate(spans) if asked])
+    rows.add([blob(2, found[2].readout, [(computed - 1, computed)])])
+    rows.tell(9, 0, final=True)
+    [scores], [mean], [hidden] = fields["probes"], fields["activations"], fields["hidden"]
+    assert scores["positions"] == [*range(computed)]
+    assert mean["tokens"] == int(computed == 9)
+    assert (hidden["positions"], hidden["shape"]) == ([], [0, 0])

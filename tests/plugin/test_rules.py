@@ -155,6 +155,12 @@ def test_a_stop_in_the_prompt_answers_without_a_token(llm: Any, place: str) -> N
             assert (output.num_cached_tokens or 0) <= start // BLOCK * BLOCK
 
 
+def test_a_flag_of_the_first_of_three_chunks_is_in_the_answer(llm: Any) -> None:
+    """Though the step that samples the first token watches nothing."""
+    (output,) = ask(llm, [text("an early flag", 700)], {"edits": [rule("flag", ALWAYS, positions=[[1, 9]])]}, 2)
+    assert output.outputs[0].saesteer["flags"] == [flag(0, 1)]
+
+
 def test_prompts_stay_cached_where_only_generated_tokens_are_watched(llm: Any) -> None:
     prompt = [text("stays cached", 500)]
     (first,) = ask(llm, prompt, {"edits": [rule("stop", ALWAYS)]}, 8)

@@ -334,7 +334,8 @@ def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monk
 
 def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    sink = Sink(str(tmp_path / "file"), 0, 100)
+    sink, again = (Sink(str(tmp_path / "file"), 0, 100) for _ in range(2))
+    assert again.lane == sink.lane, "what a preempted request computes anew is written behind what it had"
     some = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
     pieces = [np.full(5, n % 251, dtype=np.uint8) for n in range(900)]

@@ -61,21 +61,20 @@ def give(state: Any, feed: Feed) -> None:
     feed.give(_Tokens(state), end, wait=state.queue is None)
 
 
-def finish(state: Any, feed: Feed, reason: Any, fields: Mapping[str, Any]) -> None:
+def finish(state: Any, feed: Feed, reason: Any) -> None:
     """Ends a feed with its answer.
 
     Args:
         state: vLLM's RequestState.
         feed: its feed.
         reason: vLLM's FinishReason.
-        fields: of the answer.
     """
     if str(reason) in ("abort", "error"):
         feed.abandon()
         return
     length = state.prompt_len + state.detokenizer.num_output_tokens()
     end, wait = max(state.prompt_len, length - 1), state.queue is None
-    feed.finish(_Tokens(state), end, length, str(reason), fields, wait=wait)
+    feed.finish(_Tokens(state), end, length, str(reason), wait=wait)
 
 
 class _Tokens:
@@ -94,13 +93,15 @@ class _Tokens:
 
 @around
 def _leaving(original: Original, self: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tells consumers of requests that are aborted."""
+    """Tells consumers of requests that are aborted, and deletes what their other choices have kept."""
     states = dict(self.request_states)
     gone = original(self, request_ids, *args, **kwargs)
     for name in gone:
-        feed: Feed | None = getattr(getattr(states.get(name), KEY, None), "feed", None)
-        if feed is not None:
-            feed.abandon()
+        answer = getattr(states.get(name), KEY, None)
+        if answer is not None:
+            answer.forget()
+            if answer.feed is not None:
+                answer.feed.abandon()
     return gone
 
 

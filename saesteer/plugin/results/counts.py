@@ -228,6 +228,7 @@ class Report:
     messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
     # For what its choices keep, which take theirs one after the other.
     rooms: list[Room | Spool] = field(default_factory=list)
+    kept: list[Room | Spool] = field(default_factory=list)  # of choices that have ended; all of them share this list
     read: Rows | None = None  # of a choice, what has come of that
     unwritten: SpecError | None = None  # why a choice has failed to keep something
     border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
@@ -271,6 +272,12 @@ class Report:
         before, several = self.by_token
         if len(several) > 1:
             self.counted = several[max(1, tokens - before) - 1]
+
+    def forget(self) -> None:
+        """Deletes what its request has kept, of which nobody will learn."""
+        for room in self.kept:
+            room.remove()
+        self.kept.clear()
 
     def begin(self) -> None:
         """Says what was applied; with the answer's first piece, as no request waits for it."""
@@ -338,6 +345,9 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
     made = original(self, engine_core_outputs, *args, **kwargs)
     unwritten = [(state, answer.unwritten) for state, answer in keeping if answer.unwritten is not None]
     failures.raise_there(self, unwritten)
+    for state, _ in (*failed, *unwritten):
+        if (report := getattr(state, "saesteer", None)) is not None:
+            report.forget()
     made.reqs_to_abort.extend(failures.end_with(self, [*failed, *unwritten]))
     return made
 
@@ -363,6 +373,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 answer.read.tell(self.prompt_len, generated, final=_is_whole(finish_reason), border=border)
             except OSError as error:
                 answer.unwritten = failures.unwritten(error)
+            if _is_whole(finish_reason):
+                answer.kept += answer.rooms
         if finish_reason is not None:
             answer.cut(self.detokenizer.num_output_tokens())
             answer.fill(border)
@@ -373,5 +385,5 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
             if answer.feed is not None:
-                consuming.finish(self, answer.feed, finish_reason, answer.fields)
+                consuming.finish(self, answer.feed, finish_reason)
     return made

@@ -123,6 +123,11 @@ class Room:
             self._give_up()  # a result has another name
         return self._handle
 
+    def remove(self) -> None:
+        """Deletes the result, or gives the room up: nobody will learn of it."""
+        remove([self._results.folder / self._handle])
+        self._give_up()
+
 
 class Results:
     """The results of a server, in one of its API server processes; safe to use in threads.
@@ -281,7 +286,7 @@ _FLAGS = "--max-results, --max-results-mib, --result-seconds"
 def _sweep(results: "weakref.ref[Results]") -> None:
     while (one := results()) is not None:
         pause = max(1.0, min(60.0, one.limits.seconds / 10))
-        with suppress(FileNotFoundError):  # the process ends
+        with suppress(OSError):  # the process ends, or has too many files open now
             one.sweep()
         del one
         time.sleep(pause)

@@ -116,11 +116,15 @@ class Spool:
                 os.link(self._path, name)
             os.rename(self._path, self._names[0])
         except OSError:
-            remove(map(Path, self._names))
-            self._give_up()
+            self.remove()
             raise
         self._give_up.detach()
         return self._handles
+
+    def remove(self) -> None:
+        """Delete the results, or give the file up: nobody will learn of them."""
+        remove(map(Path, self._names))
+        self._give_up()
 
     def _finish(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
         if self._error is not None:

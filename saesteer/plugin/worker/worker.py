@@ -223,13 +223,13 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
             steering.health.begin(batch, [1 + len(guessed.get(name, ())) for name in batch])
         if changed and steering.any:
             numbers = number(batch)
+        rows, starts = numbers, runner.query_start_loc.gpu
+        if guessed and steering.any:  # also where nobody does anything at a site: hidden states are read
+            begins, positions = runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
+            rows, starts, steering.guesses = drafts.spread(engine, batch, numbers, begins, positions, guessed)
         if steering.kinds is None:
             engine.rest()
             return prepared
-        rows, starts = numbers, runner.query_start_loc.gpu
-        if guessed:
-            begins, positions = runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
-            rows, starts, steering.guesses = drafts.spread(engine, batch, numbers, begins, positions, guessed)
         engine.schedule(rows, 0, starts, len(rows), tokens, steering.kinds, changed=changed)
         if steering.parts:
             engine.find_borders(numbers, 0, runner.query_start_loc.gpu, len(batch), runner.input_ids.gpu)
