@@ -12,11 +12,11 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
-	@echo "make test-slow the tests on real engines, an hour; make test-all runs both"
+	@echo "make test-slow the tests on real engines, some 50 minutes on two cores; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
-	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a job of every day"
+	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job"
 	@echo "make check     ruff, formatting, mypy --strict"
 	@echo "make tables    write the tables of the pages that come from the code"
 	@echo "make docs      build the site of the pages in build/site; a warning is an error"

@@ -32,7 +32,7 @@ def rows(name: str, *keys: str) -> list[Row]:
 
 def steps() -> Table:
     """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would."""
-    head = ("each request brings", "model", "the set that is replayed", "graphs with all ops", "commit")
+    head = ("edits in each request", "model", "smallest set, as served", "graphs with all ops", "commit")
     found = rows("steps.jsonl", "model", "mode", "requests", "sites", "prompt_tokens")
     found = [row for row in found if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
     lines: list[Sequence[object]] = []
@@ -53,14 +53,14 @@ def costs() -> Table:
     labels = list(dict.fromkeys(str(label) for _, label, *_ in lines))
     found = {(brings, label): shown for brings, label, shown, *_ in lines}
     brought = dict.fromkeys(brings for brings, _ in found)
-    return ("each request brings", *labels), [
+    return ("edits in each request", *labels), [
         (one, *(found.get((one, label), "") for label in labels)) for one in brought
     ]
 
 
 def modes() -> Table:
     """A server's times over those of stock vLLM in the same run."""
-    head = ("each request brings", "model", "first token", "time per token", "end to end", "commit")
+    head = ("edits in each request", "model", "first token", "time per token", "end to end", "commit")
     found = rows("modes.jsonl", "model", "way", "mode", "eager", *USUAL)
     usual = [row for row in found if row["way"] == "http" and not row.get("eager") and USUAL.items() <= row.items()]
     lines: list[Sequence[object]] = []
@@ -73,7 +73,7 @@ def modes() -> Table:
 
 def lengths() -> Table:
     """Times per token through ``LLM`` by tokens of an answer and requests, with graphs and without."""
-    head = ("model", "requests", "tokens out", "graphs", "each request brings", "ms, stock", "% over stock", "commit")
+    head = ("model", "requests", "tokens out", "graphs", "edits in each request", "ms, stock", "% over stock", "commit")
     keys = ("model", "at_once", "tokens", "eager", "mode")
     found = [row for row in rows("modes.jsonl", "way", *keys) if row["way"] == "llm" and "eager" in row]
     lines: list[Sequence[object]] = []
@@ -87,7 +87,7 @@ def lengths() -> Table:
 
 def rivals() -> Table:
     """Systems in one rotation: bursts of requests, next to stock vLLM before and after each."""
-    head = ("system", "each request brings", "requests", "first token", "time per token", "end to end", "commit")
+    head = ("system", "each request asks for", "requests", "first token", "time per token", "end to end", "commit")
     found = [row for row in rows("rivals.jsonl", "contender", "model", "ask", "requests") if "width" not in row]
     lines: list[Sequence[object]] = []
     for row in found:

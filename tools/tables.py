@@ -64,9 +64,9 @@ CODES = {
     "non_finite": "Under `--fail-fast`: hidden states or logits held NaN or infinity. Only this request ends.",
     "collapsed": "Under `--fail-fast`: the answer began with the same token 16 times. Only this request ends.",
     "consumer": "A consumer that the request names failed for it. Only this request ends.",
-    "no_room": "Admin routes: the pool of a site is full. The message names `--pool-rows`.",
+    "no_room": "Admin routes: a site's pool is full (the message names `--pool-rows`), or there are 4,096 names.",
     "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",
-    "in_use": "Admin routes: a module uses the name.",
+    "in_use": "Admin routes: a module uses the name, or it is that of the default module.",
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }

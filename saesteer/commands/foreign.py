@@ -83,7 +83,7 @@ def neuronpedia(held: Any) -> Converted:
         expected = "SIMPLE_ADDITIVE: the others replace parts of the stream by rules of their own"
         _refuse("steerMethod", held["steerMethod"], expected)
     if held["normalizeSteering"]:
-        _refuse("normalizeSteering", True, "false: a spec does not bring the stream back to its length")
+        _refuse("normalizeSteering", True, "false: a decoder row's length is in the dictionary, which is not read here")
     edits: Edits = []
     for i, one in enumerate(held.get("features") or ()):
         if one.get("steeringVector") is not None:

@@ -89,10 +89,10 @@ REFUSALS = (
         "edited blocks. This holds for prefill/decode disaggregation and KV offloading, too.",
         _connector,
     ),
-    Refusal("the {} runner", "A model that generates nothing has no path for what is edited and read.", _other_runner),
+    Refusal("the {} runner", "Only requests that generate text can edit and read.", _other_runner),
     Refusal(
         "an encoder-decoder model",
-        "Positions of a request mean tokens of the prompt and the answer; an encoder has positions of its own.",
+        "A request's positions count tokens of its prompt and answer; an encoder has positions of its own.",
         lambda setup: getattr(setup.vllm.model_config, "is_encoder_decoder", False),
     ),
     Refusal(
@@ -103,13 +103,13 @@ REFUSALS = (
     ),
     Refusal(
         "pipeline parallelism on a GPU",
-        "What earlier stages count and read has come home from CPUs only; on GPUs nobody has run it.",
+        "The way in which counts and read-outs of earlier stages reach the answer has been tested on CPUs only.",
         lambda setup: setup.staged and setup.vllm.device_config.device_type != "cpu",
         "use tensor parallelism",
     ),
     Refusal(
         "pipeline parallelism and the executor {}",
-        "Of vLLM's executors, only the one for several processes brings home what earlier stages count and read.",
+        "Only vLLM's executor for several processes hands over the counts and read-outs of earlier stages.",
         lambda setup: setup.staged and setup.executor != "mp" and setup.executor,
         "add --distributed-executor-backend mp, or use tensor parallelism",
     ),
@@ -188,7 +188,7 @@ SHARED_EXPERTS = Refusal(
 # Found in a request, which gets a 400.
 BEAMS = Refusal(
     "beam search of a steered request",
-    "A beam is another request for each token, whose prompt is all of the last one.",
+    "It sends a new request for each token, whose prompt holds all tokens so far: they would count as prompt.",
 )
 NO_BEAMS = "beam search cannot be steered; expected sampling, on a server without a default module"
 
