@@ -181,15 +181,16 @@ def _sending(
     found: Table | Snapshot | None = getattr(model_runner_output, KEY, None)
     if found is None:
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-        reads.send(self, outputs, None, frozenset())  # somebody for whom it was kept may have been aborted
+        # Somebody for whom something was kept may have been aborted.
+        rules.look(self, outputs, ())
+        reads.send(self, outputs, None, frozenset())
         return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
     watching = rules.watched(self, found.read) if found.read is not None else []
     young = health.young(self, scheduler_output) if found.watched else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-    if watching:
-        rules.look(self, outputs, watching)
+    rules.look(self, outputs, watching)
     if young:
         health.end(self, outputs, young)
     guessed = found.guessed

@@ -8,7 +8,7 @@ front end  the last output's text is whole, and the answer has ``flags``
 Tokens that a later step has computed meanwhile are dropped by vLLM, as if a client had disconnected.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,14 +41,17 @@ def watched(scheduler: Any, brought: Brought) -> list[tuple[Any, Values]]:
     return [(request, values) for request, values in found if request is not None and not request.is_finished()]
 
 
-def look(scheduler: Any, outputs: dict[int, Any], watching: Iterable[tuple[Any, Values]]) -> None:
+def look(scheduler: Any, outputs: dict[int, Any], watching: Sequence[tuple[Any, Values]]) -> None:
     """Lets rules fire, and ends the requests that they stop.
 
     Args:
-        scheduler: the engine's, once it has processed the step.
+        scheduler: the engine's, once it has processed the step; it keeps what waits for a request's next output.
         outputs: of the step, by client; a request that ends without a token gets one.
         watching: as ``watched`` found it.
     """
+    waiting: dict[str, list[list[Any]]] = scheduler.__dict__.setdefault("saesteer_fired", {})
+    if not watching and not waiting:
+        return
     made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
     for request, values in watching:
         state = request.__dict__.get("saesteer_watch")
@@ -57,13 +60,16 @@ def look(scheduler: Any, outputs: dict[int, Any], watching: Iterable[tuple[Any, 
         border = END if state.border is None else state.border.find(request.output_token_ids)
         # vLLM may have dropped the token that this step sampled, behind a preemption, and samples another one later.
         fired = state.watch.look(values, request.num_tokens - 1, border)
-        state.waiting += map(list, fired)
-        output = made.get(request.request_id)
+        if fired:
+            waiting.setdefault(request.request_id, []).extend(map(list, fired))
         if fired and fired[-1].op == "stop":
-            output = _stop(scheduler, outputs, request, output, fired[-1])
-        if state.waiting and output is not None:
-            output.kv_transfer_params = {**(output.kv_transfer_params or {}), FIRED: state.waiting}
-            state.waiting = []
+            output = made.get(request.request_id)
+            made[request.request_id] = _stop(scheduler, outputs, request, output, fired[-1])
+    for name in [*waiting]:
+        if name in made:
+            made[name].kv_transfer_params = {**(made[name].kv_transfer_params or {}), FIRED: waiting.pop(name)}
+        elif name not in scheduler.requests:  # it has ended, or was aborted
+            del waiting[name]
 
 
 class _Watching:
@@ -75,7 +81,6 @@ class _Watching:
         self.border = None
         if self.watch.in_parts:
             self.border = border_of(vllm_config, sent[PARSER], request.prompt_token_ids)
-        self.waiting: list[list[Any]] = []  # what has fired since the request's last output
 
 
 def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fired: Fired) -> Any:
