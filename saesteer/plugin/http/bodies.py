@@ -10,6 +10,7 @@ responses API that event is made here. anthropic.py serves Anthropic's form of a
 """
 
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -77,10 +78,19 @@ def _add_reports(response: Any, reports: Mapping[int, Any]) -> None:
     choices = getattr(response, "choices", None)
     if not choices or not reports:
         return
-    response.saesteer = reports.get(choices[0].index)
+    response.saesteer = as_json(reports.get(choices[0].index))
     if len(choices) > 1:
         for choice in choices:
-            choice.saesteer = reports.get(choice.index)
+            choice.saesteer = as_json(reports.get(choice.index))
+
+
+def as_json(told: Any) -> Any:
+    """A report with null in place of NaN and infinity, which JSON does not have: edits may be too strong."""
+    if isinstance(told, float):
+        return told if math.isfinite(told) else None
+    if isinstance(told, Mapping):
+        return {name: as_json(one) for name, one in told.items()}
+    return [as_json(one) for one in told] if isinstance(told, list | tuple) else told
 
 
 def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[str, int]]) -> str:
@@ -107,7 +117,7 @@ def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[st
 
 def with_report(event: str, report: Any) -> str:
     """The text of a stream's event, with the field at the end of its object; vLLM's own bytes do not change."""
-    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(report, separators=(',', ':'))}}}\n\n"
+    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(as_json(report), separators=(',', ':'))}}}\n\n"
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
@@ -197,7 +207,7 @@ async def _response(
         return self.create_error_response(error)  # a response that runs in the background shows it as well
     reports = getattr(context, KEY, None)
     if reports is not None and hasattr(response, "output"):
-        response.saesteer = reports
+        response.saesteer = as_json(reports)
     return response
 
 
