@@ -257,7 +257,7 @@ class Door:
             planned = plan(spec, catalog, prompt_len, starts)
             rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
             full = replace(catalog, rows=rows) if rows else catalog
-            found = _meaning(spec, full, planned, prompt_len, self._dtype, self._capture)
+            found = _meaning(spec, full, planned, self._dtype, self._capture)
             with self._lock:
                 self._keep(catalog, (number, prompt_len if planned.relative else None), asked, found)
         elif self.fetching:
@@ -295,16 +295,15 @@ def _has_ids(request: Any) -> bool:
     return request.prompt_token_ids is not None and not getattr(request, "resumable", False)
 
 
-def _meaning(
-    spec: Spec, catalog: Catalog, found: Plan, prompt_len: int, dtype: str, capture: Sequence[str] = ()
-) -> Meaning:
+def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Sequence[str] = ()) -> Meaning:
     whole = replace(found, readouts=captures(capture, found.readouts)) if capture else found
     admitted = {**encode(whole, catalog, dose=spec.returns.dose), "said": summary(spec)}
     edited = runs(found, contents(found, catalog))
     rows = features_of(found, catalog) if catalog.rows else {}
     taken = (*found.readouts, *found.measures)
     starts = [one.windows[0][0] for one in taken if one.windows]
-    first = first_recomputed(taken, prompt_len), min(starts, default=None)
+    # For a prompt of any length, as the meaning may be kept for others; where vLLM asks, the prompt's end bounds it.
+    first = first_recomputed(taken, END), min(starts, default=None)
     told = reported(whole.readouts, catalog, dtype)
     edits_part = next((part.field for group in found.groups for part in group.parts if part.part), None)
     return Meaning(
