@@ -176,8 +176,9 @@ class Door:
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later. Where
-            # a part of an answer begins follows from the tokens and from what its parser was given.
-            apart = uuid4().hex if refusing else repr(parser) if border and parser else None
+            # a part of an answer begins follows from the tokens, from what its parser was given, and from the prompt's
+            # end, behind which it is looked for.
+            apart = uuid4().hex if refusing else repr((parser, len(ids))) if border else None
             params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
         if border is not None:
             params.extra_args[BORDER] = border
