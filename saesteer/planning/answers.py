@@ -119,15 +119,17 @@ class Rows:
 
         Args:
             prompt: tokens of the prompt.
-            generated: tokens that the answer has so far, of which the last has not been an input.
+            generated: tokens that the answer has so far, of which the last has not been an input. Without one, a rule
+                has ended it in the prompt, whose tokens are all inputs.
             final: whether this is the answer's end.
             border: between the parts of the answer (windows.inside).
 
         Raises:
             OSError: a tensor could not be kept.
         """
+        end = prompt + max(0, generated - 1)
         for one in self._told:
-            self._fields[one.word] += one.told(prompt + generated - 1, border, final=final)
+            self._fields[one.word] += one.told(end, border, final=final)
 
 
 class _Kind:
