@@ -29,7 +29,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
-from saesteer.planning.readouts import check_part, readouts
+from saesteer.planning.readouts import behind_sums, check_part, readouts
 from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse, refuse_stages
 from saesteer.planning.rules import Rules
@@ -94,7 +94,7 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int, starts: Sequence[int] | 
     if spec.returns != _NOTHING:
         relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
         found = replace(found, readouts=readouts(spec.returns, catalog, prompt_len, starts), relative=relative)
-    return planner.rules.add_to(found)
+    return behind_sums(planner.rules.add_to(found), catalog)
 
 
 class _Planner:
