@@ -33,6 +33,7 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
+        registers: numbers that one request may read for each token and keep.
         graph_sets: how often full CUDA graphs are captured: with all ops, without, and with those of dictionaries.
         max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
         max_results_mib: MiB that all of them take.
@@ -68,6 +69,7 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
+        registers: int = 64,
         graph_sets: int = 3,
         max_results: int = 1024,
         max_results_mib: int = 1024,
@@ -93,6 +95,7 @@ class LLM(vllm.LLM):
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
+            "registers": registers,
             "graph_sets": graph_sets,
             "max_results": max_results,
             "max_results_mib": max_results_mib,
@@ -123,7 +126,8 @@ class LLM(vllm.LLM):
         Raises:
             SpecError: a spec is wrong; nothing has been generated.
         """
-        params = self._steered(sampling_params, steer, len(prompts) if isinstance(prompts, list | tuple) else 1)
+        several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))  # token ids
+        params = self._steered(sampling_params, steer, len(prompts) if several else 1)
         return _reported(super().generate(prompts, params, **kwargs))
 
     def chat(
