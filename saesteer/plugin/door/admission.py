@@ -111,6 +111,7 @@ class Door:
         request: Any,
         conversation: Conversation | None = None,
         *,
+        template: Mapping[str, Any] | None = None,
         silent: bool = False,
     ) -> Spec:
         """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
@@ -119,7 +120,8 @@ class Door:
             spec: what the request asks for.
             catalog: what the server has; None: it has nothing of saesteer's.
             request: vLLM's.
-            conversation: of a chat.
+            conversation: of a chat with nothing but text.
+            template: what the template of a chat was given; None: what the conversation says.
             silent: the client asks for nothing, and its answer says nothing.
 
         Returns:
@@ -143,7 +145,9 @@ class Door:
             starts = tuple(one["start"] for one in messages)
         meaning = self.meaning(spec, catalog, len(ids), starts)
         params = request.sampling_params
-        parser = self._parser(meaning, conversation)
+        if template is None and conversation is not None:
+            template = conversation.chat_params.chat_template_kwargs
+        parser = self._parser(meaning, template or {})
         border = self._border(meaning.edits_part, parser or {}, ids) if meaning.edits_part else None
         reads_part = any(one.readout.part for one in meaning.readouts if one.readout.shown)
         limit = None if self.config is None else self.config.max_dose
@@ -206,11 +210,11 @@ class Door:
             fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
         return self._closing[key], END
 
-    def _parser(self, meaning: Meaning, conversation: Conversation | None) -> dict[str, Any] | None:
+    def _parser(self, meaning: Meaning, template: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the reasoning parser of a request is made with; None if it names no part of the answer."""
         if not meaning.parts:
             return None
-        given = {} if conversation is None else arguments(conversation.chat_params.chat_template_kwargs)
+        given = arguments(template)
         try:
             parser_of(self._vllm_config, given)  # behind the door, it would be an error of the server
         except Exception as exc:
