@@ -25,9 +25,12 @@ BIAS = -0.25
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
+    return made_with(tmp_path_factory.mktemp("reads"))
+
+
+def made_with(folder: Path, **more: Any) -> hf.Model:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("reads")
     dictionaries = {}
     for name in ("jump", "top"):
         own.write(folder / f"{name}.safetensors", small_world.CODERS[name])
@@ -37,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
     made = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=64))
     vectors = {"probe": str(folder / "probe.safetensors")}
-    return hf.Model(made, dictionaries=dictionaries, vectors=vectors, reads=["resid_mid.2"])
+    return hf.Model(made, dictionaries=dictionaries, vectors=vectors, reads=["resid_mid.2"], **more)
 
 
 def tensor(entry: dict[str, Any]) -> Tensor:
@@ -173,6 +176,29 @@ def assert_alike(found: Any, expected: Any) -> None:
         assert found == pytest.approx(expected, abs=2e-3)
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize("part", ["mlp_out.1", "attn_out.2"])
+def test_a_read_of_a_sum_has_what_was_added_to_its_part_wherever_that_has_an_op(
+    model: hf.Model, tmp_path: Path, part: str
+) -> None:
+    site = {"mlp_out.1": SITE, "attn_out.2": "resid_mid.2"}[part]
+    reads = {
+        "activations": [{"site": site}, {"site": site, "at": "after"}],
+        "features": [{"dictionary": "jump", "scope": {}}],
+        "probes": [{"probe": "probe", "scope": {}}],
+    }
+    rule = {"op": "flag", "when": {"probe": "probe", "above": 5.0}, "scope": {}}
+    spec = {"edits": [{**ADD, "site": part}, rule], "return": reads}
+    found = [one.read(IDS, steer=spec) for one in (model, made_with(tmp_path, sites=[part]))]
+    assert_alike(*found)
+    before, after = (tensor(one) for one in found[0]["activations"])
+    assert torch.equal(before, after), "the site has no edits of its own"
+    assert not torch.allclose(before[1:], model.streams(IDS)[site][1:])
+    with pytest.raises(SpecError) as caught:
+        model.read(IDS, steer={**spec, "edits": [{**ADD, "site": site}, *spec["edits"]]})
+    assert caught.value.field in ("saesteer.return.activations[0]", "saesteer.return.features[0]")
+    assert caught.value.code == "not_served" and f"--sites {part}" in str(caught.value)
 
 
 def test_rules_fire_where_their_scores_say(model: hf.Model) -> None:

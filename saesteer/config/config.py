@@ -206,7 +206,9 @@ OPTIONS: dict[str, Option] = {
     "inline_rows": _limit(
         "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
     ),
-    "registers": _limit("registers", "--registers", "Numbers that one request may read for each token and keep", ()),
+    "registers": _limit(
+        "registers", "--registers", "Numbers that one request may read for each token and keep", ("LLM",)
+    ),
     "graph_sets": _limit(
         "graph_sets",
         "--graph-sets",

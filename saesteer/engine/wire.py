@@ -95,7 +95,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
     captured: defaultdict[str, int] = defaultdict(int)
     for readout in (*plan.readouts, *plan.measures):
         if readout.op is not None:
-            captured[readout.op] |= layout.AFTER if readout.after else layout.BEFORE
+            captured[readout.op] |= layout.AFTER if readout.captured_after else layout.BEFORE
             here[readout.op]  # it may have no lines
     readouts = [targets.readout(several) for several in together(plan.readouts, catalog)]
     readouts += [targets.readout([one], number) for number, one in enumerate(plan.measures)]
@@ -202,7 +202,7 @@ class _Targets:
             source = [self._source(same.probe, str(same.site)).target for same in several]
             bias = [self._bias(same.probe) for same in several]
         ops = [same.op for same in several if same.op is not None]
-        about = [one.kind, ops, one.after, one.windows, one.last, one.reduce]
+        about = [one.kind, ops, one.captured_after, one.windows, one.last, one.reduce]
         return [*about, source, bias, one.top_k, one.features, one.starts, watched]
 
     def _bias(self, target: object) -> float:

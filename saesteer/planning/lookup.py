@@ -210,7 +210,7 @@ def _rows_of_probe(catalog: Catalog, name: str, at: str) -> tuple[int, ...] | No
 
 
 def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:
-    """The layers of a vector, in ascending order; None where it has one row for any site."""
+    """The layers of a vector, of a request's own in its order; None where it has one row for any site."""
     if isinstance(vector, str):
         known = catalog.vectors
         if vector not in known:

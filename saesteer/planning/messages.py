@@ -10,6 +10,7 @@ from itertools import chain
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.returns import Return
+from saesteer.language.rules import Rule
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
 from saesteer.planning.plan import END, Catalog, Window
@@ -58,6 +59,7 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     """
     # At most three edits make one entry: a min, a max and the reconstruction that takes them.
     found = _Conversation(roles, spans, min(MAX_POSITIONS, 3 * catalog.max_entries), catalog.max_entries)
+    reading = _Conversation(roles, spans, MAX_POSITIONS, None)  # reads and rules make no entries
     edits: list[Edit] = []
     for i, edit in enumerate(spec.edits):
         at = f"saesteer.edits[{i}]"
@@ -70,9 +72,9 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
                 _, info = dictionary_of(catalog, edit.dictionary, edit.layer, at)
             whole = windows(replace(edit.scope, messages=None), prompt_len, info.skip_first if info else 1)
             assert isinstance(edit, TokenEdit), "`use` has no scope"
-            edit = replace(edit, scope=found.scope(edit.scope.messages, whole, f"{at}.scope"))
+            within = reading if isinstance(edit, Rule) else found
+            edit = replace(edit, scope=within.scope(edit.scope.messages, whole, f"{at}.scope"))
         edits.append(edit)
-    reading = _Conversation(roles, spans, MAX_POSITIONS, None)  # a read makes no entries
 
     def positions(path: str, scope: Scope) -> Scope:
         if scope.messages is None:

@@ -328,6 +328,7 @@ class Readout:
     op: str | None  # the site whose op keeps the tensor
     after: bool  # after the request's edits of the site
     windows: tuple[Window, ...]  # disjoint, ascending
+    summed: bool = False  # before edits of the site, but after those that its op makes for a part of the sum
     last: bool = False  # the row that sampled the last token, whose position is known at the end
     dictionary: str | None = None  # its key in the catalog
     top_k: int = 0  # how many of the strongest features
@@ -339,6 +340,11 @@ class Readout:
     recompute: bool = True  # prompt tokens in the prefix cache are computed again; otherwise they are left out
     captured: bool = False  # the operator captures its rows as well
     part: Part | None = None  # as of a change
+
+    @property
+    def captured_after(self) -> bool:
+        """Whether it takes the tensor as the op leaves it."""
+        return self.after or self.summed
 
     @property
     def shown(self) -> bool:

@@ -29,7 +29,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
-from saesteer.planning.readouts import check_part, readouts
+from saesteer.planning.readouts import behind_sums, check_part, readouts
 from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse, refuse_stages
 from saesteer.planning.rules import Rules
@@ -94,7 +94,7 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int, starts: Sequence[int] | 
     if spec.returns != _NOTHING:
         relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
         found = replace(found, readouts=readouts(spec.returns, catalog, prompt_len, starts), relative=relative)
-    return planner.rules.add_to(found)
+    return behind_sums(planner.rules.add_to(found), catalog)
 
 
 class _Planner:
@@ -173,12 +173,17 @@ class _Planner:
         plain = edit.norm == "none"
         spans = self._windows(edit.scope, step.at)
         places = [*places_of(self.catalog, edit.vector, edit.site, step.at)]
-        scales = edit.scales or (1.0,) * len(places)
-        if len(scales) != len(places):
-            found = f"got {len(scales)} numbers for the {len(places)} layers of the vector, expected one for each"
+        if edit.scales and len(edit.scales) != len(places):
+            found = f"got {len(edit.scales)} numbers for the {len(places)} layers of the vector, expected one for each"
             fail(f"{step.at}.scales", "conflict", found)
+        layers = sorted(target.layer or 0 for _, target in places)  # a request's own vector has them in any order
         scale = 1.0 if isinstance(edit.scale, Strength) else edit.scale
-        for (site, target), factor in zip(places, scales, strict=True):
+        for site, target in places:
+            number = layers.index(target.layer or 0)
+            factor = edit.scales[number] if edit.scales else 1.0
+            if abs(scale * factor) > FLOAT32_MAX:
+                message = f"got {factor:g}, which makes {scale * factor:g} with scale, too large for float32"
+                fail(f"{step.at}.scales[{number}]", "out_of_range", message)
             change = Change(
                 target,
                 spans,

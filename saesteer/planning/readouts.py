@@ -17,7 +17,7 @@ from saesteer.language.rules import Watched
 from saesteer.language.sites import PREGAIN, canonical, parse
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import check_feature, dictionary_of, read_probe, reading_site
-from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Readout, Window
+from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Plan, Readout, Window
 from saesteer.planning.windows import windows_of_read
 
 
@@ -97,6 +97,31 @@ def captures(sites_: Sequence[str], own: Sequence[Readout]) -> tuple[Readout, ..
     serving = {rows[one] for one in added if one in rows}
     shared = (replace(one, captured=True) if one in serving else one for one in own)
     return (*shared, *(one for one in added if one not in rows))
+
+
+def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
+    """The plan, whose read-outs before the edits of a site come after those that its op makes for a part of the sum.
+
+    Raises:
+        SpecError: the op makes edits of both, between which it captures nothing.
+    """
+    own = {group.site for group in plan.groups}
+    parts = {op: site for site in own if (op := catalog.op_site(site)) != site}
+    if not parts:
+        return plan
+
+    def placed(one: Readout) -> Readout:
+        if one.after or one.op not in parts:
+            return one
+        if one.op in own:
+            part = parts[one.op]
+            message = (
+                f"reads {one.site} before edits of {one.op} and after those of {part}, where this server has no op"
+            )
+            fail(one.field, "not_served", f"{message}; start it with --sites {part} to have one there")
+        return replace(one, summed=True)
+
+    return replace(plan, readouts=tuple(map(placed, plan.readouts)), measures=tuple(map(placed, plan.measures)))
 
 
 def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Gate, Source, Strength
-from saesteer.language.fields import fail
+from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.sites import order
 from saesteer.planning.lookup import feature_of, probe_of, reading_site
 from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read, Whole
@@ -132,10 +132,13 @@ class Reads:
             SpecError: a name is unknown, or what is read is only known later in the forward pass.
         """
         if one.probe is not None and one.probe in self.catalog.vectors:
-            function = self.catalog.vectors[one.probe].function
+            function, bias = self.catalog.vectors[one.probe].function, self.catalog.vectors[one.probe].bias
             if function != "linear":
                 message = f"reads {one.probe!r}, whose function is {function}, which this version cannot multiply by"
                 fail(f"{at}.probe", "not_served", f"{message}; expected a linear probe, or a condition")
+            if abs(shift := one.slope * bias + one.bias) > FLOAT32_MAX:
+                message = f"got {one.slope:g}, which makes {shift:g} with the bias of the probe and of the strength"
+                fail(f"{at}.slope", "out_of_range", f"{message}, expected what float32 can hold")
         low = float("-inf") if one.min is None else one.min
         high = float("inf") if one.max is None else one.max
         return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), until, at)

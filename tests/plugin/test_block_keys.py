@@ -306,6 +306,8 @@ def test_a_part_of_the_answer_is_in_the_key_of_every_generated_block(
             assert shared(one, other) == (TOKENS // BLOCK if one is other else 4)
     longer = hashes(catalog, {"edits": [CLAMP | {"scope": scopes[1]}]}, 20)
     assert shared(found[1], longer) == 4, "a border in what is now prompt does not count"
+    behind = {"edits": [CLAMP | {"scope": {"part": "answer", "positions": [[24, None]]}}]}
+    assert shared(hashes(catalog, behind, 16), hashes(catalog, behind, 20)) == 6, "nor where both edit the same tokens"
 
     def given(**template: Any) -> Any:
         return SimpleNamespace(roles=(), messages=(), chat_params=SimpleNamespace(chat_template_kwargs=template))

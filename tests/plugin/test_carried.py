@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import vllm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.renderers.inputs.preprocess import prompt_to_seq
 
 from saesteer.language.fields import Record
 from saesteer.language.returns import Consumer
@@ -112,3 +114,18 @@ def test_one_spec_for_all_prompts_is_parsed_once(monkeypatch: pytest.MonkeyPatch
     mixed = steered(engine, SamplingParams(max_tokens=7), [one, None, other], 3)
     assert [(each.extra_args or {}).get(KEY) for each in mixed] == [from_json(one), None, from_json(other)]
     assert all(each.max_tokens == 7 for each in mixed)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [([5, 6, 7], 1), ([5], 1), ([[5, 6], [7]], 2), (["a", "b"], 2), ("a", 1), ({"prompt_token_ids": [5, 6]}, 1)],
+)
+def test_a_list_of_token_ids_is_one_prompt(prompts: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM has it, which wants as many parameters as prompts."""
+    generate = Mock(return_value=[])
+    monkeypatch.setattr(vllm.LLM, "generate", generate)
+    engine = object.__new__(llm.LLM)
+    engine.generate(prompts, SamplingParams(), steer=[clamp("gs15", 1, 1.0)])
+    given, params = generate.call_args.args
+    assert given is prompts and len(prompt_to_seq(prompts)) == count
+    assert (len(params) if isinstance(params, list) else 1) == count

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import admission
+from saesteer.plugin.door import admission, conversation, frontend
 from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
 from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, answer, preemptions
 from tests.plugin.test_reads import BLOCK, ask
@@ -150,6 +151,36 @@ def test_what_a_parser_is_made_with() -> None:
     template = {"thinking": True, "effort": "high", "budget": 3, "documents": [1], "render": print, "none": None}
     assert arguments(template) == {"chat_template_kwargs": {"thinking": True, "effort": "high", "budget": 3}}
     assert arguments({"tools": []}) == {}
+
+
+@pytest.mark.parametrize("kind", ["token", "multimodal"])
+def test_what_a_chat_says_to_its_template_is_said_to_the_parser_also_next_to_an_image(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, prompt = {"add_generation_prompt": True, "thinking": False}, {"type": kind, "prompt_token_ids": [5]}
+
+    def render_chat(renderer: Any) -> None:
+        raise AssertionError
+
+    renderer = type("Renderer", (), {"render_chat": wraps(render_chat)(lambda _: None)})()
+    conversation._remember(renderer, [prompt], [[{"role": "user"}]], SimpleNamespace(chat_template_kwargs=said))
+    heard: list[Any] = []
+
+    def parser_of(_: Any, given: Any) -> Any:
+        heard.append(given)
+        return Parser()
+
+    monkeypatch.setattr(admission, "parser_of", parser_of)
+    monkeypatch.setattr(reasoning, "parser_of", lambda *_: Parser())
+    config: Any = SimpleNamespace(speculative_config=None, model_config=None)
+    catalog = replace(CATALOG, parts=True)
+    names: Any = SimpleNamespace(hold=lambda: SimpleNamespace(catalog=catalog), count=lambda *_: None)
+    processor = SimpleNamespace(saesteer_names=names, saesteer_door=admission.Door(vllm_config=config))
+    spec = {"edits": [{**CLAMP, "scope": {"part": "answer"}}]}
+    taken = SimpleNamespace(extra_args={"saesteer": spec}, n=1)
+    check = frontend._checking(lambda *_: SimpleNamespace(prompt_token_ids=[5], sampling_params=taken))
+    check(processor, "r", prompt, taken)
+    assert heard[0] == {"chat_template_kwargs": said}
 
 
 PLUGIN = """

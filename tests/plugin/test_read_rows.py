@@ -322,6 +322,15 @@ def test_an_answer_that_read_nothing_has_empty_entries() -> None:
     }
 
 
+def test_an_answer_that_a_rule_ends_in_its_prompt_has_read_all_of_the_prompt() -> None:
+    fields: dict[str, Any] = {}
+    rows = Rows([readout("probe", [(0, END)], probe=Direction("p", 3))], fields)
+    one = rows._readouts[0].readout
+    rows.add([blob(0, one, [(0, 5)]), blob(0, one, [(5, 9)])])
+    rows.tell(9, 0, final=True)
+    assert [p for entry in fields["probes"] for p in entry["positions"]] == [*range(9)]
+
+
 PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
 LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
 

@@ -19,6 +19,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.digests import module_digests
 from saesteer.planning.planner import plan
 from saesteer.plugin.door import admission
+from saesteer.plugin.prefix_cache import FIRST, first_read
 from saesteer.plugin.worker import steering as steered  # needs vLLM
 from tests.small_world import TOKENS, WIDTH, edits
 from tests.test_formulas import make_engine
@@ -58,6 +59,25 @@ def test_a_known_spec_means_what_it_would_mean_anew(engine: Engine, found: list[
                 known.meaning(spec, engine.catalog, prompt_len)
             continue
         assert known.meaning(spec, engine.catalog, prompt_len) == anew
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"return": {"hidden": {"scope": {"positions": [[5, None]]}}}},
+        {"edits": [{"op": "stop", "when": {"probe": "any", "site": "resid_mid.1", "above": 0}, "scope": {}}]},
+    ],
+    ids=["read", "rule"],
+)
+def test_what_is_computed_again_does_not_depend_on_who_asked_before(engine: Engine, spec: Any) -> None:
+    """A prompt that ends before what is read or watched, and then a longer one, which the cache may have."""
+    catalog, known, asked = replace(engine.catalog, reads=None), admission.Door(), from_json(spec)
+    for prompt_len in (1, 9, 1):
+        anew = admission.Door().meaning(asked, catalog, prompt_len)
+        assert known.meaning(asked, catalog, prompt_len).first == anew.first
+    request: Any = SimpleNamespace(num_preemptions=0, num_tokens=9)
+    request.sampling_params = SimpleNamespace(extra_args={FIRST: known.meaning(asked, catalog, 9).first})
+    assert first_read(request) == (5 if "return" in spec else 1)
 
 
 def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) -> None:

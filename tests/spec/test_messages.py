@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
-from saesteer.language.spec import Spec, clamp, from_json
+from saesteer.language.spec import Spec, clamp, flag, from_json
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.planner import END, Catalog, plan, windows
 from tests.spec.strategies import chat_scopes
@@ -87,6 +87,13 @@ def test_more_runs_than_the_server_takes_are_refused_before_any_is_looked_for() 
     with pytest.raises(SpecError, match=r"scope\.messages: names 3 separate runs") as caught:
         resolve(spec, catalog, PROMPT, ["user", "assistant"] * 3, never)
     assert caught.value.code == "too_many"
+
+
+def test_rules_make_no_entries_and_may_watch_more_runs() -> None:
+    watching = flag({"probe": "any", "site": "resid_post.15", "above": 0.0}, scope={"messages": [0, 2]})
+    catalog = replace(CATALOG, max_entries=1)
+    (found,) = resolve(Spec((watching,)), catalog, PROMPT, ROLES, spans).edits
+    assert found.scope.positions == ((1, 8), (14, 21))
 
 
 @pytest.mark.parametrize("where", ["request", "module"])

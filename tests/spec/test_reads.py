@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
-from saesteer.language.spec import Spec, add, cap, clamp, reconstruct, use
-from saesteer.planning.planner import Catalog, Feature, Plan, Whole, plan
+from saesteer.language.spec import InlineVector, Spec, add, cap, clamp, reconstruct, use
+from saesteer.planning.planner import Catalog, Direction, Feature, Plan, Whole, plan
 from tests.spec.test_plan import CATALOG, Info, P, Set, refusal
 
 
@@ -114,3 +115,29 @@ def test_a_vector_of_several_layers_may_have_a_factor_for_each() -> None:
     assert "got 1 numbers for the 2 layers" in message
     with pytest.raises(SpecError, match=r"add\.scales: is one number for each layer, expected a kind alone"):
         add("v", "resid_post.7", scales=[1.0])
+
+
+def test_factors_stand_for_ascending_layers_whatever_the_order_of_a_vector_s_rows() -> None:
+    rows = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    brought = InlineVector("float32", (2, 2), rows.tobytes(), (15, 7))
+    catalog = replace(CATALOG, vectors={"v": from_inline(brought)}, width=2)
+    for vector in ("v", brought):
+        found = plan(Spec(edits=(add(vector, "resid_post", scales=[1.0, -3.0]),)), catalog, P)
+        changes = {group.site: (group.changes[0].target, group.changes[0].shift) for group in found.groups}
+        assert changes == {
+            "resid_post.7": (Direction(vector, 7), 1.0),
+            "resid_post.15": (Direction(vector, 15), -3.0),
+        }
+
+
+def test_products_that_float32_cannot_hold_are_refused() -> None:
+    rows = Set(layers=(7, 15), digests={7: "0" * 64, 15: "1" * 64})
+    catalog = replace(CATALOG, vectors={"v": rows, "p": from_inline((1.0, 2.0), bias=-4.0)}, width=None)
+    field, code, message = refusal(add("v", "resid_post", 3e38, scales=[1.0, -2.0]), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[0].scales[1]", "out_of_range")
+    assert "got -2, which makes -6e+38 with scale" in message
+    scale = {"probe": "p", "slope": 3e38}
+    field, code, message = refusal(add("p", "resid_post.7", scale), catalog=catalog)
+    assert (field, code) == ("saesteer.edits[0].scale.slope", "out_of_range")
+    assert "got 3e+38, which makes -1.2e+39 with the bias" in message
+    assert plan(Spec(edits=(add("p", "resid_post.7", scale | {"slope": 8e37, "bias": 2.0}),)), catalog, P).reads

@@ -111,6 +111,7 @@ class Door:
         request: Any,
         conversation: Conversation | None = None,
         *,
+        template: Mapping[str, Any] | None = None,
         silent: bool = False,
     ) -> Spec:
         """Check a spec against the server and its request, put its plan in its place, and keep the KV cache apart.
@@ -119,7 +120,8 @@ class Door:
             spec: what the request asks for.
             catalog: what the server has; None: it has nothing of saesteer's.
             request: vLLM's.
-            conversation: of a chat.
+            conversation: of a chat with nothing but text.
+            template: what the template of a chat was given; None: what the conversation says.
             silent: the client asks for nothing, and its answer says nothing.
 
         Returns:
@@ -143,7 +145,9 @@ class Door:
             starts = tuple(one["start"] for one in messages)
         meaning = self.meaning(spec, catalog, len(ids), starts)
         params = request.sampling_params
-        parser = self._parser(meaning, conversation)
+        if template is None and conversation is not None:
+            template = conversation.chat_params.chat_template_kwargs
+        parser = self._parser(meaning, template or {})
         border = self._border(meaning.edits_part, parser or {}, ids) if meaning.edits_part else None
         reads_part = any(one.readout.part for one in meaning.readouts if one.readout.shown)
         limit = None if self.config is None else self.config.max_dose
@@ -176,8 +180,9 @@ class Door:
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later. Where
-            # a part of an answer begins follows from the tokens and from what its parser was given.
-            apart = uuid4().hex if refusing else repr(parser) if border and parser else None
+            # a part of an answer begins follows from the tokens, from what its parser was given, and from the prompt's
+            # end, behind which it is looked for.
+            apart = uuid4().hex if refusing else repr((parser, len(ids))) if border else None
             params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
         if border is not None:
             params.extra_args[BORDER] = border
@@ -205,11 +210,11 @@ class Door:
             fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
         return self._closing[key], END
 
-    def _parser(self, meaning: Meaning, conversation: Conversation | None) -> dict[str, Any] | None:
+    def _parser(self, meaning: Meaning, template: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the reasoning parser of a request is made with; None if it names no part of the answer."""
         if not meaning.parts:
             return None
-        given = {} if conversation is None else arguments(conversation.chat_params.chat_template_kwargs)
+        given = arguments(template)
         try:
             parser_of(self._vllm_config, given)  # behind the door, it would be an error of the server
         except Exception as exc:
@@ -257,7 +262,7 @@ class Door:
             planned = plan(spec, catalog, prompt_len, starts)
             rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
             full = replace(catalog, rows=rows) if rows else catalog
-            found = _meaning(spec, full, planned, prompt_len, self._dtype, self._capture)
+            found = _meaning(spec, full, planned, self._dtype, self._capture)
             with self._lock:
                 self._keep(catalog, (number, prompt_len if planned.relative else None), asked, found)
         elif self.fetching:
@@ -295,16 +300,15 @@ def _has_ids(request: Any) -> bool:
     return request.prompt_token_ids is not None and not getattr(request, "resumable", False)
 
 
-def _meaning(
-    spec: Spec, catalog: Catalog, found: Plan, prompt_len: int, dtype: str, capture: Sequence[str] = ()
-) -> Meaning:
+def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Sequence[str] = ()) -> Meaning:
     whole = replace(found, readouts=captures(capture, found.readouts)) if capture else found
     admitted = {**encode(whole, catalog, dose=spec.returns.dose), "said": summary(spec)}
     edited = runs(found, contents(found, catalog))
     rows = features_of(found, catalog) if catalog.rows else {}
     taken = (*found.readouts, *found.measures)
     starts = [one.windows[0][0] for one in taken if one.windows]
-    first = first_recomputed(taken, prompt_len), min(starts, default=None)
+    # For a prompt of any length, as the meaning may be kept for others; where vLLM asks, the prompt's end bounds it.
+    first = first_recomputed(taken, END), min(starts, default=None)
     told = reported(whole.readouts, catalog, dtype)
     edits_part = next((part.field for group in found.groups for part in group.parts if part.part), None)
     return Meaning(

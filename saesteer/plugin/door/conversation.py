@@ -15,6 +15,7 @@ from saesteer.planning.plan import Window
 from saesteer.plugin.wrap import Original, around
 
 CONVERSATION = "saesteer_conversation"  # key in the engine's input, of which vLLM reads only its own keys
+TEMPLATE = "saesteer_template"  # the same, of every chat: what its template was given
 # Each place where a message begins or ends takes a rendering of everything before it, so many places in a long prompt
 # cost the square of its length. A rendering takes 1 to 2 µs a token, nearly all of it in the tokenizer.
 MOST_RENDERED = 2**20  # tokens for one request, each rendering counted as the whole prompt
@@ -107,6 +108,12 @@ def conversation_of(prompt: Any) -> Conversation | None:
     return found if isinstance(found, Conversation) else None
 
 
+def template_of(prompt: Any) -> Mapping[str, Any]:
+    """What the chat template of an engine's input was given, also where a message has more than text."""
+    found = prompt.get(TEMPLATE) if isinstance(prompt, Mapping) else None
+    return found or {}
+
+
 @around
 def _remembering(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(self, *args, **kwargs)
@@ -127,6 +134,7 @@ def _remember(
     """Keep what each prompt was rendered from, given the arguments of render_chat."""
     render = type(renderer).render_chat.__wrapped__.__get__(renderer)
     for prompt, messages in zip(prompts, conversations, strict=True):
+        prompt[TEMPLATE] = chat_params.chat_template_kwargs
         # Images take more tokens in the prompt than in its template, and would be fetched again.
         if prompt.get("type") == "token":
             prompt[CONVERSATION] = Conversation(render, messages, chat_params, tok_params)

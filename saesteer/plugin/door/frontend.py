@@ -33,7 +33,7 @@ from saesteer.models.families import other_widths
 from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
-from saesteer.plugin.door.conversation import conversation_of
+from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http import streams
 from saesteer.plugin.names import versions
@@ -145,7 +145,8 @@ def _checking(
         if spec is not None:
             held = None if names is None else names.hold()
             catalog = None if held is None else held.catalog
-            spec = door.admit(spec, catalog, request, conversation_of(prompt), silent=silent)
+            about: dict[str, Any] = {"template": template_of(prompt), "silent": silent}
+            spec = door.admit(spec, catalog, request, conversation_of(prompt), **about)
             if held is not None:
                 names.count(held, spec)
     except SpecError as error:
