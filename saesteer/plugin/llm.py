@@ -123,7 +123,8 @@ class LLM(vllm.LLM):
         Raises:
             SpecError: a spec is wrong; nothing has been generated.
         """
-        params = self._steered(sampling_params, steer, len(prompts) if isinstance(prompts, list | tuple) else 1)
+        several = isinstance(prompts, list | tuple) and not (prompts and all(isinstance(one, int) for one in prompts))
+        params = self._steered(sampling_params, steer, len(prompts) if several else 1)  # token ids are one prompt
         return _reported(super().generate(prompts, params, **kwargs))
 
     def chat(
@@ -151,7 +152,7 @@ class LLM(vllm.LLM):
         if len(each) != prompts:
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
         steered = [frontend.with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
-        return steered if prompts > 1 or isinstance(params, list | tuple) else steered[0]
+        return steered if prompts != 1 or isinstance(params, list | tuple) else steered[0]
 
 
 def _reported(outputs: list[Any]) -> list[Any]:
