@@ -75,6 +75,19 @@ def test_vectors_that_come_while_serving_leave_the_list(engine: Engine) -> None:
     assert schedule(engine, [2], [3], changed=False) == [2, 2, 2]
 
 
+def test_names_change_while_the_device_sleeps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the weights' memory away then: whatever touches it ends the engine."""
+    pins = [{(SITE, bytes([n]) * 16): np.full(WIDTH, 1.0 + n, np.float32)} for n in range(2)]
+    with monkeypatch.context() as sleep:
+        sleep.setattr(ops, "map_", lambda *_: pytest.fail("the memory is not there"))
+        engine.pin(pins[0], ())
+        engine.pin(pins[1], pins[0])
+    admit(engine, 1, [3.0] * WIDTH)
+    schedule(engine, [1], [1])
+    held = [row.max().item() for row in engine.sites[SITE].w_dec if row.any()]
+    assert held == [pytest.approx(WIDTH**-0.5)] * 3, "what is pinned, what was before it, and what the request brings"
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_no_list_is_written_with_types_that_were_not_warmed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

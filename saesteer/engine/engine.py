@@ -225,13 +225,14 @@ class Engine:
         return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, watched)
 
     def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
-        """Put new vectors for names on the device, before a request uses them.
+        """Keep vectors for names; the device gets new ones with the next work list, like all that a row needs.
+
+        Not at once: between two steps vLLM may sleep, and then the memory of the weights is not there.
 
         Raises:
             RegistryError: there is too little room; then nothing new is pinned.
         """
         self.registry.change(pins, unpinned)
-        self.flush()
 
     def fill(self, row: int, content: Row | None, border: Border | None = None) -> None:
         """Put a request into its row, or empty the row; the device sees it with the next work list.

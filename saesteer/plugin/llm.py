@@ -155,7 +155,7 @@ class LLM(vllm.LLM):
         if len(each) != prompts:
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
         steered = [frontend.with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
-        return steered if prompts > 1 or isinstance(params, list | tuple) else steered[0]
+        return steered if prompts != 1 or isinstance(params, list | tuple) else steered[0]
 
 
 def _reported(outputs: list[Any]) -> list[Any]:

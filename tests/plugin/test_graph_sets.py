@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from saesteer.config.assets import Assets
-from saesteer.config.config import SaesteerConfig
+from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.engine.graph_sets import nested, smallest
 from saesteer.kernels import ops
@@ -298,3 +298,14 @@ def test_a_request_that_one_rank_cannot_steer_counts_there_too(engine: Engine, m
     assert world.step("clamp") == 1
     world.state.remove_request("clamp")
     assert world.step("plain") == 0
+
+
+@pytest.mark.parametrize("plan", [CLAMP, {"plan": b"no plan"}, {"plan": [1]}, "text"], ids=str)
+def test_what_is_no_plan_ends_its_request_alone(engine: Engine, plan: Any) -> None:
+    """vLLM also takes requests that no front end has looked at (``AsyncLLM.generate(EngineCoreRequest(...))``)."""
+    world = World(engine)
+    params = SimpleNamespace(extra_args={KEY: plan}, stop=[])
+    world.state.add_request(0, SimpleNamespace(req_id="wrong", sampling_params=params))
+    world.slots["wrong"] = 0
+    assert world.step("wrong") == len(world.steering.choice.sets) - 1
+    assert world.steering.failed["wrong"].startswith("broken: ")

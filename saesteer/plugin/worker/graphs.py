@@ -50,7 +50,11 @@ class Choice:
         """Remember what a new request needs."""
         self.forget(request.req_id)
         admitted = (request.sampling_params.extra_args or {}).get(KEY)
-        if admitted is not None and (need := self._need(admitted["plan"])):
+        try:
+            need = 0 if admitted is None else self._need(admitted["plan"])
+        except Exception:  # noqa: BLE001  # the request ends, see Steering.fail
+            need = len(self.sets) - 1
+        if need:
             self._needs[request.req_id] = need
 
     def forget(self, request: str) -> None:
@@ -62,12 +66,7 @@ class Choice:
         self.at = max((self._needs.get(request, 0) for request in batch), default=0) if self._needs else 0
 
     def _read(self, plan: bytes) -> int:
-        if not plan:
-            return 0
-        try:
-            return smallest(self.sets, {site for site, *_ in decode(plan).sites})
-        except Exception:  # noqa: BLE001  # the request ends, see Steering.fail
-            return len(self.sets) - 1
+        return smallest(self.sets, {site for site, *_ in decode(plan).sites}) if plan else 0
 
 
 class Chosen:

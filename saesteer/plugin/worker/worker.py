@@ -223,6 +223,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
             steering.health.begin(batch, [1 + len(guessed.get(name, ())) for name in batch])
         if changed and steering.any:
             numbers = number(batch)
+            steering.look(batch, tokens)  # once more: a request without its row has failed, and is steered no longer
         rows, starts = numbers, runner.query_start_loc.gpu
         if guessed and steering.any:  # also where nobody does anything at a site: hidden states are read
             begins, positions = runner.query_start_loc.np, runner.input_batch.num_computed_tokens_cpu
