@@ -131,7 +131,6 @@ class Rows:
         Raises:
             OSError: a tensor could not be kept.
         """
-        end = prompt + max(0, generated - 1)
         for one in self._told:
             if not generated:
                 one.last.clear()  # nothing was sampled from it
