@@ -268,6 +268,16 @@ def test_what_is_kept_takes_the_place_of_the_token(run: Run, entries: int) -> No
     assert out.counts[1].tolist() == [4 * entries, 0, 0, 0]
 
 
+def test_what_is_kept_is_not_decoded_with_the_dictionary_of_a_condition(run: Run) -> None:
+    """Only the condition needs one encoded whole here: it is of another dictionary, and ranked."""
+    key = Entry(2, low=0.5, gates=4, flags=layout.GATE | layout.RANKED, size=5, k=2)
+    whole = Entry(0, flags=layout.HELD | layout.RECONSTRUCT, gates=4, counter=1)
+    given = {"encoder": along(0.0, 1.0, 4.0, 3.0, 2.0), "dense": (0, 5), "b_dec": [9.0] * WIDTH}
+    out = run(ramp(1.0, -1.0), [[key], [whole]], **given, kept=[[5.0] * WIDTH] * 2)
+    assert out.stream.tolist() == [[5.0] * WIDTH, *ramp(-1.0)]
+    assert out.counts[1].tolist() == [0, 1, 0, 0]
+
+
 ZERO_DELTAS: dict[str, Sequence[Sequence[Entry]]] = {
     "set-inactive-to-0": [[Entry(0, scale=0.0, shift=0.0)], [Entry(2, high=100.0)]],
     "gain": [[Entry(3, shift=1.0, gain=0.0)]],
