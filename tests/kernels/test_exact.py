@@ -85,6 +85,9 @@ def test_deltas_are_not_rounded_before_they_are_summed(run: Run, filler: list[En
     x = torch.tensor(ramp(1.0, 2.0), dtype=torch.float16)
     out = run(x, [[Entry(0, shift=1000.3), Entry(0, shift=-1000.05), *filler]])
     torch.testing.assert_close(out.stream[:, 0].float(), torch.tensor([1.25, 2.25]), atol=2e-3, rtol=0)
+    out = run(x, [[Entry(0, shift=1e6), Entry(0, shift=2.0 - 1e6), *filler]])  # they are beyond fp16
+    torch.testing.assert_close(out.stream[:, 0].float(), torch.tensor([3.0, 4.0]), atol=0.5, rtol=0)
+    assert torch.equal(out.stream[:, 1:], x[:, 1:])
 
 
 def test_a_matched_delta_is_in_lengths_of_x(run: Run) -> None:
