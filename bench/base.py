@@ -1,7 +1,8 @@
 """Two trees of this repository in turn: which lines of the kernels' benchmark got slower. Knows no kernel.
 
 A line is slower if every run of this tree took longer than every run of the other, and the medians are further apart
-than two processes of one tree are.
+than two processes of one tree are. A line that only the other tree has is an answer that is wrong here, or a case that
+is gone.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ def changes(before: Sequence[Sequence[Row]], after: Sequence[Sequence[Row]]) -> 
     ]
 
 
+def lost(before: Sequence[Sequence[Row]], after: Sequence[Sequence[Row]]) -> list[Key]:
+    """The lines that this tree has in fewer runs than the other: a wrong answer is not timed."""
+    old, new = _times(before), _times(after)
+    return [key for key, times in old.items() if len(new.get(key, ())) < len(times)]
+
+
 def _times(runs: Sequence[Sequence[Row]]) -> dict[Key, list[float]]:
     found: defaultdict[Key, list[float]] = defaultdict(list)
     for rows in runs:
@@ -102,7 +109,7 @@ def run(tree: Path, words: Sequence[str], out: Path) -> list[Row]:
 
 
 def compare(base: str, words: Sequence[str], rounds: int = ROUNDS) -> int:
-    """Run both trees in turn, print what has changed; the exit code is 1 if something got slower.
+    """Run both trees in turn, print what has changed; the exit code is 1 if something got slower or is not timed.
 
     Args:
         base: a commit or a folder.
@@ -118,20 +125,24 @@ def compare(base: str, words: Sequence[str], rounds: int = ROUNDS) -> int:
                 runs[name].append(run(tree, words, out))
                 print(f"round {number + 1}, {name}: {len(runs[name][-1])} lines", flush=True)
     found = changes(runs["base"], runs["this"])
-    print(report(found))
-    return 1 if any(one.slower for one in found) else 0
+    gone = lost(runs["base"], runs["this"])
+    print(report(found, gone))
+    return 1 if gone or any(one.slower for one in found) else 0
 
 
-def report(found: Sequence[Change]) -> str:
-    """For people: what got slower, and what faster."""
-    lines = []
+def report(found: Sequence[Change], gone: Sequence[Key] = ()) -> str:
+    """For people: what is not timed any more, what got slower, and what faster."""
+    lines = [f"LOST    wrong or gone in a run of this tree: {_name(key)}" for key in gone]
     for word, moved in (
         ("SLOWER", [one for one in found if one.slower]),
         ("faster", [one for one in found if one.faster]),
     ):
         for one in moved:
             percent = 100 * (one.after / one.before - 1)
-            name = " ".join(str(part) for part in one.key)
-            lines.append(f"{word}  {one.before:9.2f} -> {one.after:9.2f} us  {percent:+6.1f} %  {name}")
+            lines.append(f"{word}  {one.before:9.2f} -> {one.after:9.2f} us  {percent:+6.1f} %  {_name(one.key)}")
     slower, faster = (sum(getattr(one, name) for one in found) for name in ("slower", "faster"))
     return "\n".join([*lines, f"of {len(found)} lines {slower} are slower and {faster} faster, the others as before"])
+
+
+def _name(key: Key) -> str:
+    return " ".join(str(part) for part in key)

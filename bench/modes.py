@@ -126,12 +126,12 @@ class Bench:
         # By requests at a time and tokens of an answer.
         self.runs: dict[tuple[int, int], list[Run]] = {size: [] for size in product(given.concurrency, given.tokens)}
         self._seed = 0
+        self._had: set[str] = set()  # the engines that have had its prompts
 
     def warm_up(self) -> None:
         """Let every engine do once what it will be asked, so that nothing is compiled while the clock runs."""
         for at_once in self.given.concurrency:
             for name in (STOCK.name, *self.given.modes):
-                self._seed += 1
                 self._run(name, at_once, 2 * at_once, min(WARM_TOKENS, *self.given.tokens))
 
     def round(self, turn: int) -> None:
@@ -139,8 +139,6 @@ class Bench:
         for (at_once, tokens), runs in self.runs.items():
             names = order(self.given.modes, self.given.share, turn)
             for name in names if runs else (STOCK.name, *names):
-                # A mode has the prompts of the stock run before it.
-                self._seed += name == STOCK.name
                 runs.append(self._run(name, at_once, self.given.prompts or PLACES * at_once, tokens))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -166,6 +164,10 @@ class Bench:
 
     def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
         kind = STOCK.engine if name == STOCK.name else MODES[name].engine
+        if kind in self._had:  # as when modes share a run of stock: the second would find them cached
+            self._seed += 1
+            self._had.clear()
+        self._had.add(kind)
         load = Load(name, self._seed, requests, at_once, self.given.prompt_tokens, tokens, self.given.whole)
         begin = time.monotonic()
         times = self.running[kind].run(load)

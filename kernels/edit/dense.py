@@ -17,6 +17,7 @@ from saesteer.kernels.edit.words import (
     FLAGS,
     GAIN,
     GATES,
+    HELD,
     HI,
     L2_NORM,
     LAYER_NORM,
@@ -142,7 +143,8 @@ def _whole(entries, begin, end, here, bits, register):
         entry = entries + at
         its_flags = word(entry + FLAGS, inside)
         gates = word(entry + GATES, inside)
-        applies = inside & ((its_flags & RECONSTRUCT) != 0) & ((bits & gates) == gates)
+        decoded = (its_flags & (RECONSTRUCT | HELD)) == RECONSTRUCT  # what is kept is in its place already
+        applies = inside & decoded & ((bits & gates) == gates)
         applies = applies & (word(entry + LO, inside) <= here) & (here < word(entry + HI, inside))
         # Windows of one reconstruction do not overlap, so at most one applies.
         found += tl.sum(applies.to(tl.int32), axis=0)

@@ -20,6 +20,7 @@ from saesteer.kernels.edit.words import (
     ENTRY,
     HEAD,
     KIND,
+    LARGEST_HALF,
     MANY,
     NORMED,
     PAIR,
@@ -74,9 +75,14 @@ def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.c
     d = tl.load(w_dec + starts[:, None] + cols[None, :], mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
     if EXACT:
         return tl.dot(delta, d.to(tl.float32), y, input_precision="ieee")
+    if d.dtype == tl.float16:  # a delta may be larger than its numbers, and the row small
+        fits = tl.minimum(LARGEST_HALF / tl.max(tl.abs(delta), axis=1), 1.0)[:, None]
+        y *= fits
+        delta *= fits
     high = delta.to(d.dtype)
     low = (delta - high.to(tl.float32)).to(d.dtype)
-    return tl.dot(low, d, tl.dot(high, d, y))
+    y = tl.dot(low, d, tl.dot(high, d, y))
+    return y / fits if d.dtype == tl.float16 else y
 
 
 @triton.jit

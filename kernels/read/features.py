@@ -77,9 +77,10 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
 
 def warm_up(encoder: Encoder) -> None:
     """Compile what reads of this dictionary launch, before a request asks; there is nothing to do on a CPU."""
-    x = torch.zeros(1, encoder.w_enc.shape[1], dtype=encoder.w_enc.dtype, device=encoder.w_enc.device)
-    for top_k in (0, 8, LISTED) if x.is_cuda else ():
-        read_features(x, encoder, top_k, torch.zeros(1, dtype=torch.int64, device=x.device))
+    if encoder.w_enc.is_cuda:
+        from saesteer.kernels.read.select import launch_all  # Triton need not be there before
+
+        launch_all(encoder)
 
 
 def read_features_ref(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:

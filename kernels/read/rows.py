@@ -96,6 +96,19 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
     return (scores if probes.columns is None else scores[:, probes.columns]) + probes.bias
 
 
+def warm_up(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what reads of probes launch, before a request asks; there is nothing to do on a CPU.
+
+    Args:
+        width: of the rows.
+        dtype: of the rows.
+        device: where they are.
+    """
+    for at in ([0], [0, 1, 1]) if device.type == "cuda" else ():  # as many at every site, or not
+        probes = Probes.of(torch.zeros(len(at), width), [0.0] * len(at), at, device, dtype)
+        read_probes(torch.zeros(1, max(at) + 1, width, dtype=dtype, device=device), probes)
+
+
 def reduce_rows(x: Tensor, how: Reduction) -> Tensor:
     """What one part of the rows adds to their reduction, [d] fp32.
 

@@ -66,14 +66,23 @@ def read_features_triton(x: Tensor, encoder: Encoder, top_k: int, named: Tensor)
     return joined([_read(part, encoder, top_k, named) for part in parts(x, encoder, _PLENTY)])
 
 
-def _read(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
+def launch_all(encoder: Encoder) -> None:
+    """Launch every kernel that a read of this dictionary may launch, for one row: the short way, and that of many."""
+    x = torch.zeros(1, encoder.w_enc.shape[1], dtype=encoder.w_enc.dtype, device=encoder.w_enc.device)
+    named = torch.zeros(1, dtype=torch.int64, device=x.device)
+    for top_k in (0, *KEPT):
+        for few in (True, False):
+            _read(x, encoder, top_k, named, few=few)
+
+
+def _read(x: Tensor, encoder: Encoder, top_k: int, named: Tensor, *, few: bool = True) -> Found:
     indices = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
     activations = torch.empty(len(x), top_k, device=x.device)
     values = torch.empty(len(x), len(named), device=x.device)
     if len(x):
         into = scale(x, encoder.norm) if encoder.norm else encoder.b_enc  # without a norm nobody reads it
         maxima = None
-        if product.serves(x, encoder, top_k):
+        if few and product.serves(x, encoder, top_k):
             products, maxima = product.best(x, into, encoder, sizes(encoder, top_k, product.FEATURES).size)
         else:
             products = dots(x, encoder.w_enc)

@@ -78,6 +78,11 @@ class Captures:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
+    def widths(self) -> Collection[int]:
+        """The widths of what is captured."""
+        return self._banks.keys()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory that all captures take."""
         return sum(bank.nbytes for bank in self._banks.values())

@@ -38,6 +38,20 @@ def test_a_line_that_one_tree_lacks_is_left_out() -> None:
     assert base.changes(runs(1.0), runs(2.0, case="new")) == []
 
 
+def test_a_line_that_this_tree_does_not_time_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel whose answer is wrong is not timed, so it cannot be slower; here in one of two runs."""
+    kept = runs(4.0, case="16 x 32")[0]
+    answers = iter([[*runs(4.0)[0], *kept], [*runs(4.0)[0], *kept], [*runs(4.0)[0], *kept], kept])
+    monkeypatch.setattr(base, "run", lambda *_: next(answers))
+    monkeypatch.setattr(base, "tree_of", lambda *_: tmp_path)
+    assert base.compare("main", [], rounds=2) == 1
+    said = capsys.readouterr().out
+    assert "LOST    wrong or gone in a run of this tree: edit 16 x 1 2304 normed cold\n" in said
+    assert "16 x 32" not in said and "of 2 lines 0 are slower" in said
+
+
 def test_a_checkout_is_taken_as_it_is_and_nonsense_is_refused(tmp_path: Path) -> None:
     assert base.tree_of(str(base.ROOT), tmp_path) == base.ROOT
     with pytest.raises(SystemExit, match="expected a commit or the folder of a checkout"):

@@ -67,6 +67,28 @@ def test_times_of_requests_become_means() -> None:
     assert figures([0.1], [0.1], tokens=2).per_token > 0
 
 
+@pytest.mark.parametrize("share", ["1", "2", "4"])
+def test_no_prompt_comes_twice_to_an_engine(share: str) -> None:
+    """Modes that only read leave the prompt's blocks as they are without them: the next one would find them cached."""
+    had: dict[str, list[int]] = {}
+
+    class Fake:
+        def __init__(self, kind: str) -> None:
+            self.seeds = had.setdefault(kind, [])
+
+        def run(self, load: Load) -> Times:
+            self.seeds.append(load.seed)
+            return Times([0.1], [1.1], 0)
+
+    given = modes.arguments(["--modes", "idle", "features", "captures", "disabled", "--share", share])
+    bench = modes.Bench(given, {kind: Fake(kind) for kind in modes.kinds(given.modes)})  # type: ignore[misc]
+    bench.warm_up()
+    for turn in range(3):
+        bench.round(turn)
+    for kind, seeds in had.items():
+        assert len(seeds) == len(set(seeds)), kind
+
+
 def test_every_mode_stands_between_two_runs_of_stock() -> None:
     rounds = [list(modes.order(["a", "b", "c"], share, turn)) for share, turn in ((1, 0), (2, 1), (3, 2))]
     assert [" ".join(names) for names in rounds] == ["a stock b stock c stock", "c b stock a stock", "a b c stock"]

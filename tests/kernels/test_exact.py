@@ -85,6 +85,9 @@ def test_deltas_are_not_rounded_before_they_are_summed(run: Run, filler: list[En
     x = torch.tensor(ramp(1.0, 2.0), dtype=torch.float16)
     out = run(x, [[Entry(0, shift=1000.3), Entry(0, shift=-1000.05), *filler]])
     torch.testing.assert_close(out.stream[:, 0].float(), torch.tensor([1.25, 2.25]), atol=2e-3, rtol=0)
+    out = run(x, [[Entry(0, shift=1e6), Entry(0, shift=2.0 - 1e6), *filler]])  # they are beyond fp16
+    torch.testing.assert_close(out.stream[:, 0].float(), torch.tensor([3.0, 4.0]), atol=0.5, rtol=0)
+    assert torch.equal(out.stream[:, 1:], x[:, 1:])
 
 
 def test_a_matched_delta_is_in_lengths_of_x(run: Run) -> None:
@@ -266,6 +269,16 @@ def test_what_is_kept_takes_the_place_of_the_token(run: Run, entries: int) -> No
     assert out.counts[1].tolist() == [4 * entries, 2, 0, 0]
     out = run(ramp(*[1.0] * 4), [group], registers=registers, kept=[[5.0] * WIDTH] * 4, cells=[0, 3, 0, 1])
     assert out.counts[1].tolist() == [4 * entries, 0, 0, 0]
+
+
+def test_what_is_kept_is_not_decoded_with_the_dictionary_of_a_condition(run: Run) -> None:
+    """Only the condition needs one encoded whole here: it is of another dictionary, and ranked."""
+    key = Entry(2, low=0.5, gates=4, flags=layout.GATE | layout.RANKED, size=5, k=2)
+    whole = Entry(0, flags=layout.HELD | layout.RECONSTRUCT, gates=4, counter=1)
+    given = {"encoder": along(0.0, 1.0, 4.0, 3.0, 2.0), "dense": (0, 5), "b_dec": [9.0] * WIDTH}
+    out = run(ramp(1.0, -1.0), [[key], [whole]], **given, kept=[[5.0] * WIDTH] * 2)
+    assert out.stream.tolist() == [[5.0] * WIDTH, *ramp(-1.0)]
+    assert out.counts[1].tolist() == [0, 1, 0, 0]
 
 
 ZERO_DELTAS: dict[str, Sequence[Sequence[Entry]]] = {

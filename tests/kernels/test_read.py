@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.kernels import layout
-from saesteer.kernels.read import product
+from saesteer.kernels.read import product, select
 from saesteer.kernels.read.features import Encoder, Found, chosen, read_features, read_features_ref, scale
 from saesteer.kernels.read.rows import Probes, _in_parts, read_probes, reduce_rows
 from saesteer.kernels.read.scores import Tiles, score
@@ -231,6 +232,28 @@ def test_few_rows_have_their_products_from_the_kernel_that_finds_the_best(
     found = indices, torch.empty(rows, top_k, device=device), torch.empty(rows, 2, device=device)
     choose(products, scale(x, norm), one, named, *found, maxima)
     assert_same(found, chosen(products, x, one, top_k, named))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_reads_launch_is_launched_at_start(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for its constants, which takes seconds; here they are only looked at."""
+    launched: set[tuple[str, frozenset[Any]]] = set()
+    for module, name in (
+        *((select, name) for name in ("maxima_kernel", "select_kernel", "named_kernel")),
+        (product, "product_kernel"),
+    ):
+        at: Any = MagicMock()
+        at.__getitem__.return_value = lambda *_, of=name, **constants: launched.add((of, frozenset(constants.items())))
+        monkeypatch.setattr(module, name, at)
+    monkeypatch.setattr(product, "serves", lambda x, one, top_k: len(x) <= 64 and top_k > 0 and one.groups < 2)
+    one = encoder(torch.zeros(1 << 16, 4).half(), kind, 64)
+    select.launch_all(one)
+    compiled = launched.copy()
+    for rows in (1, 64, 65):
+        for top_k in (0, 1, 8, 9, 32):
+            named = torch.arange(rows % 2)
+            read_features_triton(torch.zeros(rows, 4).half(), one, top_k, named)
+    assert launched == compiled
 
 
 def test_parts_change_nothing(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
