@@ -19,6 +19,7 @@ from pydantic import create_model
 
 from saesteer.config.config import KEY
 from saesteer.plugin.http.bodies import FIELD, is_steered, streamed, with_report
+from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -67,7 +68,8 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
             if not isinstance(chunk, str):
                 report = getattr(chunk, KEY, report)
             elif FIELD in chunk:
-                report = json.loads(chunk.removeprefix("data: "))[KEY]
+                # Anthropic's last event alone has the field, so it has what each chunk has brought.
+                report = reads.joined(report, json.loads(chunk.removeprefix("data: "))[KEY])
             yield chunk
 
     async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:

@@ -203,9 +203,11 @@ async def _response(
 
 @around
 def _response_stream(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection."""
-    events = original(self, request, *args, **kwargs)
-    return _ending(events) if is_steered(request) else events
+    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection.
+
+    Requests without a spec may be refused as well: for what --fail-fast finds, or for what the default module does.
+    """
+    return _ending(original(self, request, *args, **kwargs))
 
 
 async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
