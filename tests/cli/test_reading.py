@@ -216,8 +216,10 @@ def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str],
 
 
 def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--html .*/none/page: cannot be written \(No such file"):
-        spoken(ROWS, html=tmp_path / "none" / "page")
+    with pytest.raises(ConfigError, match=r"--html .*: cannot be written \(Is a directory"):
+        spoken(ROWS, html=tmp_path)
+    with pytest.raises(ConfigError, match=r"--html .*/none/page: its folder does not exist"):
+        features.run(Console(), "/no/model", SaesteerConfig(), "x", html=tmp_path / "none" / "page")
     with pytest.raises(ConfigError, match="--backend sglang: expected vllm or hf"):
         features.choose("sglang")
     assert features.choose("hf") == "hf"
