@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import FIELD, is_steered, streamed, with_report
+from saesteer.plugin.http.bodies import FIELD, is_steered, refuse_misplaced, streamed, with_report
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
@@ -37,6 +37,7 @@ async def _answering(original: Original, self: Any, request: Any, raw_request: A
 @around
 async def _forwarding(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
     body = {} if raw_request is None else await raw_request.json()
+    refuse_misplaced(body)
     if KEY in body:
         request.saesteer = body[KEY]
     arguments = body.get("vllm_xargs")

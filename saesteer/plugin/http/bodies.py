@@ -16,17 +16,38 @@ from contextlib import aclosing
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.errors import SpecError
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
+_NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM reads elsewhere
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
 def is_steered(request: Any) -> bool:
     """True if a request of the OpenAI API has a spec, in its body or in vllm_xargs."""
     return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
+
+
+def refuse_misplaced(body: Mapping[str, Any]) -> None:
+    """Refuses a spec that stands where none of vLLM's bodies is read: it would be dropped in silence.
+
+    Args:
+        body: the fields of a request, or those that vLLM does not know.
+
+    Raises:
+        SpecRefused: ``extra_body``, which the OpenAI SDK unpacks and others send as it is, or the like has one.
+    """
+    for name in _NO_FIELDS:
+        held = body.get(name)
+        if not isinstance(held, Mapping):
+            continue
+        inner = (held, *(held.get(one) for one in ("vllm_xargs", "extra_args")))
+        if any(isinstance(one, Mapping) and KEY in one for one in inner):
+            message = f"stands in {name}, which is no field of a body; expected it beside the model"
+            raise SpecRefused(SpecError(message, field=KEY, code="unknown_field"))
 
 
 async def recorded(
@@ -139,6 +160,7 @@ def _chat_stream(original: Original, self: Any, request: Any, result_generator: 
 @around
 def _batch_request(original: Original, self: Any, messages: Any) -> Any:
     """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
+    refuse_misplaced(self.model_extra or {})
     request = original(self, messages)
     if KEY in (self.model_extra or ()):
         request.saesteer = self.model_extra[KEY]
