@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -95,7 +96,7 @@ def run(
             [answer] = read(place, config, options, [ids], returns, verbose=verbose)
     listings = [_listing(entry, words, *_known(assets, entry)) for entry in answer["features"]]
     for listing in listings:
-        table = Table("", "token", listing.title, box=box.ROUNDED)
+        table = Table("", "token", escape(listing.title), box=box.ROUNDED)
         for token in listing.tokens:
             if token.active:
                 word = Text(repr(token.text)[1:-1], style=f"on {_colour(token.strength)}")
