@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -110,6 +111,40 @@ async def _outputs(*found: Any) -> AsyncIterator[Any]:
 async def _chunks(self: Any, request: Any, outputs: Any, *_: Any) -> AsyncIterator[str]:
     async for _one in outputs:
         yield 'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\n'
+
+
+def test_what_is_not_finite_is_null_since_json_has_nothing_else() -> None:
+    """A model in float16 overflows; HTTP would answer 400 without a name, and a stream would be no JSON."""
+    nan, inf = float("nan"), float("inf")
+    report = {
+        **SAID,
+        "features": [{"rows": [{"position": 1, "top": [[3, inf], [4, 1.5]], "features": {"9": -inf}}]}],
+        "probes": [{"positions": [1], "scores": [nan]}],
+        "dose": [{"site": "resid_post.3", "max": nan, "mean": 0.5, "tokens": 2}],
+    }
+    told = {
+        **SAID,
+        "features": [{"rows": [{"position": 1, "top": [[3, None], [4, 1.5]], "features": {"9": None}}]}],
+        "probes": [{"positions": [1], "scores": [None]}],
+        "dose": [{"site": "resid_post.3", "max": None, "mean": 0.5, "tokens": 2}],
+    }
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    event = bodies.with_report('data: {"choices":[]}\n\n', report)
+    assert json.loads(event.removeprefix("data: "), parse_constant=refuse)["saesteer"] == told
+    choices = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    body: Any = SimpleNamespace(choices=choices)
+    bodies._add_reports(body, {0: report, 1: SAID})
+    assert body.saesteer == choices[0].saesteer == told and choices[1].saesteer is SAID
+
+    async def whole(*_: Any) -> Any:
+        return SimpleNamespace(output=[])
+
+    made = asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=report)))
+    assert made.saesteer == told
+    assert math.isnan(report["probes"][0]["scores"][0]), "in Python it stays what it is"  # type: ignore[index]
 
 
 def test_without_a_spec_vllm_s_own_is_handed_on() -> None:

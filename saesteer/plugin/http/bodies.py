@@ -10,6 +10,7 @@ responses API that event is made here. anthropic.py serves Anthropic's form of a
 """
 
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
+_NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
 _NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM reads elsewhere
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
@@ -98,10 +100,28 @@ def _add_reports(response: Any, reports: Mapping[int, Any]) -> None:
     choices = getattr(response, "choices", None)
     if not choices or not reports:
         return
-    response.saesteer = reports.get(choices[0].index)
+    response.saesteer = in_json(reports.get(choices[0].index))
     if len(choices) > 1:
         for choice in choices:
-            choice.saesteer = reports.get(choice.index)
+            choice.saesteer = in_json(reports.get(choice.index))
+
+
+def in_json(report: Any) -> Any:
+    """A report as JSON has it, which knows neither NaN nor infinity: null stands in their place."""
+    numbers = {} if report is None else {word: report[word] for word in _NUMBERS if word in report}
+    try:
+        json.dumps(numbers, allow_nan=False)
+    except ValueError:
+        return report | {word: _finite(found) for word, found in numbers.items()}
+    return report
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {name: _finite(one) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_finite(one) for one in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[str, int]]) -> str:
@@ -128,7 +148,7 @@ def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[st
 
 def with_report(event: str, report: Any) -> str:
     """The text of a stream's event, with the field at the end of its object; vLLM's own bytes do not change."""
-    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(report, separators=(',', ':'))}}}\n\n"
+    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(in_json(report), separators=(',', ':'))}}}\n\n"
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
@@ -219,7 +239,7 @@ async def _response(
         return self.create_error_response(error)  # a response that runs in the background shows it as well
     reports = getattr(context, KEY, None)
     if reports is not None and hasattr(response, "output"):
-        response.saesteer = reports
+        response.saesteer = in_json(reports)
     return response
 
 
