@@ -7,6 +7,7 @@ answers a task without and with the spec in the file. The server's address is ``
 saesteer's entry point.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from inspect_ai.model import GenerateConfig, ModelAPI, modelapi
@@ -17,7 +18,7 @@ def saesteer() -> type[ModelAPI]:
     """The provider; its packages are imported when somebody uses it."""
     from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 
-    from saesteer.bridges.specs import read_spec
+    from saesteer.bridges.specs import need_report, read_spec
 
     class Steered(OpenAICompatibleAPI):
         """Inspect's OpenAI-compatible provider, with a spec in each request.
@@ -45,5 +46,26 @@ def saesteer() -> type[ModelAPI]:
             if self._spec is not None:
                 found["extra_body"] = (found.get("extra_body") or {}) | {"saesteer": self._spec}
             return found
+
+        async def stream_completion(self, stream: Any) -> Any:
+            """Inspect's own, which puts chunks together, with the field of the last ones."""
+            said: Any = None
+
+            async def seen() -> AsyncIterator[Any]:
+                nonlocal said
+                async for chunk in stream:
+                    said = getattr(chunk, "saesteer", said)
+                    yield chunk
+
+            completion = await super().stream_completion(seen())
+            if said is not None:
+                completion.saesteer = said
+            return completion
+
+        def on_response(self, response: dict[str, Any]) -> None:
+            """Looks at whether the spec was applied."""
+            if self._spec is not None:
+                need_report(response)
+            super().on_response(response)
 
     return Steered

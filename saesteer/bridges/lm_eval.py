@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.table import Table
 
-from saesteer.bridges.specs import need_edited, need_prompt_edits, read_spec
+from saesteer.bridges.specs import need_edited, need_prompt_edits, need_report, read_spec
 
 
 @register_model("saesteer")
@@ -44,15 +44,25 @@ class Steered(LocalCompletionsAPI):
             need_prompt_edits(self._spec)
         return super()._loglikelihood_tokens(requests, **rest)
 
-    @staticmethod
-    def parse_logprobs(outputs: Any, tokens: Any = None, ctxlens: Any = None, **rest: Any) -> Any:
+    def parse_logprobs(self, outputs: Any, tokens: Any = None, ctxlens: Any = None, **rest: Any) -> Any:
         """The harness's own, after a look at what was applied."""
-        for output in outputs if isinstance(outputs, list) else [outputs]:
-            for choice in output["choices"]:
+        for output in self._steered(outputs):
+            for choice, applied in zip(output["choices"], need_report(output), strict=True):
                 scored = len(choice["logprobs"]["token_logprobs"]) - 1  # the last one was generated
-                said = choice.get("saesteer") or output.get("saesteer") or {}
-                need_edited(said.get("applied", []), scored)
+                need_edited(applied, scored)
         return LocalCompletionsAPI.parse_logprobs(outputs, tokens=tokens, ctxlens=ctxlens, **rest)
+
+    def parse_generations(self, outputs: Any, **rest: Any) -> Any:
+        """The harness's own, after a look at whether anything was applied."""
+        for output in self._steered(outputs):
+            need_report(output)
+        return LocalCompletionsAPI.parse_generations(outputs, **rest)
+
+    def _steered(self, outputs: Any) -> list[Any]:
+        """The answers that say what was applied: all, or none without a spec."""
+        if self._spec is None:
+            return []
+        return outputs if isinstance(outputs, list) else [outputs]
 
 
 def compare(tasks: Sequence[str], spec: str, model: Mapping[str, Any], **rest: Any) -> list[dict[str, Any]]:

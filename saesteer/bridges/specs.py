@@ -39,6 +39,25 @@ def need_prompt_edits(spec: dict[str, Any]) -> None:
             raise _useless(f"saesteer.edits[{number}]")
 
 
+def need_report(answer: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What was applied to each choice of an answer to a request with a spec.
+
+    Args:
+        answer: a body of the OpenAI API.
+
+    Returns:
+        ``applied`` of each choice.
+
+    Raises:
+        ConfigError: the answer does not say it, so nothing was steered.
+    """
+    found: list[Any] = [one.get("saesteer") or answer.get("saesteer") for one in answer["choices"]]
+    if not all(found):
+        message = "the answer says nothing of the spec: the server runs without saesteer, and nothing was steered"
+        raise ConfigError(f"{message}; expected one that `saesteer serve` has started")
+    return [one["applied"] for one in found]
+
+
 def need_edited(applied: list[dict[str, Any]], tokens: int) -> None:
     """Refuse an answer of which some edit stands behind all tokens of the prompt.
 

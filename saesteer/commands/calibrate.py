@@ -114,8 +114,8 @@ def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
     return largest
 
 
-def read_text(file: Path, max_tokens: int) -> str:
-    """As much of a text file as makes this many tokens.
+def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
+    """As much of a text file as makes this many tokens; ``flag`` names it.
 
     Raises:
         ConfigError: it cannot be read or is empty, or the number is out of range.
@@ -127,9 +127,9 @@ def read_text(file: Path, max_tokens: int) -> str:
             text = stream.read(CHARACTERS * max_tokens)
     except (OSError, UnicodeDecodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc
-        raise ConfigError(f"--text-file {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
+        raise ConfigError(f"{flag} {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
     if not text.strip():
-        raise ConfigError(f"--text-file {file}: is empty, expected a text")
+        raise ConfigError(f"{flag} {file}: is empty, expected a text")
     return text
 
 

@@ -348,7 +348,7 @@ def doctor(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded one.")] = "demo",
     dictionary: Dictionaries = None,
     feature: Annotated[
-        int | None, typer.Option("--feature", help="The feature to clamp; default: the strongest.")
+        int | None, typer.Option("--feature", min=0, help="The feature to clamp; default: the strongest.")
     ] = None,
     verbose: Verbose = False,
 ) -> None:

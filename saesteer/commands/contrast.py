@@ -21,6 +21,7 @@ from saesteer.commands.reading import read, tokenizer_of, tokens_of
 from saesteer.commands.separation import Direction, Rows, Separation
 from saesteer.commands.serve import check, layers_of, resolve
 from saesteer.commands.waiting import steps
+from saesteer.commands.written import check_folder
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, expand_sites, parse
@@ -99,6 +100,7 @@ class _Work:
     ) -> None:
         if out.suffix != ".safetensors":
             raise ConfigError(f"--out {out}: expected the name of a file that ends in .safetensors")
+        check_folder("--out", out)
         lines = {"positive": read_lines("--positive", positive), "negative": read_lines("--negative", negative)}
         self._console, self._model, self._out, self._last, self._verbose = console, model, out, last, verbose
         named = [site for word in sites for site in word.split(",") if site]
@@ -133,7 +135,7 @@ class _Work:
             "sites": ",".join(sites),
             "tokens": "last" if self._last else "mean",
         }
-        write_arrays(self._out, {name: torch.from_numpy(one) for name, one in arrays.items()}, about)
+        write_arrays(self._out.expanduser(), {name: torch.from_numpy(one) for name, one in arrays.items()}, about)
 
     def say(self, words: str, flag: str, sites: Sequence[str]) -> None:
         """Tell what was written, and how to serve it: ``flag`` names sites that a vector of a layer does not bring."""

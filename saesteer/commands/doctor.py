@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from saesteer.commands import fits, paths
@@ -288,11 +289,15 @@ def _options() -> dict[str, Any]:
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
     """A clamp to twice a strong activation: max_act where the file has it, otherwise the strongest in a prompt."""
     layer = oracle.layers_of(dictionary)[0]
+    info = oracle.info(dictionary, layer)
+    if feature is not None and info.row_of(feature) is None:
+        raise ConfigError(f"--feature {feature}: dictionary {dictionary!r} has no such feature")
     active = oracle.activations(PROMPTS[0], dictionary, layer=layer)[1:]  # position 0 is an outlier
-    chosen = int(active.amax(dim=0).argmax()) if feature is None else feature
-    known = oracle.info(dictionary, layer).has_max_act
-    value = 2.0 if known else 2 * float(active.max())
-    unit = "max_act" if known else "raw"
+    row = int(active.amax(dim=0).argmax())
+    strongest = row if info.feature_ids is None else info.feature_ids[row]
+    chosen = strongest if feature is None else feature
+    value = 2.0 if info.has_max_act else 2 * float(active.max())
+    unit = "max_act" if info.has_max_act else "raw"
     where = {"dictionary": dictionary} if layer is None else {"dictionary": dictionary, "layer": layer}
     return {"edits": [{"op": "clamp", **where, "feature": chosen, "value": value, "unit": unit}]}
 
@@ -316,7 +321,8 @@ def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> f
 def _show(console: Console, spec: dict[str, Any], found: list[Check]) -> None:
     edit = spec["edits"][0]
     title = f"{edit['dictionary']} feature {edit['feature']} set to {edit['value']:g} ({edit['unit']})"
-    table = Table("check", "", "seen", title=title, box=box.ROUNDED)
+    table = Table("check", "", "seen", title=escape(title), box=box.ROUNDED)
     for one in found:
-        table.add_row(one.name, "[green]ok[/]" if one.passed else "[bold red]FAILED[/]", one.detail)
+        passed = "[green]ok[/]" if one.passed else "[bold red]FAILED[/]"
+        table.add_row(escape(one.name), passed, escape(one.detail))
     console.print(table)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -20,6 +21,7 @@ from saesteer.commands.page import Active, Listing, Token, page
 from saesteer.commands.reading import read, tokenizer_of, tokens_of
 from saesteer.commands.serve import check, need_vllm, resolve
 from saesteer.commands.waiting import load_model, steps
+from saesteer.commands.written import check_folder, write
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
@@ -77,6 +79,7 @@ def run(
         SaesteerError: the model or a dictionary is invalid, the text is empty or too long, or the page cannot be
             written.
     """
+    check_folder("--html", html)
     place, config, options = _resolved(model, config)
     tokenizer = tokenizer_of(place)
     ids = tokens_of(tokenizer, text, chat=chat)
@@ -93,14 +96,14 @@ def run(
             [answer] = read(place, config, options, [ids], returns, verbose=verbose)
     listings = [_listing(entry, words, *_known(assets, entry)) for entry in answer["features"]]
     for listing in listings:
-        table = Table("", "token", listing.title, box=box.ROUNDED)
+        table = Table("", "token", escape(listing.title), box=box.ROUNDED)
         for token in listing.tokens:
             if token.active:
                 word = Text(repr(token.text)[1:-1], style=f"on {_colour(token.strength)}")
                 table.add_row(str(token.position), word, Text("   ".join(map(str, token.active))))
         console.print(table)
     if html is not None:
-        _write(html, page(f"Features of {model}", listings))
+        write("--html", html, page(f"Features of {model}", listings))
 
 
 def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
@@ -178,10 +181,3 @@ def _listing(entry: Mapping[str, Any], words: Sequence[str], info: CoderInfo, la
 def _colour(strength: float) -> str:
     """A background from black to a strong blue that white letters stand out from."""
     return f"rgb({int(20 * strength)},{int(70 * strength)},{int(160 * strength)})"
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.expanduser().write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"--html {file}: cannot be written ({exc.strerror or exc})") from exc

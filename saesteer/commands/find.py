@@ -88,7 +88,8 @@ def run_contrast(
     oracle, names = open_model(model, config)
     asked = asked_of(oracle, names)
     sides = [{key: Mean.of(one.info.features) for key, one in asked.items()} for _ in range(2)]
-    texts, others = (texts_of(oracle, file, max_tokens) for file in (positive, negative))
+    files = {"--positive": positive, "--negative": negative}
+    texts, others = (texts_of(oracle, file, max_tokens, flag) for flag, file in files.items())
     with reads(backend, model, oracle, asked, [*texts, *others]) as told:
         for number, found in enumerate(told):
             for key, active in found.items():

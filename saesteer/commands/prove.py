@@ -27,6 +27,7 @@ from saesteer.commands.reading import tokenizer_of, tokens_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.trials import ARMS, CLAMP, DOSES, PROMPTS, SCORE, Key, Subject
 from saesteer.commands.waiting import steps
+from saesteer.commands.written import check_folder, write
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
@@ -73,9 +74,8 @@ def run(
         SaesteerError: the model, the dictionary or a feature is invalid, something is unknown that a proof needs, the
             engine failed, or a file cannot be written.
     """
-    for file, flag in ((json_file, "--json"), (plot, "--plot")):
-        if file is not None and not file.expanduser().absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {file}: its folder does not exist")
+    check_folder("--json", json_file)
+    check_folder("--plot", plot)
     place, config, options = _resolved(model, config)
     known = Known.open(place, config)
     with known.labels:
@@ -95,9 +95,9 @@ def run(
     _show(console, found)
     if json_file is not None:
         whole = {"model": model, "prompts": PROMPTS, "doses": DOSES, "features": [asdict(one) for one in found]}
-        _write("--json", json_file, json.dumps(whole, indent=1, ensure_ascii=False))
+        write("--json", json_file, json.dumps(whole, indent=1, ensure_ascii=False))
     if plot is not None:
-        _write("--plot", plot, chart([_panel(one) for one in found]))
+        write("--plot", plot, chart([_panel(one) for one in found]))
     return found
 
 
@@ -238,10 +238,3 @@ def _panel(one: Proof) -> Panel:
     start = {name: one.plain.lens if name == "logit lens" else one.plain.context for name in lines}
     points = {name: [(0.0, start[name]), *zip(DOSES, line, strict=True)] for name, line in lines.items()}
     return Panel(f"{one.feature} {plain(one.label or '').plain}".strip(), points, one.collapses_at)
-
-
-def _write(flag: str, file: Path, text: str) -> None:
-    try:
-        file.expanduser().write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"{flag} {file}: cannot be written ({exc.strerror or exc})") from exc

@@ -47,13 +47,13 @@ def asked_of(oracle: Any, names: Sequence[str]) -> dict[str, Asked]:
     return {oracle.engine.catalog.key(*pair): Asked(*pair, oracle.info(*pair), oracle.coder(*pair)) for pair in pairs}
 
 
-def texts_of(oracle: Any, file: Path, max_tokens: int) -> list[Text]:
-    """A text file in parts of WINDOW tokens, each of which begins as the tokenizer begins a text.
+def texts_of(oracle: Any, file: Path, max_tokens: int, flag: str = "--text-file") -> list[Text]:
+    """A text file, named by a flag, in parts of WINDOW tokens, each of which begins as the tokenizer begins a text.
 
     Raises:
         ConfigError: the file cannot be read or is empty, or the number is out of range.
     """
-    whole, tokenizer = read_text(file, max_tokens), oracle.tokenizer
+    whole, tokenizer = read_text(file, max_tokens, flag), oracle.tokenizer
     begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
     found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = found.input_ids[:max_tokens], found.offset_mapping[:max_tokens]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bridges.environments import ROOT, environment
-from tests.bridges.stand_in import PLAIN, STEERED, serving
+from tests.bridges.stand_in import PLAIN, STEERED, StandIn, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # pip installs for a minute or two
 
@@ -25,6 +25,8 @@ def sky():
                 scorer=match())
 """
 
+SPEC = {"edits": [{"op": "clamp", "dictionary": "demo", "feature": 1, "value": 2.0}]}
+
 
 def install(folder: Path) -> None:
     """What an installed saesteer has beside its code: the entry point by which Inspect finds the provider."""
@@ -37,35 +39,41 @@ def install(folder: Path) -> None:
     (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
-def test_steering_changes_the_score(tmp_path: Path) -> None:
-    spec, python = (
-        {"edits": [{"op": "clamp", "dictionary": "demo", "feature": 1, "value": 2.0}]},
-        environment(*PACKAGES),
+def evaluate(server: StandIn, folder: Path, models: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    """The command of the docs, in the harness's environment."""
+    install(folder)
+    (folder / "sky.py").write_text(TASK)
+    (folder / "spec.json").write_text(json.dumps(SPEC))
+    quiet = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "SAESTEER_BASE_URL": server.url,
+        "INSPECT_DISPLAY": "plain",
+    }
+    inspect = str(environment(*PACKAGES).with_name("inspect"))
+    command = [inspect, "eval", "sky.py", "--log-format", "json", "--log-dir", "logs", "--model", models, *more]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | quiet, capture_output=True, text=True, timeout=600, check=False
     )
-    install(tmp_path)
-    (tmp_path / "sky.py").write_text(TASK)
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+
+
+@pytest.mark.parametrize("more", [[], ["-M", "stream=true"]], ids=["whole", "stream"])
+def test_steering_changes_the_score(tmp_path: Path, more: list[str]) -> None:
     with serving({STEERED: 1, PLAIN: 2}) as server:
-        quiet = {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
-            "SAESTEER_BASE_URL": server.url,
-            "INSPECT_DISPLAY": "plain",
-        }
-        command = [str(python.with_name("inspect")), "eval", "sky.py", "--log-format", "json", "--log-dir", "logs"]
-        models = ["--model", "saesteer/demo,saesteer/demo@spec.json"]
-        done = subprocess.run(
-            [*command, *models],
-            cwd=tmp_path,
-            env=os.environ | quiet,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        done = evaluate(server, tmp_path, "saesteer/demo,saesteer/demo@spec.json", *more)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         sent = [body.get("saesteer") for body in server.bodies]
-    assert [sent.count(None), sent.count(spec)] == [3, 3]
+        assert all(bool(body.get("stream")) is bool(more) for body in server.bodies)
+    assert [sent.count(None), sent.count(SPEC)] == [3, 3]
     assert {body["model"] for body in server.bodies} == {"demo"}
     logs = [json.loads(file.read_text()) for file in (tmp_path / "logs").glob("*.json")]
     scores = {one["eval"]["model"]: one["results"]["scores"][0]["metrics"]["accuracy"]["value"] for one in logs}
     assert scores == {"saesteer/demo": 0.0, "saesteer/demo@spec.json": 1.0}
+
+
+def test_a_server_without_saesteer_is_refused(tmp_path: Path) -> None:
+    with serving({STEERED: 1, PLAIN: 2}) as server:
+        server.windows = None
+        evaluate(server, tmp_path, "saesteer/demo@spec.json")
+    [log] = [json.loads(file.read_text()) for file in (tmp_path / "logs").glob("*.json")]
+    assert log["status"] == "error"
+    assert "the server runs without saesteer, and nothing was steered" in log["error"]["message"]

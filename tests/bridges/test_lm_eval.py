@@ -110,3 +110,14 @@ def test_a_module_of_generated_tokens_is_refused_by_what_was_applied(server: Sta
         server.windows = [[1, None]]
     assert done.returncode != 0
     assert "edits generated tokens alone" in done.stderr
+
+
+@pytest.mark.parametrize("task", ["sky_choice", "sky_words"])
+def test_a_server_without_saesteer_is_refused(server: StandIn, tasks: Path, task: str) -> None:
+    server.windows = None
+    try:
+        done = compare(server, tasks, CLAMP, task)
+    finally:
+        server.windows = [[1, None]]
+    assert done.returncode != 0
+    assert "the server runs without saesteer, and nothing was steered" in done.stderr

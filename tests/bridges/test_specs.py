@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.bridges.specs import need_edited, need_prompt_edits, read_spec
+from saesteer.bridges.specs import need_edited, need_prompt_edits, need_report, read_spec
 from saesteer.errors import ConfigError
 
 
@@ -38,6 +38,18 @@ def test_what_was_applied_is_looked_at() -> None:
     need_edited(behind, 10)
     with pytest.raises(ConfigError, match="m edits generated tokens alone"):
         need_edited(here + behind, 9)
+
+
+def test_a_server_that_says_nothing_has_not_steered() -> None:
+    """vLLM without saesteer ignores the field."""
+    one: dict[str, Any] = {"applied": [{"edit": "a"}]}
+    other: dict[str, Any] = {"applied": []}
+    assert need_report({"choices": [{"index": 0}], "saesteer": one}) == [one["applied"]]
+    assert need_report({"choices": [{"saesteer": one}, {"saesteer": other}], "saesteer": one}) == [[{"edit": "a"}], []]
+    silent: list[dict[str, Any]] = [{"choices": [{"index": 0}]}, {"choices": [{"saesteer": None}], "saesteer": None}]
+    for answer in silent:
+        with pytest.raises(ConfigError, match="the server runs without saesteer, and nothing was steered"):
+            need_report(answer)
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"edits": [{"op": "clamp"}]}', '{"edit": []}'])

@@ -179,6 +179,7 @@ def test_what_is_refused(world: World, files: tuple[Path, Path], tmp_path: Path)
     out = tmp_path / "v.safetensors"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"out": tmp_path / "v.npy"}, r"--out .*v.npy: expected .* \.safetensors"),
+        ({"out": tmp_path / "no" / "v.safetensors"}, r"--out .*/no/v.safetensors: its folder does not exist"),
         ({"positive": tmp_path / "none"}, r"--positive .*none: cannot be read \(No such file"),
         ({"negative": tmp_path / "binary"}, r"--negative .*binary: cannot be read .*UTF-8"),
         ({"positive": tmp_path / "few"}, "3 lines with a text, expected at least 4"),
@@ -192,8 +193,9 @@ def test_what_is_refused(world: World, files: tuple[Path, Path], tmp_path: Path)
     same = {"activations": [{"site": one, "data": ones} for one in SITES]}
     for changed, message in cases:
         with pytest.MonkeyPatch.context() as patched:
-            if changed.get("negative") is good:
-                patched.setattr(contrast, "read", lambda *_, **__: [same] * 40)
+            # All else is known before an engine starts.
+            answers = [same] * 40 if changed.get("negative") is good else None
+            patched.setattr(contrast, "read", lambda *_, found=answers, **__: found or pytest.fail("an engine starts"))
             with pytest.raises(ConfigError, match=message):
                 contrast.vector(Console(), "any", **{**words, **changed})
     assert not out.exists()

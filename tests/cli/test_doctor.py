@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, batches, compare
+from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, _choose, batches, compare
+from saesteer.errors import ConfigError
 from saesteer.plugin import job
 from saesteer.plugin.job import Batch, Completion
+from tests.cli.test_paths import coder
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
 
@@ -73,6 +77,29 @@ def test_each_fault_is_seen(ours: list[list[Completion]], name: str) -> None:
 )
 def test_disagreement_is_seen(distances: Distances) -> None:
     assert failed(OURS, distances) == ["Transformers agrees"]
+
+
+def oracle(**info: Any) -> Any:
+    """Of a model, as much as the choice of a feature asks for: the second row is the strongest."""
+    known = replace(coder()[1], features=3, has_max_act=False, can_reconstruct=False, **info)
+    return SimpleNamespace(
+        layers_of=lambda name: (None,),
+        info=lambda name, layer: known,
+        activations=lambda prompt, name, layer: torch.tensor([[9.0, 0, 0], [1.0, 4.0, 0]]),
+    )
+
+
+@pytest.mark.parametrize(("ids", "feature"), [(None, 1), ((10, 20, 30), 20)], ids=["whole", "some features"])
+def test_the_strongest_feature_has_its_own_number(ids: tuple[int, ...] | None, feature: int) -> None:
+    """A file may hold only some features of a dictionary."""
+    [edit] = _choose(oracle(feature_ids=ids), "d", None)["edits"]
+    assert (edit["feature"], edit["value"], edit["unit"]) == (feature, 8.0, "raw")
+
+
+def test_a_feature_that_is_not_there_is_told_before_an_engine_starts() -> None:
+    for ids, feature in ((None, 3), ((10, 20, 30), 1)):
+        with pytest.raises(ConfigError, match=f"--feature {feature}: dictionary 'd' has no such feature"):
+            _choose(oracle(feature_ids=ids), "d", feature)
 
 
 def test_both_engines_are_asked_the_same() -> None:

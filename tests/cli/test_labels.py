@@ -161,6 +161,8 @@ def test_what_tells_two_texts_apart(
     config = read_settings([f"d={place}@resid_post.15"])
     here, there = write(tmp_path / "here", "xxxbbbbbb"), write(tmp_path / "there", "xxxsssssss")
     find.run_contrast(Console(width=200), "any", config, here, there, most=1, max_tokens=100)
+    with pytest.raises(ConfigError, match=r"--negative .*: cannot be read"):
+        find.run_contrast(Console(), "any", config, here, there.with_name("none"), most=1, max_tokens=100)
 
     def mean(file: Path) -> torch.Tensor:
         ids = torch.tensor(oracle.tokenizer(file.read_text()).input_ids)

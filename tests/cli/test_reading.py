@@ -161,6 +161,9 @@ def test_features_needs_a_dictionary_and_a_text(tmp_path: Path) -> None:
         features.run(Console(), str(tmp_path), SaesteerConfig(), "x")
 
 
+NAME = "d[/b]"  # is no markup
+
+
 @pytest.fixture
 def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`features` on a model that answers with these rows of a dictionary at resid_post.15; gives what it prints."""
@@ -169,7 +172,7 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         def decode(self, ids: list[int]) -> str:
             return ["<s>", " <b>", "\n", " end"][ids[0]]
 
-    config = read_settings([f"d={place}@resid_post.15"])
+    config = read_settings([f"{NAME}={place}@resid_post.15"])
     monkeypatch.setattr(features, "_resolved", lambda model, config: (model, config, {}))
     monkeypatch.setattr(features, "tokenizer_of", lambda place: Words())
     monkeypatch.setattr(features, "tokens_of", lambda tokenizer, text, chat: [0, 1, 2, 3])
@@ -179,9 +182,9 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             scope = {"skip_first": 1}
             assert (prompts, returns) == (
                 [[0, 1, 2, 3]],
-                {"features": [{"dictionary": "d", "top_k": 2, "scope": scope}]},
+                {"features": [{"dictionary": NAME, "top_k": 2, "scope": scope}]},
             )
-            return [{"features": [{"dictionary": "d", "site": "resid_post.15", "at": "before", "rows": rows}]}]
+            return [{"features": [{"dictionary": NAME, "site": "resid_post.15", "at": "before", "rows": rows}]}]
 
         monkeypatch.setattr(features, "read", read)
         console = Console(width=200, file=StringIO())
@@ -206,7 +209,7 @@ def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str],
     said = spoken(ROWS, html=tmp_path / "page.html")
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     assert table == [
-        ["", "token", "strongest features of d, at resid_post.15"],
+        ["", "token", f"strongest features of {NAME}, at resid_post.15"],
         ["1", "<b>", "7 4.00 (50%)   9 1.00"],
         ["3", "end", "39 2.00 (50%)"],
     ]
@@ -216,8 +219,10 @@ def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str],
 
 
 def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--html .*/none/page: cannot be written \(No such file"):
-        spoken(ROWS, html=tmp_path / "none" / "page")
+    with pytest.raises(ConfigError, match=r"--html .*: cannot be written \(Is a directory"):
+        spoken(ROWS, html=tmp_path)
+    with pytest.raises(ConfigError, match=r"--html .*/none/page: its folder does not exist"):
+        features.run(Console(), "/no/model", SaesteerConfig(), "x", html=tmp_path / "none" / "page")
     with pytest.raises(ConfigError, match="--backend sglang: expected vllm or hf"):
         features.choose("sglang")
     assert features.choose("hf") == "hf"

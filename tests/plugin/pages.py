@@ -92,6 +92,9 @@ def _label(feature: int) -> dict[str, Any]:
     return {**known, "promotes": [MARKUP], "suppresses": [], "examples": [example], "score": 1.0}
 
 
+UNTOUCHED = "untouched"  # the message for whose answer no edit has changed a token
+
+
 def _answer(body: dict[str, Any]) -> Iterator[str]:
     """A stream as the server's, of which every token is the markup or a part of an emoji."""
     spec, wanted = body["saesteer"], body["saesteer"]["return"].get("features", [])
@@ -118,7 +121,9 @@ def _answer(body: dict[str, Any]) -> Iterator[str]:
             event["saesteer"] = {"features": [{**_where(one), "rows": rows} for one in wanted]}
         if number == len(texts) - 1:
             report = {"applied": [_applied(n) for n in range(len(spec.get("edits", [])))]}
-            dose = [{"site": MARKUP, "max": 0.5571, "mean": 0.4735, "tokens": 12}]
+            dose: list[dict[str, Any]] = [{"site": MARKUP, "max": 0.5571, "mean": 0.4735, "tokens": 12}]
+            if body["messages"][-1]["content"] == UNTOUCHED:
+                dose = [{"site": MARKUP, "max": None, "mean": None, "tokens": 0}]
             event["saesteer"] = (
                 event.get("saesteer", {}) | report | ({"dose": dose} if spec["return"].get("dose") else {})
             )

@@ -100,6 +100,38 @@ def test_a_stream_says_it_with_its_stop_reason() -> None:
     assert event["delta"]["stop_reason"] == "end_turn"
 
 
+def test_a_stream_says_all_that_was_read_with_its_stop_reason() -> None:
+    """Chunks of a chat completion bring what is new; the event that has the field here is the last one."""
+    pieces: list[dict[str, Any]] = [
+        {"features": [1, 2], "probes": [3]},
+        {"features": [4]},
+        {**SAID, "features": [], "probes": [5], "hidden": [6]},
+    ]
+
+    async def chunks() -> AsyncIterator[str]:
+        yield chunk(choices=[{"index": 0, "delta": {"role": "assistant"}}])
+        for number, piece in enumerate(pieces):
+            said = f',"saesteer":{json.dumps(piece)}'
+            yield chunk(
+                said, choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": [None, None, "stop"][number]}]
+            )
+        yield chunk(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2})
+        yield "data: [DONE]\n\n"
+
+    async def read() -> list[str]:
+        serving: Any = SimpleNamespace(stop_reason_map={"stop": "end_turn"})
+        convert = anthropic._stream(AnthropicServingMessages.message_stream_converter)
+        return [event async for event in convert(serving, chunks())]
+
+    (event,) = (one for one in asyncio.run(read()) if '"saesteer"' in one)
+    assert json.loads(event.partition("data: ")[2])["saesteer"] == {
+        **SAID,
+        "features": [1, 2, 4],
+        "probes": [3, 5],
+        "hidden": [6],
+    }
+
+
 def test_a_stream_of_objects_has_it_on_the_chunk_that_ends_the_choice() -> None:
     """As from vLLM 0.33 on, with a stand-in for its chunks."""
 

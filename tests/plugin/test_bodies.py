@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,14 +10,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin.http import bodies
+from saesteer.plugin.door import frontend
+from saesteer.plugin.http import anthropic, bodies
 from saesteer.plugin.results import counts  # needs vLLM
+from saesteer.plugin.results.failures import SpecRefused
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
 PLAIN: Any = SimpleNamespace(model_extra={}, vllm_xargs=None, n=None)
@@ -108,6 +112,40 @@ async def _chunks(self: Any, request: Any, outputs: Any, *_: Any) -> AsyncIterat
         yield 'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\n'
 
 
+def test_what_is_not_finite_is_null_since_json_has_nothing_else() -> None:
+    """A model in float16 overflows; HTTP would answer 400 without a name, and a stream would be no JSON."""
+    nan, inf = float("nan"), float("inf")
+    report = {
+        **SAID,
+        "features": [{"rows": [{"position": 1, "top": [[3, inf], [4, 1.5]], "features": {"9": -inf}}]}],
+        "probes": [{"positions": [1], "scores": [nan]}],
+        "dose": [{"site": "resid_post.3", "max": nan, "mean": 0.5, "tokens": 2}],
+    }
+    told = {
+        **SAID,
+        "features": [{"rows": [{"position": 1, "top": [[3, None], [4, 1.5]], "features": {"9": None}}]}],
+        "probes": [{"positions": [1], "scores": [None]}],
+        "dose": [{"site": "resid_post.3", "max": None, "mean": 0.5, "tokens": 2}],
+    }
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    event = bodies.with_report('data: {"choices":[]}\n\n', report)
+    assert json.loads(event.removeprefix("data: "), parse_constant=refuse)["saesteer"] == told
+    choices = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    body: Any = SimpleNamespace(choices=choices)
+    bodies._add_reports(body, {0: report, 1: SAID})
+    assert body.saesteer == choices[0].saesteer == told and choices[1].saesteer is SAID
+
+    async def whole(*_: Any) -> Any:
+        return SimpleNamespace(output=[])
+
+    made = asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=report)))
+    assert made.saesteer == told
+    assert math.isnan(report["probes"][0]["scores"][0]), "in Python it stays what it is"  # type: ignore[index]
+
+
 def test_without_a_spec_vllm_s_own_is_handed_on() -> None:
     made, response = object(), SimpleNamespace(choices=[SimpleNamespace(index=0)])
     seen: list[Any] = []
@@ -161,6 +199,48 @@ def test_each_conversation_of_a_batch_has_its_own() -> None:
     made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(one) for one in said]))
     assert (made.saesteer, [choice.saesteer for choice in made.choices]) == (SAID, [SAID, other])
     assert asyncio.run(bodies._batch(whole)(None, plain, [1])) == "as it is"
+
+
+MISPLACED: list[dict[str, Any]] = [
+    {"extra_body": {"saesteer": {}}},
+    {"extra_body": {"vllm_xargs": {"saesteer": "{}"}}},
+    {"extra_args": {"saesteer": None}},
+    {"sampling_params": {"extra_args": {"saesteer": {}}}},
+]
+
+
+@pytest.mark.parametrize("body", MISPLACED, ids=lambda body: str(next(iter(body))))
+def test_a_spec_in_a_field_that_vllm_drops_is_refused(body: dict[str, Any]) -> None:
+    """The OpenAI SDK unpacks extra_body; whoever copies it into another client sends it as it is."""
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    turns: Any = [{"role": "user", "content": "x"}]
+    chat = ChatCompletionRequest(messages=turns, **body)
+    sampling = frontend._forwarding_body_field(lambda *_: SimpleNamespace(extra_args=None))
+    beams = frontend._refusing_beam_search(lambda *_: None)
+    batch = bodies._batch_request(BatchChatCompletionRequest.to_chat_completion_request)
+    own = BatchChatCompletionRequest(messages=[turns], **body)
+    raw = SimpleNamespace(json=AsyncMock(return_value=body))
+    messages = anthropic._forwarding(AsyncMock())
+    tried: list[Callable[[], Any]] = [
+        lambda: sampling(chat),
+        lambda: sampling(CompletionRequest(prompt="x", **body)),
+        lambda: sampling(ResponsesRequest(input="x", **body)),
+        lambda: beams(chat),
+        lambda: batch(own, turns),
+        lambda: asyncio.run(messages(None, SimpleNamespace(vllm_xargs=None), raw)),
+    ]
+    for one in tried:
+        with pytest.raises(SpecRefused, match=f"stands in {next(iter(body))}, which is no field") as error:
+            one()
+        assert (error.value.field, error.value.code) == ("saesteer", "unknown_field")
+
+
+def test_fields_of_others_pass() -> None:
+    for body in ({}, {"extra_body": {"top_k": 1}}, {"extra_body": "saesteer"}, {"sampling_params": None}):
+        bodies.refuse_misplaced(body)
 
 
 def test_a_stream_that_is_given_up_closes_vllm_s_own() -> None:

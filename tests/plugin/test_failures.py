@@ -254,21 +254,25 @@ def test_whoever_steps_the_engine_by_hand_keeps_the_other_requests(caplog: pytes
 
 
 def test_a_stream_of_responses_ends_with_an_event() -> None:
-    async def events(*_: Any) -> Any:
-        yield SimpleNamespace(type="response.created", sequence_number=4)
-        raise SpecRefused(failures.reason("gone", (), None))
+    """Without a spec as well: --fail-fast and a default module end such requests, too."""
 
-    async def ask(found: list[Any], **extra: Any) -> None:
+    async def events(self: Any, request: Any, error: Exception) -> Any:
+        yield SimpleNamespace(type="response.created", sequence_number=4)
+        raise error
+
+    async def ask(found: list[Any], error: Exception, **extra: Any) -> None:
         request = SimpleNamespace(model_extra=extra, vllm_xargs=None)
-        async for event in bodies._response_stream(events)(None, request, None):
+        async for event in bodies._response_stream(events)(None, request, error):
             found.append(event)  # noqa: PERF401  (an error may come behind it)
 
     stock: list[Any] = []
-    with pytest.raises(SpecRefused):
-        asyncio.run(ask(stock))
+    with pytest.raises(RuntimeError, match="vLLM's own"):
+        asyncio.run(ask(stock, RuntimeError("vLLM's own")))
     assert len(stock) == 1
-    found: list[Any] = []
-    asyncio.run(ask(found, saesteer={}))
-    _, last = found
-    assert (last.type, last.code, last.param, last.sequence_number) == ("error", "gone", "saesteer", 5)
-    assert last.message.endswith("[gone]")
+    fields: list[dict[str, Any]] = [{"saesteer": {}}, {}]
+    for extra in fields:
+        found: list[Any] = []
+        asyncio.run(ask(found, SpecRefused(failures.reason("collapsed: 7", (), None)), **extra))
+        _, last = found
+        assert (last.type, last.code, last.param, last.sequence_number) == ("error", "collapsed", "saesteer", 5)
+        assert last.message.endswith("[collapsed]")

@@ -27,6 +27,7 @@ ASKING: list[Any] = [
     {"saesteer": None},
     {"vllm_xargs": {"saesteer": json.dumps(STEERED)}},
     {"sampling_params": {"extra_args": {"saesteer": STEERED}}},
+    {"extra_body": {"saesteer": STEERED}},
 ]
 PLAIN: list[Any] = [
     {"prompt": "saesteer"},

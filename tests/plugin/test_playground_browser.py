@@ -18,6 +18,7 @@ from tests.plugin.pages import (
     FIRST_PAINT,
     KEY,
     MARKUP,
+    UNTOUCHED,
     browser,
     copied,
     ended,
@@ -291,3 +292,5 @@ def test_modes_scopes_and_layers_are_sent_as_the_language_has_them(
     ask(page, "y")
     for body in asked[-2:]:
         assert body["saesteer"]["return"]["features"] == [{"dictionary": "gain", "top_k": 8, "at": "before"}]
+    untouched = ask(page, UNTOUCHED).locator(".steered dl").inner_text()
+    assert "none: no token was changed" in untouched and f"edit 2 at {MARKUP}" in untouched

@@ -65,12 +65,18 @@ function effect({ dose, applied }) {
       ${dose.map(
         (one) => html`<div>
           <dt>Dose at ${one.site}</dt>
-          <dd>${one.mean.toPrecision(2)} on average, ${one.max.toPrecision(2)} at most, on ${one.tokens} tokens</dd>
+          <dd>${doseOf(one)}</dd>
         </div>`,
       )}
       <div><dt>Tokens changed</dt><dd>${edited.join("; ") || "none: there is no slider"}</dd></div>
     </dl>
   `;
+}
+
+// Without a token that was changed, as behind a condition or from the prefix cache, there is no dose.
+function doseOf({ mean, max, tokens }) {
+  if (!tokens || mean === null || max === null) return "none: no token was changed";
+  return `${mean.toPrecision(2)} on average, ${max.toPrecision(2)} at most, on ${tokens} tokens`;
 }
 
 function edits({ edit }) {

@@ -35,7 +35,7 @@ from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
 from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.http import streams
+from saesteer.plugin.http import bodies, streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -219,6 +219,7 @@ def _board(parallel: Any) -> Board | None:
 def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = original(self, *args, **kwargs)
     body = self.model_extra or {}
+    bodies.refuse_misplaced(body)
     if KEY in body:
         if KEY in (params.extra_args or {}):
             message = "appears both in the body and in vllm_xargs; expected only one of them"
@@ -229,6 +230,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
 
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    bodies.refuse_misplaced(self.model_extra or {})
     if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}) or _default:
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)

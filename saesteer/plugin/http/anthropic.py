@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import FIELD, is_steered, streamed, with_report
+from saesteer.plugin.http.bodies import FIELD, is_steered, refuse_misplaced, streamed, with_report
+from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -36,6 +37,7 @@ async def _answering(original: Original, self: Any, request: Any, raw_request: A
 @around
 async def _forwarding(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
     body = {} if raw_request is None else await raw_request.json()
+    refuse_misplaced(body)
     if KEY in body:
         request.saesteer = body[KEY]
     arguments = body.get("vllm_xargs")
@@ -67,7 +69,8 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
             if not isinstance(chunk, str):
                 report = getattr(chunk, KEY, report)
             elif FIELD in chunk:
-                report = json.loads(chunk.removeprefix("data: "))[KEY]
+                # Anthropic's last event alone has the field, so it has what each chunk has brought.
+                report = reads.joined(report, json.loads(chunk.removeprefix("data: "))[KEY])
             yield chunk
 
     async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:

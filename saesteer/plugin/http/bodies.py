@@ -17,17 +17,39 @@ from contextlib import aclosing
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.errors import SpecError
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
+_NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
+_NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM reads elsewhere
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
 def is_steered(request: Any) -> bool:
     """True if a request of the OpenAI API has a spec, in its body or in vllm_xargs."""
     return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
+
+
+def refuse_misplaced(body: Mapping[str, Any]) -> None:
+    """Refuses a spec that stands where none of vLLM's bodies is read: it would be dropped in silence.
+
+    Args:
+        body: the fields of a request, or those that vLLM does not know.
+
+    Raises:
+        SpecRefused: ``extra_body``, which the OpenAI SDK unpacks and others send as it is, or the like has one.
+    """
+    for name in _NO_FIELDS:
+        held = body.get(name)
+        if not isinstance(held, Mapping):
+            continue
+        inner = (held, *(held.get(one) for one in ("vllm_xargs", "extra_args")))
+        if any(isinstance(one, Mapping) and KEY in one for one in inner):
+            message = f"stands in {name}, which is no field of a body; expected it beside the model"
+            raise SpecRefused(SpecError(message, field=KEY, code="unknown_field"))
 
 
 async def recorded(
@@ -78,19 +100,28 @@ def _add_reports(response: Any, reports: Mapping[int, Any]) -> None:
     choices = getattr(response, "choices", None)
     if not choices or not reports:
         return
-    response.saesteer = as_json(reports.get(choices[0].index))
+    response.saesteer = in_json(reports.get(choices[0].index))
     if len(choices) > 1:
         for choice in choices:
-            choice.saesteer = as_json(reports.get(choice.index))
+            choice.saesteer = in_json(reports.get(choice.index))
 
 
-def as_json(told: Any) -> Any:
-    """A report with null in place of NaN and infinity, which JSON does not have: edits may be too strong."""
-    if isinstance(told, float):
-        return told if math.isfinite(told) else None
-    if isinstance(told, Mapping):
-        return {name: as_json(one) for name, one in told.items()}
-    return [as_json(one) for one in told] if isinstance(told, list | tuple) else told
+def in_json(report: Any) -> Any:
+    """A report as JSON has it, which knows neither NaN nor infinity: null stands in their place."""
+    numbers = {} if report is None else {word: report[word] for word in _NUMBERS if word in report}
+    try:
+        json.dumps(numbers, allow_nan=False)
+    except ValueError:
+        return report | {word: _finite(found) for word, found in numbers.items()}
+    return report
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {name: _finite(one) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_finite(one) for one in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[str, int]]) -> str:
@@ -117,7 +148,7 @@ def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[st
 
 def with_report(event: str, report: Any) -> str:
     """The text of a stream's event, with the field at the end of its object; vLLM's own bytes do not change."""
-    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(as_json(report), separators=(',', ':'))}}}\n\n"
+    return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(in_json(report), separators=(',', ':'))}}}\n\n"
 
 
 async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
@@ -149,6 +180,7 @@ def _chat_stream(original: Original, self: Any, request: Any, result_generator: 
 @around
 def _batch_request(original: Original, self: Any, messages: Any) -> Any:
     """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
+    refuse_misplaced(self.model_extra or {})
     request = original(self, messages)
     if KEY in (self.model_extra or ()):
         request.saesteer = self.model_extra[KEY]
@@ -207,15 +239,17 @@ async def _response(
         return self.create_error_response(error)  # a response that runs in the background shows it as well
     reports = getattr(context, KEY, None)
     if reports is not None and hasattr(response, "output"):
-        response.saesteer = as_json(reports)
+        response.saesteer = in_json(reports)
     return response
 
 
 @around
 def _response_stream(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection."""
-    events = original(self, request, *args, **kwargs)
-    return _ending(events) if is_steered(request) else events
+    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection.
+
+    Requests without a spec may be refused as well: for what --fail-fast finds, or for what the default module does.
+    """
+    return _ending(original(self, request, *args, **kwargs))
 
 
 async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

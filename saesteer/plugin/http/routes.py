@@ -38,10 +38,11 @@ _WORD = KEY.encode()
 # A body with the key contains one of these: the word, one of its letters as \u0073, or the zeros of UTF-16.
 _MARKS = (_WORD, b"\\u006", b"\\u007", b"\0")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
-# Where vLLM's bodies hold what travels to the engine with the prompt.
+# Where vLLM's bodies hold what travels to the engine with the prompt, and where clients think that they do.
 _PLACES: tuple[tuple[str, ...], ...] = (
     (),
     ("vllm_xargs",),
+    ("extra_body",),
     ("extra_args",),
     ("sampling_params",),
     ("sampling_params", "vllm_xargs"),

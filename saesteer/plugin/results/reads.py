@@ -86,3 +86,11 @@ def new_entries(fields: Mapping[str, Any], sent: dict[str, int]) -> dict[str, li
         found[word] = fields[word][sent.get(word, 0) :]
         sent[word] = len(fields[word])
     return found
+
+
+def joined(before: Mapping[str, Any] | None, piece: Mapping[str, Any]) -> dict[str, Any]:
+    """What pieces of a stream say together: entries of read-outs behind those before, and everything else anew."""
+    found = {**(before or {}), **piece}
+    for word in _WORDS_OF_ANSWERS & found.keys():
+        found[word] = [*(before or {}).get(word, ()), *piece.get(word, ())]
+    return found
