@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-long test-all test-vllm soak contract check format tables docs notebooks \
-	bench-kernels bench-layers bench-steps bench-host bench-front bench-rows bench-modes bench-sweeps \
+	bench-kernels bench-layers bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
 	bench-rivals plots clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "                    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make plots          draw the charts of the pages from the folder of results"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
+	@echo "make bench-reading  what reading costs the host in each step, on a CPU"
 	@echo "make bench-rows     what features of dictionaries in files cost at admission, on a CPU"
 
 setup: $(READY)
@@ -81,7 +82,7 @@ docs: $(READY)
 notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py
 
-# All but bench-front and bench-rows measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
+# All but bench-front, bench-reading and bench-rows measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results
 GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 
@@ -120,6 +121,9 @@ bench-host:
 
 bench-front: $(READY)
 	$(BIN)/python -m bench.front --out $(RESULTS) $(GIVEN)
+
+bench-reading: $(READY)
+	$(BIN)/python -m bench.reading --out $(RESULTS) $(GIVEN)
 
 bench-rows: $(READY)
 	$(BIN)/python -m bench.rows
