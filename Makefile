@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all test-vllm soak contract check format tables docs notebooks \
+.PHONY: help setup demo test test-slow test-long test-all test-gpu test-vllm soak contract check format tables docs notebooks \
 	bench-kernels bench-layers bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
 	bench-rivals plots clean
 
@@ -14,6 +14,7 @@ help:
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-slow the tests on real engines, some 50 minutes on two cores; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
+	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PYTHON=... its python"
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
 	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job"
@@ -51,6 +52,10 @@ test-long: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"
 
+# On the machine with the GPU, in the python that has vLLM; RESULTS=... keeps the rows.
+test-gpu:
+	$(PYTHON) -m tools.gpu_tests --minutes $(or $(MINUTES),9) $(if $(RESULTS),--out $(RESULTS)) $(GIVEN)
+
 # Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
 OTHER = $(VENV)/vllm-$(VLLM)
 ON_EACH = isolation refusal rules
@@ -74,7 +79,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 tables: $(READY)
-	$(BIN)/python tools/tables.py
+	$(BIN)/python -m tools.tables
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/site
@@ -82,7 +87,7 @@ docs: $(READY)
 notebooks: $(READY)
 	$(BIN)/python tools/notebooks.py
 
-# All but bench-front, bench-reading and bench-rows measure a GPU, so they run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
+# Those that measure a GPU run in the python that has CUDA's torch, Triton, vLLM and matplotlib, and set nothing up.
 RESULTS ?= bench/results
 GIVEN := $(if $(COMMIT),--commit $(COMMIT))
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -101,6 +103,17 @@ def test_named_files_are_there(page: Path) -> None:
 def test_tables_are_as_the_code_has_them(page: Path) -> None:
     text = page.read_text()
     assert text == tables.filled(text), "run `make tables`"
+
+
+def test_the_command_that_writes_them_starts() -> None:
+    """It is run from the repository's folder, where `tests` and `tools` are packages that nobody has installed."""
+    rule = re.search(r"^tables:.*\n\t\$\(BIN\)/python (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert rule is not None
+    words = rule[1].split()
+    code = "import sys, runpy; sys.path[0] = ''; runpy.run_module(sys.argv[1])"  # as python -m does, but for __main__
+    assert words[0] == "-m"
+    done = subprocess.run([sys.executable, "-c", code, words[1]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_table_is_on_a_page() -> None:

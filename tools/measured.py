@@ -99,6 +99,18 @@ def rivals() -> Table:
     return head, lines
 
 
+def gpu_tests() -> Table:
+    """The last run of each file of tests on a GPU."""
+    head = ("tests", "passed", "failed", "not reached", "GPU", "vLLM", "V2 runner", "commit", "date")
+    lines: list[Sequence[object]] = []
+    for row in sorted(rows("gpu_tests.jsonl", "file"), key=lambda row: row["file"]):
+        wrong = ", ".join(name.partition("::")[2] for name in row["wrong"]) or 0
+        left = row["left"] if row["whole"] or row["left"] else "ended in a test"
+        about = (row[one] for one in ("gpu", "vllm", "v2_runner", "commit", "date"))
+        lines.append((row["file"], row["passed"], wrong, left, *about))
+    return head, lines
+
+
 def fork() -> Table:
     """µs of a published fork's kernels, and of ours, without a norm."""
     head = ("tokens × edits of each", "width", "the fork's", "ours", "the fork's commit", "commit")

@@ -33,7 +33,7 @@ from tools import measured
 from tools.contract import RELEASES
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench/results/gpu_tests.md")
 MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # What each code means, in the order of the table; the codes themselves come from the source code.
@@ -321,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "formats": formats,
     "hooks": hook_table,
     "kinds": kinds,
+    "gpu-tests": stored(measured.gpu_tests, "make test-gpu"),
     "lengths": stored(measured.lengths, "make bench-sweeps", "lengths.svg"),
     "limits": limits,
     "metrics": metric_table,

@@ -1,0 +1,91 @@
+"""What `make test-gpu` runs first, and what it notes: on files of its own, without a GPU."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import gpu_tests
+
+ROOT = Path(__file__).parents[1]
+MIXED = """
+import pytest
+def test_one(): pass
+@pytest.mark.parametrize("word", ["a b", "c"])
+def test_two(word): assert word == "c"
+@pytest.mark.skip(reason="not here")
+def test_three(): pass
+@pytest.fixture
+def broken(): raise OSError
+def test_four(broken): pass
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose files know the options of tests/conftest.py."""
+    words = ["-p", "tests.conftest", "--rootdir", str(tmp_path)]
+    monkeypatch.setattr(gpu_tests, "PYTEST", [*gpu_tests.PYTEST, *words])
+    return tmp_path
+
+
+def row(file: str, at: int, *, whole: bool = True) -> dict[str, Any]:
+    return {"file": file, "at": at, "whole": whole}
+
+
+def test_what_never_ran_to_its_end_comes_first_then_the_oldest() -> None:
+    stored = [row("a", 1), row("b", 2), row("c", 3, whole=False), row("a", 4)]
+    assert gpu_tests.in_order(["a", "b", "c", "d"], stored) == ["c", "d", "b", "a"]
+
+
+def test_files_of_kernels_and_engines_are_candidates() -> None:
+    found = gpu_tests.candidates(ROOT)
+    assert {"tests/kernels/test_edit.py", "tests/plugin/test_reads.py", "tests/bench/test_steps.py"} <= {*found}
+    assert "tests/plugin/test_takes.py" not in found, "it starts no engine"
+    assert gpu_tests.candidates(ROOT, ["test_graph_bits", "border"]) == [
+        "tests/kernels/test_border.py",
+        "tests/plugin/test_graph_bits.py",
+    ]
+
+
+def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (elsewhere / "test_mixed.py").write_text(MIXED)
+    monkeypatch.setattr(gpu_tests, "ENDING", 0.0)
+    found, told = gpu_tests.run(str(elsewhere / "test_mixed.py"), 120)
+    wrong = [name.rpartition("::")[2] for name in found["wrong"]]
+    assert (found["passed"], wrong, found["left"], found["whole"]) == (2, ["test_four", "test_two[a b]"], 0, True)
+    assert any("assert 'a b' == 'c'" in line for line in told)
+
+
+@pytest.mark.parametrize("late", ["before a test", "in a test"])
+def test_a_file_that_takes_too_long_is_not_whole(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """The next call begins with it."""
+    sleeps = 60 if late == "in a test" else 0
+    (elsewhere / "test_slow.py").write_text(
+        f"import time\ndef test_one(): pass\ndef test_two(): time.sleep({sleeps})\ndef test_three(): pass\n"
+    )
+    monkeypatch.setattr(gpu_tests, "ENDING", 0.0 if sleeps else 1000.0)
+    found, _ = gpu_tests.run(str(elsewhere / "test_slow.py"), 8 if sleeps else 120)
+    assert (found["passed"], found["left"], found["whole"]) == ((1, 0, False) if sleeps else (0, 3, False))
+
+
+def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call begins with what this one did not reach."""
+    files = [str(elsewhere / name) for name in ("test_one.py", "test_two.py")]
+    for name in files:
+        Path(name).write_text("def test_it(): pass\n")
+    monkeypatch.setattr(gpu_tests, "candidates", lambda *_: files)
+    monkeypatch.setattr(gpu_tests, "AT_LEAST", 0.0)
+    (elsewhere / gpu_tests.STORED).write_text(json.dumps(row(files[0], 5)) + "\n")
+
+    def asked(minutes: str) -> list[tuple[str, int, bool]]:
+        monkeypatch.setattr(sys, "argv", ["", "--minutes", minutes, "--out", str(elsewhere), "--commit", "abc"])
+        assert gpu_tests.main() == 0
+        _, *new = map(json.loads, (elsewhere / gpu_tests.STORED).read_text().splitlines())
+        assert {one["commit"] for one in new} <= {"abc"}
+        return [(one["file"], one["passed"], one["whole"]) for one in new]
+
+    assert asked("0") == []
+    assert asked("1") == [(files[1], 1, True), (files[0], 1, True)]
