@@ -59,16 +59,19 @@ def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: p
     assert any("assert 'a b' == 'c'" in line for line in told)
 
 
-@pytest.mark.parametrize("late", ["before a test", "in a test"])
-def test_a_file_that_takes_too_long_is_not_whole(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    """The next call begins with it."""
-    sleeps = 60 if late == "in a test" else 0
-    (elsewhere / "test_slow.py").write_text(
-        f"import time\ndef test_one(): pass\ndef test_two(): time.sleep({sleeps})\ndef test_three(): pass\n"
-    )
-    monkeypatch.setattr(gpu_tests, "ENDING", 0.0 if sleeps else 1000.0)
-    found, _ = gpu_tests.run(str(elsewhere / "test_slow.py"), 8 if sleeps else 120)
-    assert (found["passed"], found["left"], found["whole"]) == ((1, 0, False) if sleeps else (0, 3, False))
+def test_what_is_not_reached_is_told(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call begins with such a file."""
+    (elsewhere / "test_late.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    monkeypatch.setattr(gpu_tests, "ENDING", 1000.0)
+    found, _ = gpu_tests.run(str(elsewhere / "test_late.py"), 120)
+    assert (found["passed"], found["wrong"], found["left"], found["whole"]) == (0, [], 2, False)
+
+
+def test_a_file_that_is_ended_in_a_test_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "print('it.py::test_one PASSED [ 50%]', flush=True); time.sleep(60)"
+    monkeypatch.setattr(gpu_tests, "PYTEST", [sys.executable, "-c", f"import time; {said}"])
+    found, _ = gpu_tests.run("it.py", 5)
+    assert (found["passed"], found["left"], found["whole"]) == (1, 0, False)
 
 
 def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
