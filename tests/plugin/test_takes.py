@@ -1,5 +1,7 @@
 """What a worker remembers of a step for the next ones never shows in what it reads. Starts no engine."""
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Segment
+from saesteer.engine.spool import Sink
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.test_recent import admitted
 from tests.test_meaning import WIDTH, make_engine
@@ -129,3 +132,24 @@ def test_steps_that_go_on_as_before_take_nothing_anew(engine: Engine, monkeypatc
         world.step({"a": 1, "b": 1})
     # World looks anew in each step; beside that: the prompts, positions 5, 7 and 12, where b begins and ends to read.
     assert len(taken) - 11 == 4
+
+
+def test_who_has_ended_holds_no_file(engine: Engine, tmp_path: Path) -> None:
+    """Also where no step follows: an idle engine would keep the room of a deleted file on the disk."""
+    world = World(engine)
+    world.begin("a", SPECS[2])
+    (tmp_path / "rows").touch()
+    sink = Sink(str(tmp_path / "rows"), 0, 100)
+    number = sink.file
+    world.steering._sinks._open["a"] = {0: sink}
+    del sink
+    world.steering.look(["a"], 1)
+    world.steering.step = lambda: (np.array([0, 1]), np.array([0]), torch.zeros(MOST, WIDTH))
+    brought = world.steering.read()
+    world.end("a")
+    assert brought is not None
+    brought.blobs(["a"])  # waits until the row is written
+    del brought
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(number)

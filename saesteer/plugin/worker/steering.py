@@ -75,7 +75,7 @@ class Steering:
             self.fail(request.req_id, exc)
             return None
         if row is not None:
-            self._batch = None
+            self._batch = self._took = None
             self.rows[request.req_id] = row
             self._cached[request.req_id] = request.num_computed_tokens
             if request.sampling_params.stop:
@@ -101,7 +101,7 @@ class Steering:
     def restart(self, request: str, computed: int) -> None:
         """A preempted request resumes after `computed` cached tokens: it holds no row, and its counts start again."""
         if request in self.rows:
-            self._batch = None
+            self._batch = self._took = None
             self._drop(request)
             self._cached[request] = computed
 
@@ -150,7 +150,7 @@ class Steering:
         """Forget a request that has ended or will start again."""
         self.failed.pop(request, None)
         if request in self.rows:
-            self._batch = None
+            self._batch = self._took = None
             self._drop(request)
             del self.rows[request], self._cached[request]
             self._stops.discard(request)
