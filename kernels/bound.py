@@ -6,8 +6,10 @@ No signature changes: ops, layers and launches hand the whole record on, to the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
@@ -57,6 +59,26 @@ class Bound:
 # By the address of `index`. A record keeps its index alive, so nothing else gets this address meanwhile. This table
 # keeps no record alive, so an engine that ends takes its sites along.
 _sites: WeakValueDictionary[int, Bound] = WeakValueDictionary()
+
+
+class Spread(NamedTuple):
+    """Of a tensor whose columns are spread evenly over ranks: how all of it is had, and which part is this rank's."""
+
+    gather: Callable[[Tensor], Tensor]  # a part, [tokens, columns] → the whole; on all ranks in the same steps
+    rank: Callable[[], int]
+
+
+_spread: WeakKeyDictionary[Bound, Spread] = WeakKeyDictionary()
+
+
+def spread(bound: Bound, how: Spread) -> None:
+    """Let the op edit the whole where it gets a part; without this, a part is a tensor of the wrong width."""
+    _spread[bound] = how
+
+
+def spread_at(bound: Bound) -> Spread | None:
+    """How the site's tensor is spread over ranks, if it is."""
+    return _spread.get(bound)
 
 
 def bind(bound: Bound) -> None:

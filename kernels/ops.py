@@ -1,8 +1,8 @@
 """The only door to the kernels: the ops edit_ and publish_, and map_ and border_, which never run inside a graph.
 
 It sends CUDA tensors to Triton and CPU tensors to the reference, which defines what they mean. Each op changes tensors
-that its caller owns and returns nothing. So it allocates nothing, its fake does nothing, and it fits into a compiled
-model and into a CUDA graph.
+that its caller owns and returns nothing. So its fake does nothing, and it fits into a compiled model and into a CUDA
+graph. It allocates nothing, but for a tensor that is spread over ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels.arguments import check_border, check_edit, check_map, check_publish
-from saesteer.kernels.bound import bound_at
+from saesteer.kernels.bound import bound_at, spread_at
 from saesteer.kernels.reference import border_ref_, edit_ref_, map_ref_, publish_ref_
 from saesteer.kernels.step.updates import News
 
@@ -77,7 +77,8 @@ def edit_(
     behind the last of them.
 
     Args:
-        stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place.
+        stream: [T, d] contiguous, bf16, fp16 or fp32; changed in place. Fewer columns than the site has are this rank's
+            part of a tensor that is spread over several (bound.spread): all ranks gather it and edit the whole alike.
         second: like `stream`, changed in place; None for BARE.
         norm_weight: [d] for NORMED; None there leaves the factor out.
         counts: [rows, counters] int32, see layout.py; changed in place. It is not bound, since a compiler may pass a
@@ -94,14 +95,19 @@ def edit_(
     if site.data_ptr() in _silent:
         return
     bound = bound_at(site)
-    check_edit(stream, second, norm_weight, counts, bound, form)
+    mine = stream.shape[-1]
+    ranks = spread_at(bound) if mine < bound.width else None
+    x = stream if ranks is None else ranks.gather(stream)
+    check_edit(x, second, norm_weight, counts, bound, form)
     _hit(site)
-    if stream.is_cuda:
+    if x.is_cuda:
         from saesteer.kernels.edit.launch import edit_triton  # a CPU may have no Triton
 
-        edit_triton(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
+        edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     else:
-        edit_ref_(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
+        edit_ref_(x, second, norm_weight, counts, bound, form, eps, weight_offset)
+    if ranks is not None:
+        stream.copy_(x.narrow(-1, ranks.rank() * mine, mine))
 
 
 def map_(

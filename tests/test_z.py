@@ -16,6 +16,7 @@ from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine.engine import Engine
 from saesteer.engine.wire import encode
 from saesteer.errors import ConfigError, RegistryError, SpecError, UnsupportedError
+from saesteer.kernels import ops
 from saesteer.language.inline import InlineVector
 from saesteer.language.spec import from_json
 from saesteer.models.families import FAMILIES, other_widths
@@ -285,7 +286,13 @@ def test_a_rank_that_has_half_of_the_heads_gathers_the_others(monkeypatch: pytes
     engine.schedule(torch.tensor([1], dtype=torch.int32), 0, starts, 1, count, np.asarray(row.kinds))
 
     halves = torch.randn(2, count, wide // 2, generator=torch.Generator().manual_seed(2))
-    monkeypatch.setattr(layers, "tensor_model_parallel_all_gather", lambda _: torch.cat([*halves], -1))
+    gathered: list[torch.Tensor] = []
+
+    def gather(part: torch.Tensor) -> torch.Tensor:
+        gathered.append(part)
+        return torch.cat([*halves], -1)
+
+    monkeypatch.setattr(layers, "tensor_model_parallel_all_gather", gather)
     monkeypatch.setattr(layers, "get_tensor_model_parallel_rank", lambda: rank)
     module: Any = Projection()
     layers._swap(module, FAMILIES[0], None)
@@ -293,6 +300,10 @@ def test_a_rank_that_has_half_of_the_heads_gathers_the_others(monkeypatch: pytes
     expected = torch.cat([*halves], -1)
     expected[1:] += push  # position 0 is left alone
     torch.testing.assert_close(module(halves[rank].clone()), expected.chunk(2, -1)[rank])
+    assert len(gathered) == 1
+    with ops.silenced([engine.sites["z.1"].index]):
+        torch.testing.assert_close(module(halves[rank].clone()), halves[rank])
+    assert len(gathered) == 1, "graphs that are captured meanwhile gather nothing"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from saesteer.engine.engine import Engine, Site
 from saesteer.errors import UnsupportedError
 from saesteer.kernels import layout, ops
+from saesteer.kernels.bound import Spread, spread
 from saesteer.language.sites import parse
 from saesteer.models.families import Family, find_trunk
 from saesteer.plugin import unservable
@@ -61,6 +62,8 @@ class Op(nn.Module):
         self.eps = norm.variance_epsilon if self.normed else 0.0
         self.offset = 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
         self.last = site is list(engine.sites.values())[-1]
+        # Inside of the op, so that graphs that lack the op do not gather either.
+        spread(site, Spread(tensor_model_parallel_all_gather, get_tensor_model_parallel_rank))
 
     def forward(self, stream: Tensor, second: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Edit one tensor, a stream that is the sum of two, or a stream and its norm; after the last site, publish."""
@@ -83,12 +86,7 @@ class _Tapped(nn.Module):
         """Call the module itself between its ops."""
         for op in self.saesteer_before:
             x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[self.saesteer_argument]
-            mine = x.shape[-1]
-            if mine < op.width:  # the other ranks have the other heads
-                whole = tensor_model_parallel_all_gather(x)
-                op(whole)
-                x.copy_(whole.narrow(-1, get_tensor_model_parallel_rank() * mine, mine))
-            elif op.paired and len(args) > 1 and args[1] is not None:
+            if op.paired and len(args) > 1 and args[1] is not None:
                 op(args[1], x)
             else:
                 op(x)
