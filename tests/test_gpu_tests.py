@@ -91,4 +91,4 @@ def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.Mon
         return [(one["file"], one["passed"], one["whole"]) for one in new]
 
     assert asked("0") == []
-    assert asked("1") == [(files[1], 1, True), (files[0], 1, True)]
+    assert asked("10") == [(files[1], 1, True), (files[0], 1, True)]
