@@ -98,11 +98,14 @@ def first_read(request: Any) -> int | None:
 
 
 @around
-def _limiting(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _limiting(original: Original, self: Any, request: Any, max_cache_hit_length: int | None = None) -> Any:
+    # From 0.33 on vLLM may say itself how many tokens may come from the cache, and then asks no request.
     first = first_read(request)
+    if max_cache_hit_length is not None:
+        return original(self, request, max_cache_hit_length if first is None else min(first, max_cache_hit_length))
     if first is None or first >= request.num_tokens:
-        return original(self, request, *args, **kwargs)
-    return original(self, _Shorter(request, first + 1), *args, **kwargs)
+        return original(self, request)
+    return original(self, _Shorter(request, first + 1))
 
 
 @around

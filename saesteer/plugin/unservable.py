@@ -135,6 +135,17 @@ REFUSALS = (
         lambda setup: getattr(setup.vllm.parallel_config, "use_ubatching", False),
     ),
     Refusal(
+        "elastic expert parallelism (enable_elastic_ep)",
+        "An engine that joins later knows only the names of the start, and nobody has checked what it runs.",
+        lambda setup: getattr(setup.vllm.parallel_config, "enable_elastic_ep", False),
+    ),
+    Refusal(
+        "fault tolerance (enable_fault_tolerance)",
+        "vLLM goes on behind a step that has failed. Then the device has run fewer steps than the host has counted, "
+        "and no counters can be read.",
+        lambda setup: getattr(setup.vllm.parallel_config, "enable_fault_tolerance", False),
+    ),
+    Refusal(
         "kv_sharing_fast_prefill",
         "Late layers run on some of a prompt's tokens only, so edits there would land on others.",
         lambda setup: getattr(setup.vllm.cache_config, "kv_sharing_fast_prefill", False),

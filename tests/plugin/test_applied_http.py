@@ -119,7 +119,7 @@ def test_responses_whole_and_streamed(server: httpx.Client) -> None:  # noqa: F8
     expected = [made["usage"]["input_tokens"] - 1 + 8]
     assert tokens(made["saesteer"]) == expected
     *before, last = events(server, "responses", **body)
-    assert last["type"] == "response.completed"
+    assert last["type"] in ("response.completed", "response.incomplete")  # the second from vLLM 0.33 on, at the limit
     assert tokens(last["response"]["saesteer"]) == expected
     assert "tokens_edited" not in json.dumps(before)
     assert "saesteer" not in post(server, "responses", input="x", max_output_tokens=2)

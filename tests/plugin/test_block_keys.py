@@ -354,3 +354,26 @@ def test_bands_and_inline_vectors_count_by_what_they_are(engine: Engine) -> None
     assert hashes(engine.catalog, {"edits": band}, 9) == hashes(engine.catalog, {"edits": band[::-1]}, 9)
     spec = [{"edits": [{**ADD, "vector": one}]} for one in INLINE]
     assert shared(*(hashes(engine.catalog, one, 9) for one in spec)) == 0
+
+
+def _until_032(_: Any, request: Any) -> int:
+    return int(request.num_tokens) - 1
+
+
+def _from_033(_: Any, request: Any, max_cache_hit_length: int | None = None) -> int:
+    return int(request.num_tokens) - 1 if max_cache_hit_length is None else max_cache_hit_length
+
+
+@pytest.mark.parametrize("stock", [_until_032, _from_033])
+def test_the_cache_gives_nothing_that_is_read(stock: Any) -> None:
+    """A stand-in for vLLM's get_computed_blocks, which returns how many tokens may come from the cache at most."""
+
+    def most(first: int | None, *limit: int) -> Any:
+        params = SamplingParams(extra_args=None if first is None else {prefix_cache.FIRST: (first, first)})
+        request = SimpleNamespace(num_tokens=TOKENS, num_preemptions=0, sampling_params=params)
+        return prefix_cache._limiting(stock)(None, request, *limit)
+
+    assert [most(first) for first in (None, 0, 6, 31, 32)] == [31, 0, 6, 31, 31]
+    if stock is _from_033:  # with routed experts in answers, vLLM says how many tokens it has those of
+        assert [most(first, 28) for first in (None, 0, 6, 31, 32)] == [28, 0, 6, 28, 28]
+        assert most(6, 4) == 4

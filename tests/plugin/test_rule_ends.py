@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.v1 import outputs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from saesteer.planning.answers import Rows
@@ -39,10 +41,10 @@ class Scheduler:
     def step(self, first: int, *values: float, **output: Any) -> Any:
         """A step has computed positions from ``first`` on; returns the request's output of it."""
         made = [EngineCoreOutput("one", **output)] if output else []
-        outputs = {3: EngineCoreOutputs(outputs=made)} if made else {}
+        found = {3: EngineCoreOutputs(outputs=made)} if made else {}
         positions = [*range(first, first + len(values))]
-        rules.look(self, outputs, [(self.request, {0: (positions, [*values])})] if values else [])
-        return outputs[3].outputs[0] if outputs else None
+        rules.look(self, found, [(self.request, {0: (positions, [*values])})] if values else [])
+        return found[3].outputs[0] if found else None
 
 
 def fired(output: Any) -> Any:
@@ -68,6 +70,19 @@ def test_no_token_stands_behind_a_stop_in_the_prompt(position: int, sampled: boo
     assert (output.new_token_ids, output.new_logprobs) == ([], None)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, STOP)
     assert fired(output) == [["stop", STOP, position]] and one.finished == ["one"]
+
+
+def test_no_mask_stands_behind_a_stop() -> None:
+    """With --return-sampling-mask, which newer versions of vLLM have, each token of an answer has a mask."""
+    if not hasattr(outputs, "SamplingMaskLists"):
+        pytest.skip("this vLLM has no sampling masks")
+    masks = outputs.SamplingMaskLists(np.arange(6), np.array([0, 1, 3, 6]))
+    one = Scheduler(PROMPT + 3, stop=1)
+    output = one.step(PROMPT - 1, 0.0, 1.0, 0.0, new_token_ids=[7, 8, 9], new_sampling_mask=masks)
+    assert output.new_token_ids == [7, 8] and output.new_sampling_mask.to_nested_list() == [[0], [1, 2]]
+    one = Scheduler(PROMPT + 1, stop=1)
+    output = one.step(0, 1.0, 0.0, 0.0, 0.0, new_token_ids=[7], new_sampling_mask=masks._replace(offsets=None))
+    assert output.new_token_ids == [] and output.new_sampling_mask is None
 
 
 def test_a_model_that_stops_by_itself_there_has_stopped() -> None:

@@ -114,10 +114,14 @@ def test_an_engine_whose_plugins_leave_saesteer_out_is_refused_at_once(chosen: s
     assert f"VLLM_PLUGINS is {chosen!r}, which leaves saesteer out" in told
 
 
+def _parallel(**more: Any) -> Any:
+    return SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=None, **more)
+
+
 def settings(**changes: Any) -> Any:
     """Of vLLM's config as much as is looked at; a stand-in, since each of these starts an engine of its own kind."""
     found: dict[str, Any] = {
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=None),
+        "parallel_config": _parallel(),
         "compilation_config": SimpleNamespace(pass_config=None),
         "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
         "cache_config": SimpleNamespace(),
@@ -144,6 +148,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend="ray")},
         "pipeline parallelism and the executor ray .* --distributed-executor-backend mp",
     ),
+    "engines that join": ({"parallel_config": _parallel(enable_elastic_ep=True)}, "elastic expert parallelism"),
+    "engines that go on behind a failure": ({"parallel_config": _parallel(enable_fault_tolerance=True)}, "fault toler"),
     "pipeline parallelism and guesses": (
         {"parallel_config": STAGES, **GUESSES},
         "pipeline parallelism and speculative decoding .* switch one of them off",

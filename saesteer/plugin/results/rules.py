@@ -93,15 +93,20 @@ def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fi
         output = EngineCoreOutput(request.request_id, [], events=request.take_events())
         output.trace_headers = request.trace_headers
         outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
-    elif in_prompt:
-        output.new_token_ids, output.new_logprobs = [], None
-    elif wanted < held:
-        output.new_token_ids = output.new_token_ids[:wanted]
-        output.new_logprobs = output.new_logprobs and output.new_logprobs.slice_request(0, wanted)
+    elif in_prompt or wanted < held:
+        _cut(output, 0 if in_prompt else wanted)
     if in_prompt or wanted < held or output.finish_reason != FinishReason.STOP:  # else the model itself has ended there
         output.finish_reason, output.stop_reason = FinishReason.STOP, fired.field
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_STOPPED)
     return output
+
+
+def _cut(output: Any, tokens: int) -> None:
+    """Keep the first tokens of an output, with what vLLM says of each."""
+    output.new_token_ids = output.new_token_ids[:tokens]
+    for name in ("new_logprobs", "new_sampling_mask"):  # the second from 0.29 on
+        if (each := getattr(output, name, None)) is not None:
+            setattr(output, name, each.slice_request(0, tokens) if tokens else None)
 
 
 def keep_last_text(detokenizer: Any) -> None:
