@@ -141,8 +141,9 @@ def _group(
             y = bound.kept[tokens].float()
         else:
             y = _decoded(x, group[entry], dense, bound)
-        change = change + torch.where(applies[:, entry, None], factor[:, entry, None] * gain[entry] * (y - x), 0.0)
-        touched[:, entry] = applies[:, entry]
+        strength = factor[:, entry] * gain[entry]
+        touched[:, entry] = applies[:, entry] & (strength != 0)
+        change = change + torch.where(touched[:, entry, None], strength[:, None] * (y - x), 0.0)
     return change, touched
 
 

@@ -208,6 +208,28 @@ def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
+def test_equal_rows_share_prefixes_only_if_they_read_alike(tmp_path: Path) -> None:
+    """One file at two places of one op, and files that differ in nothing but their input norm."""
+    own.write(tmp_path / "plain.safetensors", one := CODERS["rect"])
+    own.write(tmp_path / "length.safetensors", replace(one, info=replace(one.info, in_norm="l2_sqrt_d")))
+    across = {name: f"rows:{tmp_path}/plain.safetensors@{name}.1:mlp_out.1" for name in ("resid_mid", "mlp_in_pregain")}
+    here = {name: f"rows:{tmp_path}/{name}.safetensors@resid_post.1" for name in ("plain", "length")}
+    here["again"] = f"rows:{tmp_path}/plain.safetensors@resid_pre.2"
+    assets = assets_of(tmp_path, dictionaries={**across, **here})
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    catalog = assets.catalog(width=WIDTH, layers=4)
+
+    def keys(name: str) -> list[Any]:
+        one, add = {"dictionary": name, "feature": 3}, {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_post.2"}
+        edits: list[Any] = [{"op": "clamp", "value": 1.5, **one}, {**add, "when": {**one, "above": 1.0}}]
+        edits.append({**add, "scale": one})
+        return [door.meaning(from_json({"edits": [edit]}), catalog, 4).runs for edit in edits]
+
+    assert keys("plain") == keys("again")
+    for first, second in (("plain", "length"), ("resid_mid", "mlp_in_pregain")):
+        assert all(one != other for one, other in zip(keys(first), keys(second), strict=True))
+
+
 def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_rows: Engine) -> None:
     from saesteer.plugin.door import frontend
 

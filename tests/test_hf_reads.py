@@ -1,6 +1,7 @@
 """What Model.read returns on Transformers: the model's own tensors, and where it says slow what an engine answers."""
 
 from base64 import b64decode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
     return made_with(tmp_path_factory.mktemp("reads"))
 
 
-def made_with(folder: Path, **more: Any) -> hf.Model:
+def made_with(folder: Path, besides: Any = None, **more: Any) -> hf.Model:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    dictionaries = {}
+    dictionaries = dict(besides or {})
     for name in ("jump", "top"):
         own.write(folder / f"{name}.safetensors", small_world.CODERS[name])
         dictionaries[name] = f"{folder}/{name}.safetensors@{SITE}"
@@ -86,6 +87,35 @@ def test_features(model: hf.Model, name: str) -> None:
         assert [one for one, _ in row["top"]] == [one for one, _ in expected]
         assert [value for _, value in row["top"]] == pytest.approx([value for _, value in expected], abs=1e-5)
         assert row["features"] == pytest.approx({"7": float(here[7]), "2": float(here[2])}, abs=1e-5)
+
+
+FEW = [{"scope": {}, "features": [900, 7]}, {"scope": {}, "top_k": 2}, {"scope": {}, "features": [7], "top_k": 2}]
+
+
+@pytest.mark.parametrize("wanted", FEW, ids=["named", "strongest", "both"])
+def test_a_file_of_some_features_gives_them_by_their_numbers(tmp_path: Path, wanted: dict[str, Any]) -> None:
+    """A read, and a rule, which only ever names features."""
+    whole = small_world.CODERS["jump"]
+    ids, rows = (7, 900, 12), [0, 1, 2]
+    info = replace(whole.info, features=len(ids), feature_ids=ids, can_reconstruct=False)
+    parts: dict[str, Any] = {
+        name: getattr(whole, name)[rows] for name in ("w_enc", "b_enc", "w_dec", "threshold", "max_act")
+    }
+    few = replace(whole, info=info, **parts)
+    own.write(tmp_path / "few.safetensors", few)
+    model = made_with(tmp_path, {"few": f"{tmp_path}/few.safetensors@{SITE}"})
+    rule = {"op": "flag", "when": {"dictionary": "few", "feature": 900, "above": -1.0}, "scope": {}}
+    spec = {"edits": [rule], "return": {"features": [{"dictionary": "few", **wanted}]}}
+    answer = model.read(IDS, steer=spec)
+    assert answer["flags"] == [{"edit": "saesteer.edits[0]", "position": 1}]
+    found = dict(zip(ids, few.encode(model.streams(IDS)[SITE]).T, strict=True))
+    [entry] = answer["features"]
+    for row in entry["rows"]:
+        here = {one: float(values[row["position"]]) for one, values in found.items()}
+        strongest = sorted((one for one in here if here[one] > 0), key=lambda one: -here[one])[: wanted.get("top_k", 0)]
+        assert [one for one, _ in row.get("top", [])] == strongest
+        named = {str(one): here[one] for one in wanted.get("features", [])}
+        assert row.get("features", {}) == pytest.approx(named, abs=1e-5)
 
 
 def test_probes_have_the_bias_of_their_file(model: hf.Model) -> None:

@@ -127,9 +127,10 @@ def add_chunk(
             # At most one: windows of one reconstruction do not overlap.
             scaled = takes_over & ((flags & SCALED) != 0)
             factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
-            share = tl.sum(tl.where(takes_over, factor * real(entry + GAIN, takes_over), 0.0), axis=0)
-            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=takes_over, sem="relaxed")
+            strength = tl.where(takes_over, factor * real(entry + GAIN, takes_over), 0.0)
+            tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=strength != 0.0, sem="relaxed")
+            share = tl.sum(strength, axis=0)
             there = [tl.load(kept + col, mask=col < WIDTH, other=0.0).to(tl.float32) for col in cols]
             added = plus(added, [share * block for block in minus(there, x)])
-            changed += taken
+            changed += tl.sum((strength != 0.0).to(tl.int32), axis=0)
     return added, changed, bits

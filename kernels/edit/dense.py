@@ -155,6 +155,7 @@ def _whole(entries, begin, end, here, bits, register):
         scaled = applies & ((its_flags & SCALED) != 0)
         factor = tl.load(register + word(entry + FACTOR, scaled), mask=scaled, other=1.0)
         gain += tl.sum(factor * real(entry + GAIN, applies), axis=0)
+    found = tl.where(gain == 0.0, 0, found)  # at no strength it changes nothing, as a delta of 0
     return found, slot, flags, size, k, gain
 
 

@@ -122,5 +122,6 @@ def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.u
     """Arrays as they are sent, [rows, bytes]; features by their index in the dictionary."""
     if reading.kind == "features" and reading.source is not None and reading.source.ids is not None:
         rows, *others = arrays
-        arrays = torch.from_numpy(np.append(reading.source.ids, np.int32(-1))[rows.numpy()]), *others
+        # torch's own indexing: of no columns, which is what names alone take, numpy makes an array that has no bytes.
+        arrays = torch.from_numpy(np.append(reading.source.ids, np.int32(-1)))[rows.long()], *others
     return [array.contiguous().view(torch.uint8).numpy() for array in arrays]

@@ -171,6 +171,7 @@ def test_a_register_scales_a_reconstruction(run: Run) -> None:
     )
     # x = (1, 0, ...) becomes (1, 2, 3, 4, 0, ...) at full strength.
     assert out.stream[:, :4].tolist() == [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.5, 2.0], [1.0, 2.0, 3.0, 4.0]]
+    assert out.counts[1].tolist() == [0, 2, 0, 0]
 
 
 @pytest.mark.parametrize("bit", [0, 7, 31])
@@ -258,17 +259,17 @@ def test_what_a_transcoder_makes_is_kept_where_it_reads(run: Run, others: bool, 
 def test_what_is_kept_takes_the_place_of_the_token(run: Run, entries: int) -> None:
     """With the deltas of its group, in its window, behind its gates, at its strength."""
     flags = layout.HELD | layout.RECONSTRUCT
-    whole = Entry(0, flags=flags | layout.SCALED, factor=1, gain=0.5, lo=1, hi=3, gates=4, counter=1)
+    whole = Entry(0, flags=flags | layout.SCALED, factor=1, gain=0.5, lo=1, hi=4, gates=4, counter=1)
     group = [whole, *[Entry(3, shift=1.0)] * entries]
-    registers = [[0.0, factor] for factor in (9.0, 2.0, 1.0, 9.0)]
-    out = run(ramp(*[1.0] * 4), [group], registers=registers, kept=[[5.0] * WIDTH] * 4, cells=[4, 5, 4, 4])
+    registers = [[0.0, factor] for factor in (9.0, 2.0, 1.0, 0.0, 9.0)]
+    out = run(ramp(*[1.0] * 5), [group], registers=registers, kept=[[5.0] * WIDTH] * 5, cells=[4, 5, 4, 4, 4])
     x = ramp(1.0)[0]
-    for at, factor in enumerate((0.0, 1.0, 0.5, 0.0)):
+    for at, factor in enumerate((0.0, 1.0, 0.5, 0.0, 0.0)):
         wanted = [one + factor * (5.0 - one) + entries * (slot == 3) for slot, one in enumerate(x)]
         assert out.stream[at].tolist() == wanted
-    assert out.counts[1].tolist() == [4 * entries, 2, 0, 0]
-    out = run(ramp(*[1.0] * 4), [group], registers=registers, kept=[[5.0] * WIDTH] * 4, cells=[0, 3, 0, 1])
-    assert out.counts[1].tolist() == [4 * entries, 0, 0, 0]
+    assert out.counts[1].tolist() == [5 * entries, 2, 0, 0]
+    out = run(ramp(*[1.0] * 5), [group], registers=registers, kept=[[5.0] * WIDTH] * 5, cells=[0, 3, 0, 0, 1])
+    assert out.counts[1].tolist() == [5 * entries, 0, 0, 0]
 
 
 def test_what_is_kept_is_not_decoded_with_the_dictionary_of_a_condition(run: Run) -> None:

@@ -306,6 +306,6 @@ def _decoded(x: Array, edits: Sequence[Edit], applies: Sequence[Bools]) -> tuple
         if last.error == "drop":
             whole = dictionary.unread(after @ dictionary.d + dictionary.b_dec, x)
             out = np.where(here[:, None], x + last.use * (whole - x), out)
-            changed[:, -1] = here
+            changed[:, -1] = here & (last.use != 0)
             margin = np.where(here, np.minimum(margin, jump.min(1)), margin)
     return out, changed, margin
