@@ -208,6 +208,22 @@ def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize("sites", [("resid_post.1",) * 2, ("resid_mid.1:mlp_out.1", "mlp_in_pregain.1:mlp_out.1")])
+def test_equal_rows_under_another_norm_share_no_prefix(sites: tuple[str, str], tmp_path: Path) -> None:
+    """The norm of what is read stands in no row: it comes from a config, or with the site at which one file reads."""
+    coder, found = CODERS["rect"], []
+    for site, norm in zip(sites, ("none", "l2_sqrt_d" if sites[0] == sites[1] else "none"), strict=True):
+        own.write(tmp_path / f"{norm}.safetensors", replace(coder, info=replace(coder.info, in_norm=norm)))
+        places = {"rect": f"rows:{tmp_path}/{norm}.safetensors@{site}"}
+        assets = assets_of(tmp_path, dictionaries=places, sites=["resid_mid.1", "resid_post.1", "mlp_out.1"])
+        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+        gated = {**CLAMP, "when": {"dictionary": "rect", "feature": 5, "above": 0.5}}
+        catalog = assets.catalog(width=WIDTH, layers=4)
+        found.append([door.meaning(from_json({"edits": [edit]}), catalog, 4).runs for edit in (CLAMP, gated)])
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
 def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_rows: Engine) -> None:
     from saesteer.plugin.door import frontend
 

@@ -24,9 +24,9 @@ Run = tuple[int, int, str]  # positions [lo, hi) with the same edits, and the he
 def contents(plan: Plan, catalog: Catalog) -> list[list[bytes]]:
     """What each part of a group does, by its site and content, without its windows; group by group.
 
-    A vector is identified by its numbers and not by its name, and so are rows from a file; a dictionary by its name,
-    whose meaning is fixed while a server runs; a gate by what it reads and its bounds. The path of the edit in the
-    request does not matter, nor whether clamps form one part or several.
+    A vector is identified by its numbers and not by its name, and so are rows from a file, with the norm of what they
+    read; a dictionary by its name, whose meaning is fixed while a server runs; a gate by what it reads and its bounds.
+    The path of the edit in the request does not matter, nor whether clamps form one part or several.
 
     Args:
         plan: the plan of one request.
@@ -169,5 +169,6 @@ def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[str,
     if isinstance(target, Direction):
         return "direction", digest_of(target, catalog).hex()
     if isinstance(target, Feature) and target in catalog.rows:  # several API servers may have opened different files
-        return "rows", catalog.rows[target].digest
+        info = catalog.dictionaries[target.dictionary]  # equal rows do not do the same under different norms
+        return f"rows {info.in_norm} {info.reads_pregain}", catalog.rows[target].digest
     return str(target.feature) if isinstance(target, Feature) else "whole", target.dictionary
