@@ -79,11 +79,15 @@ def cached(place: str) -> Path:
 class Headers:
     """Copies of dictionaries in which the headers of files are there, and zeros for values.
 
+    Attributes:
+        whole: whether all values are there, too: no file was too large.
+
     Args:
         folder: an empty folder, where the copies are made.
     """
 
     def __init__(self, folder: str) -> None:
+        self.whole = True
         self._folder = folder
         self._listed: dict[str, list[str]] = {}  # by repository
 
@@ -100,7 +104,7 @@ class Headers:
         [(_, files)] = _found(place, self._listed[repo])
         for name in files:
             if not (root / name).exists():
-                _copy(place, repo, name, root / name)
+                self.whole &= _copy(place, repo, name, root / name)
         return root / inside
 
     def said(self, text: str) -> str:
@@ -156,15 +160,15 @@ def _is_below(name: str, inside: str) -> bool:
     return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _copy(place: str, repo: str, name: str, target: Path) -> None:
-    """A file's headers, or the file itself if the hub's cache has it."""
+def _copy(place: str, repo: str, name: str, target: Path) -> bool:
+    """A file's headers, or the file itself if it is small or the hub's cache has it; says whether it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _answering(place):
         from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
         if isinstance(cached := try_to_load_from_cache(repo, name), str):
             target.symlink_to(cached)
-            return
+            return True
         stream: Any
         with HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK) as stream, target.open("wb") as out:
             size = stream.size
@@ -173,6 +177,7 @@ def _copy(place: str, repo: str, name: str, target: Path) -> None:
                 stream.seek(start)
                 out.seek(start)
                 out.write(stream.read(min(end, size) - start))
+            return bool(size <= _SMALL)
 
 
 def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:

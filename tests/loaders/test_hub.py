@@ -180,6 +180,7 @@ def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> 
         assert words in done.stdout
         assert f"source        {place.replace('#layer_5', '/layer_5.safetensors')}" in done.stdout
         assert "70,000" in done.stdout
+        assert "fingerprint   not computed" in done.stdout
         whole = (hub.root / "/".join(place.partition("#")[0].split("/")[:2]) / file).stat().st_size
         assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
 
