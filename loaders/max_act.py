@@ -125,8 +125,9 @@ def _open(path: Path, info: CoderInfo) -> Arrays:
 
 
 def _digest(info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> str:
-    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype."""
-    of = hashlib.sha256(repr((info.features, info.d_in, info.feature_ids)).encode())
+    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype; and of what decides the unit."""
+    facts = info.features, info.d_in, info.feature_ids, info.activation, info.in_norm
+    of = hashlib.sha256(repr(facts).encode())
     of.update(b_dec.cpu().numpy().tobytes())
     if threshold is not None:
         of.update(threshold.cpu().numpy().tobytes())

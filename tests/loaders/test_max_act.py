@@ -111,6 +111,15 @@ def test_other_weights_do_not_get_the_values(place: Path) -> None:
             read(place)
 
 
+def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> None:
+    arrays = {key: array for key, array in writers.raw().items() if key != "threshold"}
+    place = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
+    max_act.write(place, load(place), values(writers.F), tokens=1)
+    writers.saelens(tmp_path, writers.saelens_cfg("standard", normalize_activations="layer_norm"), arrays)
+    with pytest.raises(LoadError, match="measured on other weights"):
+        load(place)
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
