@@ -121,6 +121,20 @@ def choose(path: Path, site: str | None) -> tuple[str, Draft]:
     raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
 
 
+def check_alone(path: Path) -> None:
+    """Refuses a file of several dictionaries, next to which there is one place for what is found of one.
+
+    Raises:
+        LoadError: it holds several, or is wrong.
+    """
+    for form in FORMATS.values():
+        if (found := form.draft(path)) is not None:
+            if not isinstance(found, Draft) and len(found) > 1:
+                hint = f"`saesteer convert {path}@{found[0].sites[0]} FILE` makes such a file"
+                raise LoadError(f"{path}: holds {len(found)} dictionaries; expected a file of its own for each: {hint}")
+            return
+
+
 def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:
     for one in drafts:
         if len(drafts) == 1 or one.sites[0] == site is not None:

@@ -25,7 +25,7 @@ from saesteer.labels.lens import lens
 from saesteer.labels.neuronpedia import MOST_FEATURES, Export
 from saesteer.labels.places import place_of
 from saesteer.labels.store import About, Entry
-from saesteer.loaders import load, max_act
+from saesteer.loaders import check_alone, load, max_act
 from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
@@ -59,6 +59,8 @@ def run(
     """
     oracle, names = open_model(model, config)
     asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
+    for one in asked.values():
+        check_alone(fetch(one.info.source))
     gathered = {key: Gathered(one.info.features, examples) for key, one in asked.items()}
     with reads(backend, model, oracle, asked, texts) as told:
         for number, found in enumerate(track(told, "Reading", len(texts), console=console, transient=True)):
@@ -116,6 +118,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         found = f"{len(sources)} dictionaries were named"
         raise ConfigError(f"--from-neuronpedia holds the labels of one dictionary, but {found}; expected one")
     [(name, source)] = sources.items()
+    check_alone(fetch(source.path))
     coder = load(source.path, site=source.reads)
     info, export = coder.info, Export(folder)
     lengths = _lengths(coder)
@@ -136,6 +139,9 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     store.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)
     _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
+    if bool(largest.any()) and (never := int((largest == 0).sum())):
+        note = f"{never:,} features have no maximum activation there: in unit max_act their values are 0"
+        console.print(f"{name}: {note}", soft_wrap=True, highlight=False, markup=False)
     if export.mismeasured:
         note = "its maximum activations are left out: Neuronpedia read them from another tensor"
         console.print(f"{export.address}: {note}", soft_wrap=True, highlight=False, markup=False)
