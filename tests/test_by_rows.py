@@ -19,7 +19,7 @@ from saesteer.config import row_store
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
-from saesteer.dictionaries.coder import RANKED
+from saesteer.dictionaries.coder import RANKED, InNorm
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import LoadError, SpecError
 from saesteer.language.spec import from_json
@@ -212,7 +212,8 @@ def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
 def test_equal_rows_under_another_norm_share_no_prefix(sites: tuple[str, str], tmp_path: Path) -> None:
     """The norm of what is read stands in no row: it comes from a config, or with the site at which one file reads."""
     coder, found = CODERS["rect"], []
-    for site, norm in zip(sites, ("none", "l2_sqrt_d" if sites[0] == sites[1] else "none"), strict=True):
+    norms: tuple[InNorm, InNorm] = ("none", "l2_sqrt_d" if sites[0] == sites[1] else "none")
+    for site, norm in zip(sites, norms, strict=True):
         own.write(tmp_path / f"{norm}.safetensors", replace(coder, info=replace(coder.info, in_norm=norm)))
         places = {"rect": f"rows:{tmp_path}/{norm}.safetensors@{site}"}
         assets = assets_of(tmp_path, dictionaries=places, sites=["resid_mid.1", "resid_post.1", "mlp_out.1"])
@@ -257,3 +258,23 @@ def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: p
     assert store.row("rect", 2, torch.float32) is third
     assert store.row("rect", 0, torch.float32) is first
     assert store.row("rect", 0, torch.bfloat16) is not first
+
+
+def test_a_file_that_was_let_go_and_has_changed_gives_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "OPENED", 1)
+    for name in ("one", "two"):
+        own.write(tmp_path / f"{name}.safetensors", CODERS["rect"])
+    assets = assets_of(tmp_path, dictionaries={}, dictionary_folder=str(tmp_path))
+    one, two = (f"{name}.safetensors@resid_post.1" for name in ("one", "two"))
+    catalog = assets.catalog(width=WIDTH, layers=4)
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    spec = from_json({"edits": [{**CLAMP, "dictionary": one}]})
+    meaning = door.meaning(spec, catalog, 4)
+    assert assets.rows[two].features == assets.rows[one].features  # each is opened in place of the other
+    assert door.meaning(spec, catalog, 4) is meaning
+    assert assets.rows[two].features
+    own.write(tmp_path / "one.safetensors", replace(CODERS["rect"], b_enc=CODERS["rect"].b_enc + 1))
+    for again in (spec, from_json({"edits": [{**CLAMP, "dictionary": one, "feature": 5}]})):
+        with pytest.raises(SpecError, match=r"one\.safetensors: has changed since the server opened it") as refused:
+            door.meaning(again, catalog, 4)
+        assert refused.value.field == "saesteer.edits[0].dictionary"
