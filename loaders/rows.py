@@ -245,4 +245,4 @@ def open_rows(place: str | Path, *, site: str | None = None) -> RowFile:
         raise LoadError(f"{what}; expected it to be loaded whole, as NAME={place}")
     decoders = None if found.decoders is None else found.decoders.seekable()
     draft = replace(found, weights=found.weights.seekable(), decoders=decoders)
-    return RowFile(path, draft, told(place, path, info))
+    return RowFile(path, draft, told(place, path, info, site))

@@ -75,7 +75,8 @@ def _measure_all(
         task = progress.add_task("Reading", total=len(windows))
         found = measure(oracle, asked, windows, lambda: progress.advance(task))
     for name, measured in found.items():
-        place = max_act.write(paths[name], oracle.coder(*asked[name]), measured.max_act, tokens=measured.tokens)
+        coder, site = oracle.coder(*asked[name]), oracle.info(*asked[name]).site_in
+        place = max_act.write(paths[name], coder, measured.max_act, tokens=measured.tokens, site=site)
         console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
     return found
 

@@ -70,7 +70,7 @@ def run(
     for key, one in asked.items():
         place, whose = place_of(one.info)
         tokens = gathered[key].tokens
-        _keep_unit(one.coder, gathered[key].max_act, tokens)
+        _keep_unit(one.coder, gathered[key].max_act, tokens, one.info.site_in)
         about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens)
         store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
@@ -133,7 +133,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     for one in entries:
         largest[info.row_of(one.feature)] = one.max_act or 0.0
     if bool(largest.any()):
-        _keep_unit(coder, largest, None)
+        _keep_unit(coder, largest, None, None)
     place, whose = place_of(info)
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     store.write(place, about, [], entries)
@@ -148,10 +148,10 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     return place
 
 
-def _keep_unit(coder: SparseCoder, largest: Tensor, tokens: int | None) -> None:
+def _keep_unit(coder: SparseCoder, largest: Tensor, tokens: int | None, site: str | None) -> None:
     """Let requests use the unit max_act: save it where neither the dictionary's file nor ``calibrate`` has it."""
     if coder.info.max_act_from in (None, max_act.LABELS):
-        max_act.write(fetch(coder.info.source), coder, largest, tokens=tokens, by=max_act.LABELS)
+        max_act.write(fetch(coder.info.source), coder, largest, tokens=tokens, by=max_act.LABELS, site=site)
 
 
 def _lengths(coder: SparseCoder) -> list[float]:
