@@ -101,7 +101,9 @@ class Headers:
         root = Path(self._folder, f"models--{repo.replace('/', '--')}")  # formats look for the repository's name
         if repo not in self._listed:
             self._listed[repo] = _listed(place)
-        [(_, files)] = _found(place, self._listed[repo])
+        files = next((files for one, files in _found(place, self._listed[repo]) if one == place), None)
+        if files is None:
+            raise LoadError(f"{place}: {repo} has no dictionary there; expected a file or folder of this repository")
         for name in files:
             if not (root / name).exists():
                 self.whole &= _copy(place, repo, name, root / name)

@@ -212,6 +212,9 @@ def test_a_list_of_other_repositories_names_a_place_that_is_served(hub: Hub, tmp
     listing = hub.root / "org" / "listing" / "config.yaml"
     listing.parent.mkdir(parents=True)
     listing.write_text(f"model_kind: transcoder_set\ntranscoders: ['hf://{place}']")
+    refused = inspect(hub, "org/listing#layer_9", tmp_path)
+    assert refused.returncode == 2
+    assert "org/listing/layer_9.safetensors: org/listing has no dictionary there" in refused.stderr
     refused = inspect(hub, "org/listing", tmp_path)
     assert refused.returncode == 2
     assert f"expected the place of one of them, such as {place}" in refused.stderr
