@@ -63,7 +63,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
     Args:
         place: a folder, a file or ``org/repo[/sub/folder]``, with ``#name`` if a folder holds several dictionaries.
         dtype: dtype of the two weight matrices: fp16, bf16 or fp32; None as stored. Everything else is float32.
-        site: the site that the dictionary reads, where one file holds several dictionaries.
+        site: the site that the dictionary reads, where one file holds several dictionaries, or names none.
 
     Raises:
         LoadError: naming the file, the key, what is there and what was expected.
@@ -75,7 +75,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
     if found.later is not None:
         what = "is a cross-layer transcoder, whose decoders stay in their files"
         raise LoadError(f"{place}: {what}; expected a request that names its features, or another dictionary")
-    coder = max_act.added(path, build(found, name, dtype))
+    coder = max_act.added(path, build(found, name, dtype), site)
     return replace(coder, info=_placed(place, coder.info))
 
 
@@ -94,12 +94,12 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
     """
     path = fetch(place)
     name, found = choose(path, site)
-    return told(place, path, facts(found, name, hashed=hashed))
+    return told(place, path, facts(found, name, hashed=hashed), site)
 
 
-def told(place: str | Path, path: Path, info: CoderInfo) -> CoderInfo:
+def told(place: str | Path, path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
     """The facts of the files at a path, with the place that was given and what is known from files next to them."""
-    found = max_act.known(path, info)
+    found = max_act.known(path, info, site)
     return replace(_placed(place, found), fingerprint=found.fingerprint if info.fingerprint else "")
 
 
@@ -119,6 +119,20 @@ def choose(path: Path, site: str | None) -> tuple[str, Draft]:
     inside = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else []
     what = f"a folder with {', '.join(inside) or 'nothing'}" if path.is_dir() else "a file of no known format"
     raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
+
+
+def check_alone(path: Path) -> None:
+    """Refuses a file of several dictionaries, next to which there is one place for what is found of one.
+
+    Raises:
+        LoadError: it holds several, or is wrong.
+    """
+    for form in FORMATS.values():
+        if (found := form.draft(path)) is not None:
+            if not isinstance(found, Draft) and len(found) > 1:
+                hint = f"`saesteer convert {path}@{found[0].sites[0]} FILE` makes such a file"
+                raise LoadError(f"{path}: holds {len(found)} dictionaries; expected a file of its own for each: {hint}")
+            return
 
 
 def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:

@@ -357,8 +357,8 @@ def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> S
     """Where a tensor on the meta device lies: torch says where its storage began in the file."""
     shape, stored = tuple(value.shape) or (1,), value.untyped_storage()
     fortran = value.ndim == 2 and not value.is_contiguous() and value.T.is_contiguous()
-    if not (fortran or value.is_contiguous()):
-        raise wrong(path, key, f"shape {list(shape)} with strides {list(value.stride())}", "a dense tensor")
+    if not (fortran or value.is_contiguous()) or value.is_neg():  # the sign of such a view is not in its numbers
+        raise wrong(path, key, f"shape {list(shape)} with strides {list(value.stride())}", "a dense tensor, no view")
     begin = stored._checkpoint_offset or 0
     start = int(begin + value.storage_offset() * value.itemsize)
     if start + value.numel() * value.itemsize > ends.get(begin, 0):

@@ -79,11 +79,15 @@ def cached(place: str) -> Path:
 class Headers:
     """Copies of dictionaries in which the headers of files are there, and zeros for values.
 
+    Attributes:
+        whole: whether all values are there, too: no file was too large.
+
     Args:
         folder: an empty folder, where the copies are made.
     """
 
     def __init__(self, folder: str) -> None:
+        self.whole = True
         self._folder = folder
         self._listed: dict[str, list[str]] = {}  # by repository
 
@@ -97,10 +101,12 @@ class Headers:
         root = Path(self._folder, f"models--{repo.replace('/', '--')}")  # formats look for the repository's name
         if repo not in self._listed:
             self._listed[repo] = _listed(place)
-        [(_, files)] = _found(place, self._listed[repo])
+        files = next((files for one, files in _found(place, self._listed[repo]) if one == place), None)
+        if files is None:
+            raise LoadError(f"{place}: {repo} has no dictionary there; expected a file or folder of this repository")
         for name in files:
             if not (root / name).exists():
-                _copy(place, repo, name, root / name)
+                self.whole &= _copy(place, repo, name, root / name)
         return root / inside
 
     def said(self, text: str) -> str:
@@ -156,15 +162,15 @@ def _is_below(name: str, inside: str) -> bool:
     return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _copy(place: str, repo: str, name: str, target: Path) -> None:
-    """A file's headers, or the file itself if the hub's cache has it."""
+def _copy(place: str, repo: str, name: str, target: Path) -> bool:
+    """A file's headers, or the file itself if it is small or the hub's cache has it; says whether it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with _answering(place):
         from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
         if isinstance(cached := try_to_load_from_cache(repo, name), str):
             target.symlink_to(cached)
-            return
+            return True
         stream: Any
         with HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK) as stream, target.open("wb") as out:
             size = stream.size
@@ -173,6 +179,7 @@ def _copy(place: str, repo: str, name: str, target: Path) -> None:
                 stream.seek(start)
                 out.seek(start)
                 out.write(stream.read(min(end, size) - start))
+            return bool(size <= _SMALL)
 
 
 def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:

@@ -3,8 +3,8 @@
 They are in ``FILE.max_act`` next to a file, or ``saesteer.max_act`` in a folder: a safetensors file with max_act [F],
 whose metadata names the dictionary that was measured, so other weights under the same name do not get its values, and
 says what made them. Those of ``calibrate`` count most, then those in the dictionary's own file, then those of
-``label``: ``calibrate`` replaces what ``label`` made, never the other way around. No weight file has this suffix.
-Knows no format.
+``label``: ``calibrate`` replaces what ``label`` made, never the other way around. Values that were measured at another
+site, where the files do not name one, do not count. No weight file has this suffix. Knows no format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder, place_of
 from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.files import fingerprint, wrong
 from saesteer.loaders.write import write_arrays
@@ -32,7 +32,15 @@ def beside(path: Path) -> Path:
     return path / "saesteer.max_act" if path.is_dir() else path.with_name(f"{path.name}.max_act")
 
 
-def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int | None, by: str = CALIBRATION) -> Path:
+def write(
+    path: Path,
+    coder: SparseCoder,
+    max_act: Tensor,
+    *,
+    tokens: int | None,
+    by: str = CALIBRATION,
+    site: str | None = None,
+) -> Path:
     """Saves the values and replaces older ones.
 
     Args:
@@ -41,6 +49,7 @@ def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int | None
         max_act: [F] float32, 0 or more, in the dictionary's unit.
         tokens: how many tokens they were measured on; None: unknown.
         by: what made them.
+        site: where the dictionary read when they were measured; None: unknown.
 
     Raises:
         LoadError: the file cannot be written.
@@ -50,7 +59,8 @@ def write(path: Path, coder: SparseCoder, max_act: Tensor, *, tokens: int | None
         beside(path),
         {_KEY: max_act},
         {"dictionary": _digest(coder.info, coder.b_dec, coder.threshold), "by": by}
-        | ({} if tokens is None else {"tokens": str(tokens)}),
+        | ({} if tokens is None else {"tokens": str(tokens)})
+        | ({} if site is None else {"site": place_of(site)}),
     )
     return beside(path)
 
@@ -71,11 +81,20 @@ def set_aside(path: Path) -> Iterator[None]:
     old.unlink(missing_ok=True)
 
 
-def known(path: Path, info: CoderInfo) -> CoderInfo:
-    """The info, with the values next to the dictionary if there are any that count; raises LoadError."""
+def known(path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
+    """The info, with the values next to the dictionary if there are any that count; raises LoadError.
+
+    Args:
+        path: the dictionary's path.
+        info: its facts without the values.
+        site: where it reads, if the operator says so.
+    """
     if not beside(path).is_file():
         return info
-    by = _open(path, info).metadata.get("by", CALIBRATION)
+    about, reads = _open(path, info).metadata, site or info.site_in
+    if reads is not None and about.get("site", place_of(reads)) != place_of(reads):
+        return info
+    by = about.get("by", CALIBRATION)
     if by not in (CALIBRATION, LABELS):
         raise wrong(beside(path), "by", repr(by[:60]), f"{CALIBRATION} or {LABELS}")
     if by == LABELS and info.has_max_act:
@@ -84,9 +103,9 @@ def known(path: Path, info: CoderInfo) -> CoderInfo:
     return replace(info, has_max_act=True, max_act_by=by, fingerprint=both)
 
 
-def added(path: Path, coder: SparseCoder) -> SparseCoder:
-    """The dictionary, with the values next to it if there are any that count; raises LoadError."""
-    info = known(path, coder.info)
+def added(path: Path, coder: SparseCoder, site: str | None) -> SparseCoder:
+    """The dictionary, with the values next to it if there are any that count; arguments and errors as of ``known``."""
+    info = known(path, coder.info, site)
     if info is coder.info:
         return coder
     arrays = _open(path, info)
@@ -125,8 +144,9 @@ def _open(path: Path, info: CoderInfo) -> Arrays:
 
 
 def _digest(info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> str:
-    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype."""
-    of = hashlib.sha256(repr((info.features, info.d_in, info.feature_ids)).encode())
+    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype; and of what decides the unit."""
+    facts = info.features, info.d_in, info.feature_ids, info.activation, info.in_norm
+    of = hashlib.sha256(repr(facts).encode())
     of.update(b_dec.cpu().numpy().tobytes())
     if threshold is not None:
         of.update(threshold.cpu().numpy().tobytes())

@@ -27,7 +27,7 @@ from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
 from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
 from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
-from saesteer.loaders.files import fetch, state_of
+from saesteer.loaders.files import State, fetch, state_of
 
 _FLOAT32 = Struct("<f").unpack
 _EXPONENTS = {torch.float32: ("<u4", 0x7F800000), torch.bfloat16: ("<u2", 0x7F80), torch.float16: ("<u2", 0x7C00)}
@@ -54,6 +54,11 @@ class RowFile:
         self._plain = _plain(draft, info)
         self._beside: Tensor | None = None  # the maximum activations next to the file, once somebody needs them
         self._lock = Lock()
+
+    @property
+    def states(self) -> tuple[State | None, ...]:
+        """The states of its files when they were opened."""
+        return tuple(file.state for file in self._draft.files)
 
     def check(self) -> None:
         """Raises LoadError if a file is not the one that was opened."""
@@ -211,8 +216,12 @@ def _plain(draft: Draft, info: CoderInfo) -> _Plain | None:
 
 def _compare(file: Arrays, stat: os.stat_result) -> None:
     if state_of(stat) != file.state:
-        what = f"{file.path}: has changed since the server opened it"
-        raise LoadError(f"{what}; expected the same file: start it again")
+        raise changed(file.path)
+
+
+def changed(place: str | Path) -> LoadError:
+    """The error about a file that is not the one that was opened."""
+    return LoadError(f"{place}: has changed since the server opened it; expected the same file: start it again")
 
 
 def _unreadable(file: Arrays, exc: OSError) -> LoadError:
@@ -236,4 +245,4 @@ def open_rows(place: str | Path, *, site: str | None = None) -> RowFile:
         raise LoadError(f"{what}; expected it to be loaded whole, as NAME={place}")
     decoders = None if found.decoders is None else found.decoders.seekable()
     draft = replace(found, weights=found.weights.seekable(), decoders=decoders)
-    return RowFile(path, draft, told(place, path, info))
+    return RowFile(path, draft, told(place, path, info, site))

@@ -263,3 +263,23 @@ def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: p
     assert store.row("rect", 2, torch.float32) is third
     assert store.row("rect", 0, torch.float32) is first
     assert store.row("rect", 0, torch.bfloat16) is not first
+
+
+def test_a_file_that_was_let_go_and_has_changed_gives_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "OPENED", 1)
+    for name in ("one", "two"):
+        own.write(tmp_path / f"{name}.safetensors", CODERS["rect"])
+    assets = assets_of(tmp_path, dictionaries={}, dictionary_folder=str(tmp_path))
+    one, two = (f"{name}.safetensors@resid_post.1" for name in ("one", "two"))
+    catalog = assets.catalog(width=WIDTH, layers=4)
+    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
+    spec = from_json({"edits": [{**CLAMP, "dictionary": one}]})
+    meaning = door.meaning(spec, catalog, 4)
+    assert assets.rows[two].features == assets.rows[one].features  # each is opened in place of the other
+    assert door.meaning(spec, catalog, 4) is meaning
+    assert assets.rows[two].features
+    own.write(tmp_path / "one.safetensors", replace(CODERS["rect"], b_enc=CODERS["rect"].b_enc + 1))
+    for again in (spec, from_json({"edits": [{**CLAMP, "dictionary": one, "feature": 5}]})):
+        with pytest.raises(SpecError, match=r"one\.safetensors: has changed since the server opened it") as refused:
+            door.meaning(again, catalog, 4)
+        assert refused.value.field == "saesteer.edits[0].dictionary"

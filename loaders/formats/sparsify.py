@@ -4,7 +4,7 @@
     f = the k largest p, or the largest p of each of k groups        y = f @ W_dec + b_dec
 
 signed, in old files: no relu, the k largest of |p|. A transcoder from before February 2025 has no transcode in its
-config and did subtract b_dec, as today's library still does with such a file; its repository's name says what it is.
+config and did subtract b_dec, as today's library still does with such a file; then its place's name says what it is.
 
 An SAE reads and writes the output of the module, a transcoder reads its input and writes its output. Whether mlp_out is
 the output of the module mlp depends on the model: its name is looked for in ../config.json and in the path.
@@ -37,6 +37,7 @@ def draft(place: Path) -> Draft | None:
     if name not in _ACTIVATIONS:
         raise wrong(config, "activation", repr(name), f"one of {', '.join(_ACTIVATIONS)}")
     transcode = flag(config, cfg, "transcode", default=False)
+    old = "transcode" not in cfg and "transcoder" in str(folder.absolute())
     width = Axis("d_in", whole_number(config, cfg, "d_in"))
     features = whole_number(config, cfg, "num_latents", at_least=0) if cfg.get("num_latents") else 0
     features = features or width.size * whole_number(config, cfg, "expansion_factor")
@@ -51,7 +52,7 @@ def draft(place: Path) -> Draft | None:
         configs=(config, run) if run.is_file() else (config,),
         sizes=(Axis("num_latents", features), width, width),
         k=whole_number(config, cfg, "k"),
-        sites=_sites(module, model, transcode or "transcoder" in str(folder.absolute())),
+        sites=_sites(module, model, transcode or old),
         model=model,
     )
 

@@ -33,7 +33,7 @@ def run(place: str, target: Path, *, dtype: str | None) -> str:
     if target.exists():
         raise ConfigError(f"{target}: exists; expected the name of a new file")
     source = DictionarySource.from_argument(place)
-    coder = load(source.path, dtype=None if dtype is None else DTYPES[dtype], site=source.site)
+    coder = load(source.path, dtype=None if dtype is None else DTYPES[dtype], site=source.reads)
     own.write(target, coder)
     info = coder.info
     return f"{target}: {info.features:,} features of {info.format}, {target.stat().st_size / 1e6:,.1f} MB"

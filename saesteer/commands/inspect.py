@@ -17,7 +17,6 @@ from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError
 from saesteer.language.address import PREFIX
 from saesteer.loaders import describe, hub
-from saesteer.loaders.sets import Get
 from saesteer.loaders.vectors import read_vectors
 
 _HERE = "PLACE"  # what a refusal calls the dictionary, which has no name yet
@@ -62,15 +61,17 @@ def _dictionary(source: DictionarySource) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory(prefix="saesteer-") as folder:
         copies = hub.Headers(folder)
         try:
-            return [(name, copies.said(value)) for name, value in _described(source, copies.get)]
+            return [(name, copies.said(value)) for name, value in _described(source, copies)]
         except LoadError as error:
             raise LoadError(copies.said(str(error))) from error
 
 
-def _described(source: DictionarySource, get: Get) -> list[tuple[str, str]]:
-    sources, sets = opened({_HERE: source}, get)
-    found = {key: describe(one.path, site=one.site, hashed=False) for key, one in sources.items()}
+def _described(source: DictionarySource, copies: hub.Headers) -> list[tuple[str, str]]:
+    sources, sets = opened({_HERE: source}, copies.get)
+    found = {key: describe(one.path, site=one.reads, hashed=False) for key, one in sources.items()}
     found = {key: _placed(info, sources[key].site) for key, info in found.items()}
+    if not copies.whole:  # a hash would be one of zeros
+        found = {key: replace(info, fingerprint="") for key, info in found.items()}
     if sets:
         check_set(_HERE, source, found, sets[_HERE])
         return _set_facts(source.path, list(found.values()), sets[_HERE])

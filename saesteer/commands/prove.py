@@ -163,7 +163,8 @@ class Known:
         e, d = (weights[row].float() for weights in (self.coder.w_enc, self.coder.w_dec))
         back = self.info.site_in == self.info.site_out and self.info.in_norm == "none"
         site = canonical(str(self.info.site_out))
-        return Subject(self.name, feature, float(largest[row]), d.numpy(), site, float(e @ d) if back else None)
+        factor = float(e @ d) if back else None
+        return Subject(self.name, feature, float(largest[row]), d.numpy(), site, factor, self.info.in_norm)
 
 
 def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:

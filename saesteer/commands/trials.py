@@ -1,9 +1,11 @@
 """The requests that show what a clamp of a feature does: doses, controls, read-back. Knows no engine and no numbers.
 
 At a token where the feature has the activation f, a clamp to v adds (v − f) · d. The controls add as much along another
-direction: an ``add`` whose strength the server reads at each token as v − f, of a vector as long as d.
+direction: an ``add`` whose strength the server reads at each token as v − f, of a vector as long as d. Under an
+input norm the clamp adds that times |x| / sqrt(width), or the standard deviation of x: the control then follows |x|.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ class Subject:
     row: NDArray[np.float32]  # d, [d_out]
     site: str  # that the dictionary writes
     factor: float | None  # e · d; None: the encoder does not read what was written, as of a transcoder
+    in_norm: str = "none"  # of the dictionary
 
     @property
     def named(self) -> dict[str, Any]:
@@ -101,8 +104,12 @@ def _clamp(subject: Subject, dose: float) -> dict[str, Any]:
 def _add(subject: Subject, dose: float, row: NDArray[Any]) -> dict[str, Any]:
     numbers = np.ascontiguousarray(row, "<f4")
     vector = InlineVector("float32", numbers.shape, numbers.tobytes()).to_json()
-    strength = {**subject.named, "slope": -1.0, "bias": dose * subject.max_act}
-    return {"op": "add", "vector": vector, "site": subject.site, "scale": strength}
+    unit, norm = 1.0, "none"
+    if subject.in_norm != "none":  # one stream length is sqrt(width) times what the norm divides by
+        freedom = len(row) - (subject.in_norm == "layer_norm")
+        unit, norm = float(np.linalg.norm(subject.row)) / math.sqrt(freedom), "match"
+    strength = {**subject.named, "slope": -unit, "bias": unit * dose * subject.max_act}
+    return {"op": "add", "vector": vector, "site": subject.site, "scale": strength, "norm": norm}
 
 
 def _after(subject: Subject) -> dict[str, Any]:

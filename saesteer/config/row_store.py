@@ -14,9 +14,9 @@ import torch
 from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.rows import FeatureRow
-from saesteer.loaders.files import wrong
+from saesteer.loaders.files import State, wrong
 from saesteer.loaders.folder import listed, sets_in
-from saesteer.loaders.rows import RowFile, open_rows
+from saesteer.loaders.rows import RowFile, changed, open_rows
 from saesteer.loaders.sets import check_alike
 from saesteer.planning.plan import layer_of, member
 
@@ -55,6 +55,8 @@ class RowStore(Mapping[str, CoderInfo]):
         }
         self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
         self._own = frozenset(named)
+        # By place. A file that is opened again must be the first one: rows of that are kept here and with requests.
+        self._first: dict[str, tuple[State | None, ...]] = {}
         self._rows: dict[tuple[str, int, int, torch.dtype], FeatureRow] = {}  # the last used comes last
         self._lock = Lock()
         self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
@@ -124,6 +126,8 @@ class RowStore(Mapping[str, CoderInfo]):
 
     def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
         file = open_rows(source.path, site=source.reads)
+        if self._first.setdefault(source.path, file.states) != file.states:
+            raise changed(source.path)
         called = self._members[name][2] if name in self._members else name
         info = replace(self._place(called, source, file.info), by_rows=True)
         if name in self._members:

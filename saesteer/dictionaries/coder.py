@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from saesteer.errors import LoadError
+from saesteer.errors import ConfigError, LoadError
 from saesteer.language.sites import PREGAIN, canonical, onward, reading_site
 
 Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
@@ -265,6 +265,14 @@ def _largest(pre: Tensor, k: int) -> Tensor:
 def l2_normed(x: Tensor) -> Tensor:
     """x · sqrt(d) / |x|, the input norm l2_sqrt_d: x [..., d] float32."""
     return x * _l2_scale(x)
+
+
+def place_of(site: str) -> str:
+    """The one name of a site; one that no server has, such as embed, has no other."""
+    try:
+        return canonical(site)
+    except ConfigError:
+        return site
 
 
 def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:

@@ -56,6 +56,14 @@ class Dictionary(Protocol):
         """The largest number of active features, where features are ranked."""
 
     @property
+    def in_norm(self) -> str:
+        """What is done to each token before the encoder reads it."""
+
+    @property
+    def reads_pregain(self) -> bool:
+        """Whether it reads mlp_in_pregain, another norm of the stream."""
+
+    @property
     def has_max_act(self) -> bool:
         """Whether the largest activation of each feature is known."""
 

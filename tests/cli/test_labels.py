@@ -182,7 +182,9 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "explanations" / "batch-0.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     config = read_settings([f"d={place}@resid_post.15"])
     saved = label.run_import(Console(width=200), config, tmp_path)
-    assert "d: 1 of 40 features, 1 with a label; saved in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "d: 1 of 40 features, 1 with a label; saved in" in said
+    assert "d: 39 features have no maximum activation there: in unit max_act their values are 0" in said
     with Labels.open(saved) as labels:
         one = labels.feature(101)
         assert labels.about.source == "Neuronpedia, m/15-res"

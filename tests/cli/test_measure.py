@@ -131,6 +131,12 @@ def test_figures_are_those_of_the_definition(
     assert figures.fvu == pytest.approx(fvu, rel=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_a_text_needs_two_tokens(tokens: int, tmp_path: Path, text: Path, loaded: Any) -> None:
+    with pytest.raises(ConfigError, match=r"has [01] tokens that .* not leave alone; expected a longer one"):
+        measure.run(Console(), "any", f"{written(tmp_path, 'one', 5)}@resid_post.1", text, max_tokens=tokens - 1)
+
+
 def test_each_dictionary_of_a_set_has_its_own_figures(text: Path, tmp_path: Path, capsys: Any) -> None:
     for layer in (0, 2):
         written(tmp_path / "set", f"layer_{layer}", layer)

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from saesteer.commands import evidence, prove, trials
@@ -28,6 +29,9 @@ from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
+from tests.rows import row_of
+from tests.small_world import CODERS, KINDS, TOKENS, WIDTH
+from tests.test_formulas import make_engine
 
 KNOWN = (BRIDGE, OCEAN, GOLD, FRENCH)
 DRAW = np.random.default_rng(0)
@@ -122,6 +126,34 @@ def test_controls_move_every_token_as_far_as_the_clamp() -> None:
         np.testing.assert_allclose(np.linalg.norm(moved[NOISE], axis=1), lengths, rtol=1e-3)
         cosine = (moved[NOISE] * moved[CLAMP])[1:].sum(1) / lengths[1:] ** 2
         assert (np.abs(cosine) < 0.3).all()
+
+
+@pytest.mark.parametrize("name", ["jump", "length", "layer"])
+def test_controls_move_as_far_under_an_input_norm(name: str, tmp_path: Path) -> None:
+    coder, feature = CODERS[name], 3
+    assert coder.max_act is not None
+    site, norm = KINDS[name][3], coder.info.in_norm
+    one = Subject(name, feature, float(coder.max_act[feature]), coder.w_dec[feature].numpy(), site, None, norm)
+    engine = make_engine(tmp_path)
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)) * torch.arange(1, TOKENS + 1)[:, None]
+
+    def change(spec: Mapping[str, Any]) -> torch.Tensor:
+        """What the op of the site does to x, without a layer around it."""
+        row = row_of(engine, {"edits": spec["edits"]}, 4)
+        assert row is not None
+        engine.fill(1, row)
+        engine.positions[:TOKENS] = torch.arange(TOKENS)
+        engine.schedule(torch.tensor([0]), 1, torch.tensor([0, TOKENS], dtype=torch.int32), 1, TOKENS, row.kinds)
+        moved = x.clone()
+        engine.edit(engine.sites[site], moved)
+        return (moved - x)[3:]  # a dictionary may leave the first positions alone
+
+    every = {key: spec for key, spec in (*trials.clamps(one, 1), *trials.controls(one, 1, seed=0)) if key.dose == 2}
+    clamp, flipped, noise = (change(every[Key(arm, 0, 2.0, feature)]) for arm in (CLAMP, FLIPPED, NOISE))
+    further = x.norm(dim=1) / (x - x.mean(1, keepdim=True)).norm(dim=1) if norm == "layer_norm" else torch.ones(TOKENS)
+    assert clamp.norm(dim=1).min() > 0 and further.max() < 1.2
+    torch.testing.assert_close(flipped, -clamp * further[3:, None], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(noise.norm(dim=1), flipped.norm(dim=1), rtol=1e-3, atol=1e-4)
 
 
 def rows_of(entry: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import calibrate, features
+from saesteer.commands import calibrate, features, label
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
@@ -25,6 +25,7 @@ from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.planning.plan import Catalog
+from tests.loaders.formats import apollo
 
 WIDE = {**os.environ, "COLUMNS": "200"}
 
@@ -153,6 +154,19 @@ def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: 
             calibrate.run(Console(), **arguments)
     with pytest.raises(LoadError, match="no such file"):
         calibrate.run(Console(), "demo", read_settings(["d=/no/such.safetensors@resid_post.15"]), text)
+
+
+def test_what_is_found_of_one_dictionary_has_no_place_next_to_a_file_of_several(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of the last one would be refused for all others, so no server could start."""
+    place = apollo.write(tmp_path, apollo.TWO)
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (None, []))
+    for dictionary in (f"d={place}", f"d={place}@resid_pre.5"):
+        with pytest.raises(LoadError, match=r"samples_100\.pt: holds 2 dictionaries; expected .*convert .*@resid_pre"):
+            calibrate.run(Console(), "any", read_settings([dictionary]), text)
+    with pytest.raises(LoadError, match="holds 2 dictionaries"):
+        label.run_import(Console(), read_settings([f"d={place}@resid_pre.5"]), tmp_path)
 
 
 def test_features_needs_a_dictionary_and_a_text(tmp_path: Path) -> None:

@@ -80,6 +80,12 @@ def test_sites_that_the_files_do_not_say_are_named(tmp_path: Path) -> None:
     assert (info.site_in, info.writes) == ("resid_mid.1", ("mlp_out.1", "mlp_out.2"))
 
 
+def test_a_report_of_layers_in_one_file(tmp_path: Path) -> None:
+    place = across.llamascopium(tmp_path, across.layers())
+    assert "3 dictionaries, of layer 0 to 2" in report(place)
+    assert "mlp_in.1 -> mlp_out.1 to mlp_out.2" in report(f"{place}@1")
+
+
 def test_a_report_names_the_kind(tmp_path: Path) -> None:
     text = report(f"{across.circuit_tracer(tmp_path, across.layers())}/W_enc_0.safetensors")
     assert "cross-layer transcoder" in text

@@ -180,6 +180,7 @@ def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> 
         assert words in done.stdout
         assert f"source        {place.replace('#layer_5', '/layer_5.safetensors')}" in done.stdout
         assert "70,000" in done.stdout
+        assert "fingerprint   not computed" in done.stdout
         whole = (hub.root / "/".join(place.partition("#")[0].split("/")[:2]) / file).stat().st_size
         assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
 
@@ -211,6 +212,9 @@ def test_a_list_of_other_repositories_names_a_place_that_is_served(hub: Hub, tmp
     listing = hub.root / "org" / "listing" / "config.yaml"
     listing.parent.mkdir(parents=True)
     listing.write_text(f"model_kind: transcoder_set\ntranscoders: ['hf://{place}']")
+    refused = inspect(hub, "org/listing#layer_9", tmp_path)
+    assert refused.returncode == 2
+    assert "org/listing/layer_9.safetensors: org/listing has no dictionary there" in refused.stderr
     refused = inspect(hub, "org/listing", tmp_path)
     assert refused.returncode == 2
     assert f"expected the place of one of them, such as {place}" in refused.stderr

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from saesteer.commands.inspect import report
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load, max_act
@@ -109,6 +111,28 @@ def test_other_weights_do_not_get_the_values(place: Path) -> None:
     for read in (load, describe):
         with pytest.raises(LoadError, match=r"max_act: 40 values for 41 features.*calibrate"):
             read(place)
+
+
+def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> None:
+    arrays = {key: array for key, array in writers.raw().items() if key != "threshold"}
+    place = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
+    max_act.write(place, load(place), values(writers.F), tokens=1)
+    writers.saelens(tmp_path, writers.saelens_cfg("standard", normalize_activations="layer_norm"), arrays)
+    with pytest.raises(LoadError, match="measured on other weights"):
+        load(place)
+
+
+def test_values_of_another_site_do_not_count(tmp_path: Path) -> None:
+    """An operator who named a wrong site, calibrated there, and now names the right one."""
+    place = writers.gemma_scope(tmp_path / "copied", writers.raw())
+    max_act.write(place, load(place), values(writers.F), tokens=1, site="resid_pre.13")
+    for site, counts in (("resid_post.12", True), ("resid_pre.13", True), (None, True), ("resid_post.20", False)):
+        coder = load(place, site=site)
+        assert (coder.max_act is not None) == coder.info.has_max_act == counts
+        assert describe(place, site=site).has_max_act == open_rows(place, site=site).info.has_max_act == counts
+    config = {"dictionaries": {"gs": f"{place}@resid_post.20"}}
+    info = Assets.open(SaesteerConfig.from_json(config)).infos["gs"]
+    assert not info.has_max_act and load(info.source, site=info.site_in).max_act is None
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,17 @@ def test_strides_offsets_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(open_arrays(tmp_path / "x.pt").vector("one"), whole[0, :1].float())
 
 
+def test_a_view_whose_sign_is_not_in_its_numbers_is_refused(tmp_path: Path) -> None:
+    numbers = torch.complex(torch.ones(3), torch.arange(3.0)).conj().imag  # without a copy: torch keeps a bit
+    assert numbers.is_neg()
+    torch.save({"a": numbers, "b": torch._neg_view(torch.ones(3, 2))}, tmp_path / "x.pt")
+    with pytest.raises(LoadError, match=r"x\.pt: a: shape \[3\] .*; expected a dense tensor, no view"):
+        open_arrays(tmp_path / "x.pt")
+    torch.save({"b": torch._neg_view(torch.ones(3, 2))}, tmp_path / "x.pt")
+    with pytest.raises(LoadError, match="expected a dense tensor, no view"):
+        open_arrays(tmp_path / "x.pt")
+
+
 def test_a_file_that_was_saved_on_a_gpu(tmp_path: Path) -> None:
     with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
         torch.save({"a": torch.from_numpy(MATRIX)}, tmp_path / "x.pth")

@@ -34,6 +34,8 @@ class Info:
     can_reconstruct: bool = True
     feature_ids: tuple[int, ...] | None = None
     targets: int | None = None
+    in_norm: str = "none"
+    reads_pregain: bool = False
 
 
 INFOS = {

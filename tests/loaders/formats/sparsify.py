@@ -67,6 +67,7 @@ def cases() -> list[Case]:
         case("seed-model", "mine/h.3.mlp/seed2", mlp, model="openai-community/gpt2"),
         case("elsewhere", f"{LLAMA}/embed_tokens", (None, None)),
         case("transcoder", f"{LLAMA}/layers.3.mlp", through, transcode=True),
+        case("among-transcoders", f"transcoders/{LLAMA}/layers.3.mlp", mlp, transcode=False),
         case("old-transcoder", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", through),
     ]
 
