@@ -115,7 +115,7 @@ class Rows:
                 fresh.add(number)
                 one.last.clear()  # the answer has gone on
             if one.readout.shown:
-                one.lowest = min(one.lowest, spans[0][0])
+                one.lowest = min(one.lowest, min(spans)[0])  # of rows in files, spans come as they were computed
                 one.add(spans, data)
 
     def tell(self, prompt: int, generated: int, *, final: bool, border: int = END, cached: int = 0) -> None:

@@ -87,3 +87,13 @@ def test_all_sites_of_a_read_say_it() -> None:
     assert [(entry["name"], entry["cached"]) for entry in fields["activations"]] == [
         (name, [[0, 3], [5, 6]]) for name in "ab"
     ]
+
+
+def test_rows_in_files_come_in_the_order_in_which_they_were_computed() -> None:
+    """Of a scope that was cached in part, and computed as a whole behind a preemption."""
+    fields: dict[str, Any] = {}
+    rows = Rows([readout("activation", [(1, 3), (5, END)], inline=False)], fields, [SHELF])
+    rows.add([[0, [(5, 9), (1, 3), (5, 9)]]])
+    rows.tell(8, 3, final=True, cached=4)
+    [entry] = fields["activations"]
+    assert entry["positions"] == [1, 2, *range(5, 9)] and "cached" not in entry
