@@ -13,6 +13,7 @@ from saesteer.language.fields import fail, listing, step
 if TYPE_CHECKING:
     from torch import Tensor
 
+_AROUND = 700  # bytes of memory, as measured: what one piece of rows takes beside its numbers
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}  # bytes of a number
 
 
@@ -58,8 +59,9 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(len(array.data) for array in self.arrays.values())
+        """Bytes of memory that it takes: one row of a probe has 4 bytes of numbers, and all else around them."""
+        numbers = sum(len(array.data) for array in self.arrays.values())
+        return numbers + self.positions.nbytes + self.tokens.nbytes + _AROUND
 
     def part(self, start: int, stop: int) -> "Rows":
         """The rows from ``start`` up to, not including, ``stop``."""

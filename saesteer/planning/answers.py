@@ -23,7 +23,6 @@ from saesteer.planning.windows import inside, rank
 # Kind of a readout → where answers have it.
 WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
 
-
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
 _MANY = 64  # numbers that are rounded together
 _LOOSE = 64  # last parts of a reduction that may still fall away: more than a step has guessed tokens
@@ -116,9 +115,10 @@ class Rows:
                 fresh.add(number)
                 one.last.clear()  # the answer has gone on
             if one.readout.shown:
+                one.lowest = min(one.lowest, min(spans)[0])  # of rows in files, spans come as they were computed
                 one.add(spans, data)
 
-    def tell(self, prompt: int, generated: int, *, final: bool, border: int = END) -> None:
+    def tell(self, prompt: int, generated: int, *, final: bool, border: int = END, cached: int = 0) -> None:
         """Adds an entry to the answer's fields for each readout that has something new; at the end, for each.
 
         Args:
@@ -127,6 +127,7 @@ class Rows:
                 in its prompt, before the first one.
             final: whether this is the answer's end.
             border: between the parts of the answer (windows.inside).
+            cached: tokens of the prompt that the prefix cache had when the request began.
 
         Raises:
             OSError: a tensor could not be kept.
@@ -134,7 +135,12 @@ class Rows:
         for one in self._told:
             if not generated:
                 one.last.clear()  # nothing was sampled from it
-            self._fields[one.word] += one.told(prompt + max(0, generated - 1), border, final=final)
+            entries = one.told(prompt + max(0, generated - 1), border, final=final)
+            if entries and not one.begun:
+                one.begun = True
+                if left_out := one.left_out(cached):
+                    entries = [{**entry, "cached": left_out} for entry in entries]
+            self._fields[one.word] += entries
 
 
 class _Part(NamedTuple):
@@ -159,7 +165,8 @@ class _Kind:
         self._told = 0  # positions below this one were told
         self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
         self._parts: list[_Part] = []  # of a reduction, ascending
-        self._first = True
+        self.begun = False  # whether the answer has an entry of it
+        self.lowest = END  # position of all that have come
 
     def take(self, keepers: Iterator[Any]) -> None:
         """Takes what its tensors need to be kept."""
@@ -200,11 +207,19 @@ class _Kind:
         for at in [at for at in self._rows if at < end and not inside(part, at, border)] if part else ():
             del self._rows[at]
         positions = sorted(at for at in self._rows if at < end)
-        if not positions and not (final and self._first):
+        if not positions and (self.begun or not final):
             return []
         rows = [self._rows.pop(at) for at in positions]
-        self._told, self._first = max([self._told, *(at + 1 for at in positions[-1:])]), False
+        self._told = max([self._told, *(at + 1 for at in positions[-1:])])
         return self.sent(self.rows(positions, rows))
+
+    def left_out(self, cached: int) -> list[list[int]]:
+        """The spans that were not read, as the prefix cache had so many tokens when the request began.
+
+        A preempted request computes again all that it reads, so none is below what has come.
+        """
+        end = min(cached, self.lowest)
+        return [[lo, min(hi, end)] for lo, hi in self.readout.windows if lo < end]
 
     def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
         """The entries of the answer, with their numbers as text or with handles in their place."""

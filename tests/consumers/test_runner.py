@@ -1,6 +1,7 @@
 """A consumer runs in its own thread behind a bounded queue: who is slow or raises harms nobody else."""
 
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
@@ -143,6 +144,22 @@ def test_a_full_queue_drops_and_says_so(make: Callable[..., Made]) -> None:
     assert (asked.dropped, captured.dropped) == (6, 6) and counted["dropped"] == 12
     assert consumer.ended == ["request 1", "request 2"], "what is captured is not asked to be whole"
     assert not runner.behind
+
+
+def test_a_queue_of_small_rows_takes_the_memory_that_it_may_have(make: Callable[..., Made]) -> None:
+    """A probe's score of one token has four bytes, and takes hundreds."""
+    runner, consumer, counted = make(queue_bytes=1 << 20)
+    consumer.gate.clear()
+    one = ticket(0, captured=True)
+    tracemalloc.start()
+    for at in range(20_000):
+        runner.put(one, rows(0, at, at + 1, 1))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    consumer.gate.set()
+    runner.end(one)
+    assert result(one) is None and 0 < counted["dropped"] < 20_000
+    assert 1 << 19 < held < 3 << 19
 
 
 def test_it_waits_for_room_as_long_as_the_policy_says(make: Callable[..., Made]) -> None:

@@ -20,7 +20,7 @@ from saesteer.errors import ConfigError, SpecError
 from tests.consumers.rows import request, rows, token, value
 
 WIDE = 100  # numbers
-MOST = 10 * 4 * WIDE  # bytes: ten such rows
+MOST = rows(0, 0, 10, WIDE).nbytes  # ten such rows
 
 
 def filesystem(folder: Path) -> Filesystem:

@@ -94,7 +94,7 @@ def check_reads(
         choice: vLLM's CompletionOutput.
         returns: ``return`` of the request.
         edits: of the request.
-        cached: tokens from the prefix cache, which reads with ``skip`` leave out.
+        cached: tokens from the prefix cache, which reads with ``skip`` leave out and name.
     """
     ids = [*prompt, *choice.token_ids[:-1]]
     made = passed(oracle, ids, [*edits], len(prompt))
@@ -106,6 +106,12 @@ def check_reads(
     def told(word: str, count: int) -> Iterator[Any]:
         entries = choice.saesteer[word]
         assert len(entries) == count, (word, len(entries))
+        asked = [returns[word]] if word == "hidden" else returns[word]
+        for one, entry in zip(asked, entries, strict=True):
+            one = one if isinstance(one, dict) else {}
+            own = positions_of(one.get("scope", {} if word == "activations" else generated), len(prompt), len(ids))
+            left_out = {at for at in own if at < cached} if one.get("cached") == "skip" else set()
+            assert {at for lo, hi in entry.get("cached", ()) for at in range(lo, hi)} == left_out, (word, one)
         return iter(entries)
 
     generated = {"generated": True}

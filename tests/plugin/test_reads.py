@@ -130,6 +130,7 @@ def test_a_crowd_that_preempts_and_reads_different_things(llm: Any, oracle: hf.M
 
 ANYWHERE = {"probes": [{"probe": "probe", "scope": {"positions": [[40, None]]}}]}
 SKIPPED = {
+    "features": [{"dictionary": "demo", "scope": {"positions": [[2, 5], [8, 9]]}, "cached": "skip"}],
     "probes": [{**ANYWHERE["probes"][0], "cached": "skip"}],
     "activations": [{"site": "resid_post.20", "reduce": "mean", "cached": "skip"}],
     "hidden": {"scope": EVERYWHERE, "cached": "skip"},

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from vllm.v1 import outputs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
@@ -31,6 +32,7 @@ class Scheduler:
             request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
         )
         self.request.take_events, self.request.trace_headers, self.request.output_token_ids = list, None, []
+        self.request.take_prefill_stats = lambda: PrefillStats(num_prompt_tokens=PROMPT, num_cached_tokens=2)
         self.requests = {"one": self.request}
         self.finished: list[str] = []
 
@@ -83,6 +85,12 @@ def test_no_mask_stands_behind_a_stop() -> None:
     one = Scheduler(PROMPT + 1, stop=1)
     output = one.step(0, 1.0, 0.0, 0.0, 0.0, new_token_ids=[7], new_sampling_mask=masks._replace(offsets=None))
     assert output.new_token_ids == [] and output.new_sampling_mask is None
+
+
+def test_an_output_without_a_token_says_what_the_prefix_cache_had() -> None:
+    """vLLM's own outputs say it with a request's first token."""
+    output = Scheduler(PROMPT, stop=1).step(2, 1.0)
+    assert output.prefill_stats.num_cached_tokens == 2
 
 
 def test_a_model_that_stops_by_itself_there_has_stopped() -> None:

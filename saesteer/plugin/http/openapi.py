@@ -94,6 +94,11 @@ _ANSWER = {
                     "shape": {"type": "array", "items": {"type": "integer"}},
                     "data": {"type": "string", "format": "byte"},
                     "handle": {"type": "string"},
+                    "cached": {
+                        "description": "Spans that were not read: the prefix cache had them. Other reads have it, too.",
+                        "type": "array",
+                        "items": {"type": "array", "items": {"type": "integer"}},
+                    },
                 },
             },
         },

@@ -371,7 +371,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
         if answer.read is not None:
             generated = self.detokenizer.num_output_tokens()
             try:
-                answer.read.tell(self.prompt_len, generated, final=_is_whole(finish_reason), border=border)
+                final, cached = _is_whole(finish_reason), self.num_cached_tokens
+                answer.read.tell(self.prompt_len, generated, final=final, border=border, cached=cached)
             except OSError as error:
                 answer.unwritten = failures.unwritten(error)
             if _is_whole(finish_reason):

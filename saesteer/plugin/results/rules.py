@@ -91,7 +91,7 @@ def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fi
     wanted = fired.position + 2 - (request.num_tokens - held)
     if output is None:
         output = EngineCoreOutput(request.request_id, [], events=request.take_events())
-        output.trace_headers = request.trace_headers
+        output.trace_headers, output.prefill_stats = request.trace_headers, request.take_prefill_stats()
         outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
     elif in_prompt or wanted < held:
         _cut(output, 0 if in_prompt else wanted)
