@@ -60,10 +60,6 @@ class Dictionary(Protocol):
         """What is done to each token before the encoder reads it."""
 
     @property
-    def reads_pregain(self) -> bool:
-        """Whether it reads mlp_in_pregain, another norm of the stream."""
-
-    @property
     def has_max_act(self) -> bool:
         """Whether the largest activation of each feature is known."""
 

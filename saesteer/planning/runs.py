@@ -169,6 +169,6 @@ def _target(target: Feature | Direction | Whole, catalog: Catalog) -> tuple[str,
     if isinstance(target, Direction):
         return "direction", digest_of(target, catalog).hex()
     if isinstance(target, Feature) and target in catalog.rows:  # several API servers may have opened different files
-        info: Any = catalog.dictionaries[target.dictionary]  # a server's; the rows do not say how they read x
-        return "rows", " ".join([catalog.rows[target].digest, info.in_norm, canonical(info.site_in)])
+        info = catalog.dictionaries[target.dictionary]  # its rows do not say how they read x
+        return "rows", " ".join([catalog.rows[target].digest, info.in_norm, canonical(str(info.site_in))])
     return str(target.feature) if isinstance(target, Feature) else "whole", target.dictionary

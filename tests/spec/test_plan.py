@@ -35,7 +35,6 @@ class Info:
     feature_ids: tuple[int, ...] | None = None
     targets: int | None = None
     in_norm: str = "none"
-    reads_pregain: bool = False
 
 
 INFOS = {
