@@ -1,6 +1,7 @@
 """What `make contract` finds in sources that are not imported: as the installed vLLM is, and what a release breaks."""
 
 import inspect
+import json
 import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from saesteer.plugin.contract import HOOKS, KNOWN, Hook
 from tools import contract
@@ -106,6 +108,30 @@ def test_what_a_release_breaks_is_named() -> None:
     ]
 
 
+def test_what_a_function_has_come_to_take_is_named() -> None:
+    """vLLM 0.33 can tell `get_computed_blocks` itself how much may come from the cache, and then asks nobody else."""
+    hooks = [hook("Named.inherited", "first"), hook("alias", "first"), hook("gone")]
+    now = contract.taken(KEPT.get, hooks)
+    assert now == {
+        "lib.Named.inherited": ["first", "second", "rest", "third", "more"],
+        "lib.alias": ["first", "second"],
+    }
+    before = {"lib.Named.inherited": ["first", "rest", "more", "old"], "lib.late": []}
+    assert contract.gained(now, before) == [
+        "lib.Named.inherited has come to take second, third: does this change what it means to saesteer?"
+    ]
+    assert contract.gained(now, now) == []
+
+
+def test_the_newest_release_that_is_served_has_been_read() -> None:
+    """Before KNOWN covers another one, somebody looks at what its functions take, and keeps it by --read."""
+    kept = json.loads(contract.LAST_READ.read_text())
+    assert kept["vllm"] == max(contract.RELEASES, key=Version)
+    assert kept["takes"].keys() <= {f"{hook.module}.{hook.path}" for hook in HOOKS}
+    needed = {f"{hook.module}.{hook.path}" for hook in HOOKS if hook.use != "late"}
+    assert needed <= kept["takes"].keys(), "a new row: python -m tools.contract --read with the newest release"
+
+
 @pytest.fixture
 def wheel(tmp_path: Path) -> Callable[[str], Path]:
     def made(version: str) -> Path:
@@ -131,6 +157,15 @@ def test_what_the_command_says_and_how_it_ends(
     monkeypatch.setattr(contract.broken, "__defaults__", ((hook("gone"),),))
     assert contract.main([new]) == 1
     assert "vLLM 9.9.0 has no lib.gone" in capsys.readouterr().out
+    monkeypatch.setattr(contract.taken, "__defaults__", ((hook("alias"),),))
+    monkeypatch.setattr(contract, "LAST_READ", tmp_path / "parameters.json")
+    contract.main([known, "--read"])
+    kept = json.loads((tmp_path / "parameters.json").read_text())
+    assert kept == {"vllm": str(KNOWN[0]), "takes": {"lib.alias": ["first", "second"]}}
+    kept["takes"]["lib.alias"].remove("second")
+    (tmp_path / "parameters.json").write_text(json.dumps(kept))
+    contract.main([new])
+    assert f"since vLLM {KNOWN[0]}, lib.alias has come to take second" in capsys.readouterr().out
     (tmp_path / "vllm-1-none.whl").write_text("no archive")
     assert contract.main([str(tmp_path / "vllm-1-none.whl")]) == 2
     assert contract.main([str(tmp_path / "none.whl")]) == 2

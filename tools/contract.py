@@ -2,16 +2,18 @@
 
 The rows are those of saesteer/plugin/contract.py, which checks them at each start in the installed vLLM. Here nothing
 is installed and nothing of vLLM is imported: a wheel is fetched and read as syntax, in less than a minute. What a
-function does is not looked at, so a release that keeps the contract still has to be run in tests.
+function does is not looked at, so a release that keeps the contract still has to be run in tests. But what has come to
+take more than in the last release that somebody read is named: a new parameter can take the place of what ours does.
 """
 
 import argparse
 import ast
+import json
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +35,9 @@ RELEASES = {
     "0.32.0": "all that need no GPU, on a CPU",
     "0.33.0": "",
 }
+LAST_READ = Path(__file__).with_name(
+    "vllm_parameters.json"
+)  # of the newest release that somebody has read: what each takes
 _UNREADABLE = 2  # exit code where the sources could not be had: nothing was found out
 
 
@@ -154,6 +159,32 @@ def broken(read: Read, hooks: Sequence[Hook] = HOOKS) -> list[str]:
     return found
 
 
+def taken(read: Read, hooks: Sequence[Hook] = HOOKS) -> dict[str, list[str]]:
+    """What each function that a package has takes, by module and path: a function of the package may gain a meaning.
+
+    Args:
+        read: the package's files.
+        hooks: the rows.
+    """
+    sources = Sources(read)
+    found = {f"{hook.module}.{hook.path}": sources.parameters(hook.module, hook.path) for hook in hooks}
+    return {name: names for name, names in sorted(found.items()) if names is not None}
+
+
+def gained(now: Mapping[str, Sequence[str]], before: Mapping[str, Sequence[str]]) -> list[str]:
+    """Which functions take more than before, a sentence each: ours call or replace them, and may have to know it.
+
+    Args:
+        now: as ``taken`` has it.
+        before: the same, of a release that somebody has read.
+    """
+    return [
+        f"{name} has come to take {', '.join(new)}: does this change what it means to saesteer?"
+        for name, names in now.items()
+        if name in before and (new := [one for one in names if one not in before[name]])
+    ]
+
+
 def fetch(version: str, folder: Path) -> Path:
     """The wheel of a version, or of the newest, from the index that pip is configured with.
 
@@ -186,16 +217,26 @@ def main(words: Sequence[str] | None = None) -> int:
     """Check a version: 0 if it keeps the contract, 1 if not, 2 if its sources could not be had."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", nargs="?", default="", help="such as 0.33, or a wheel's file; default: the newest")
-    chosen = parser.parse_args(words).version
+    parser.add_argument(
+        "--read", action="store_true", help=f"somebody has read this version: keep it in {LAST_READ.name}"
+    )
+    options = parser.parse_args(words)
+    chosen = options.version
     with tempfile.TemporaryDirectory() as folder:
         try:
             wheel = Path(chosen) if chosen.endswith(".whl") else fetch(chosen, Path(folder))
-            found = broken(of_wheel(wheel))
+            files = of_wheel(wheel)
+            found, now = broken(files), taken(files)
         except (RuntimeError, OSError, zipfile.BadZipFile, subprocess.TimeoutExpired) as error:
             print(f"nothing was found out: {error}")
             return _UNREADABLE
     version = wheel.name.split("-")[1]
     known = KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]
+    if options.read:
+        LAST_READ.write_text(json.dumps({"vllm": version, "takes": now}, indent=1) + "\n")
+    before = json.loads(LAST_READ.read_text())
+    for sentence in gained(now, before["takes"]) if Version(version) > Version(before["vllm"]) else ():
+        print(f"since vLLM {before['vllm']}, {sentence}")
     for sentence in found:
         print(f"vLLM {version} {sentence}")
     if found:
