@@ -385,6 +385,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 end = self.prompt_len + max(0, self.detokenizer.num_output_tokens() - 1)
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
+                if not self.detokenizer.num_output_tokens():
+                    rules.fill_prompt_logprobs(self)
             if answer.feed is not None:
                 consuming.finish(self, answer.feed, finish_reason)
     return made
