@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.logprobs import Logprob
 from vllm.v1 import outputs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
@@ -12,7 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
-from saesteer.plugin.results import rules
+from saesteer.plugin.results import counts, rules
 from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
 from tests.plugin.test_read_rows import blob, inside, readout
 
@@ -147,6 +148,24 @@ def test_the_last_text_is_kept() -> None:
     keep_last_text(detokenizer)
     detokenizer.update([7], True)  # as vLLM calls it
     assert heard == [([7], False)]
+
+
+@pytest.mark.parametrize("known", [1, 6], ids=["a chunk", "all"])
+def test_a_prompt_that_a_stop_has_ended_can_be_echoed_with_its_logprobs(known: int) -> None:
+    """vLLM has those of whole prompts alone, and looks for that of the last token."""
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    made: list[Any] = [None, *({7: Logprob(-1.0, 1, "x")} for _ in range(5))]
+    state: Any = SimpleNamespace(prompt_len=6, logprobs_processor=SimpleNamespace(prompt_logprobs=made[:known]))
+    state.saesteer = counts.Report([], watches=True, fired=[["stop", STOP, 2]]).of_choice()
+    state.detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
+    counts._telling(lambda *_: SimpleNamespace())(state, [], FinishReason.STOP)
+    serving: Any = SimpleNamespace(return_tokens_as_token_ids=False, _get_decoded_token=lambda *_, **__: "x")
+    tokenizer = SimpleNamespace(decode=str)
+    found = OpenAIServingCompletion._create_completion_logprobs(
+        serving, [7] * 6, state.logprobs_processor.prompt_logprobs, 0, tokenizer
+    )
+    assert found.token_logprobs == [None, *[-1.0] * (known - 1), *[None] * (6 - known)]
 
 
 @pytest.mark.parametrize("computed", [9, 5])

@@ -36,7 +36,7 @@ from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, arguments, border_of, closing, parser_of
 from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.kept import Limits, Results, Room
+from saesteer.plugin.results.kept import Limits, Results, Room, kept_here
 from saesteer.plugin.results.rules import RULES, sent
 from saesteer.plugin.results.spools import Layout, Spool
 
@@ -163,6 +163,7 @@ class Door:
             limit,
             readouts=meaning.readouts,
             rooms=rooms,
+            kept=kept_here(),
             messages=messages,
             wanted=wanted,
             silent=silent,

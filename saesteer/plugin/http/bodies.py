@@ -20,6 +20,7 @@ from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
@@ -192,6 +193,7 @@ async def _batch(original: Original, self: Any, request: Any, generators: Any, *
     """Each conversation is a choice with its own stream of outputs."""
     if not is_steered(request):
         return await original(self, request, generators, *args, **kwargs)
+    one_body()
     reports: dict[int, Any] = {}
     own = [recorded(outputs, request, reports, number) for number, outputs in enumerate(generators)]
     response = await original(self, request, own, *args, **kwargs)

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from saesteer.plugin.http.bodies import is_steered
+from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.wrap import Original, around
 
 _EARLY = ("response.created", "response.in_progress")  # events that every response begins with
@@ -33,6 +34,7 @@ def admitted() -> None:
 
 @around
 async def _looking(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    one_body()
     made = await original(self, request, *args, **kwargs)
     if not isinstance(made, AsyncGenerator) or not is_steered(request):
         return made

@@ -138,6 +138,9 @@ async def settled(output: Any) -> None:
         try:
             fields[name] = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(result)), ANSWER_SECONDS)
         except (ConsumerError, TimeoutError) as exc:
+            for choice in output.outputs:
+                if (forget := getattr(choice, "saesteer_forget", None)) is not None:
+                    forget()
             raise _failed(name, exc) from None
 
 

@@ -229,7 +229,8 @@ class Report:
     messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
     # For what its choices keep, which take theirs one after the other.
     rooms: list[Room | Spool] = field(default_factory=list)
-    kept: list[Room | Spool] = field(default_factory=list)  # of choices that have ended; all of them share this list
+    # Of choices that have ended; all of them share this list, and so do all prompts of an HTTP body.
+    kept: list[Room | Spool] = field(default_factory=list)
     read: Rows | None = None  # of a choice, what has come of that
     unwritten: SpecError | None = None  # why a choice has failed to keep something
     border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
@@ -367,6 +368,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
         # One object for all pieces of a stream: vLLM merges waiting pieces and keeps the first one's.
         if not answer.silent:
             made.saesteer, made.saesteer_feed = answer.fields, answer.feed
+            if answer.feed is not None:
+                made.saesteer_forget = answer.forget
         border = END if answer.parts is None else answer.parts.find(self.detokenizer.output_token_ids)
         if answer.read is not None:
             generated = self.detokenizer.num_output_tokens()
@@ -386,6 +389,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 end = self.prompt_len + max(0, self.detokenizer.num_output_tokens() - 1)
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
+                if not self.detokenizer.num_output_tokens():
+                    rules.fill_prompt_logprobs(self)
             if answer.feed is not None:
                 consuming.finish(self, answer.feed, finish_reason)
     return made

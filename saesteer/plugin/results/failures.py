@@ -12,6 +12,7 @@ For the rest of the batch, it is as if a client had disconnected during its answ
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -182,10 +183,21 @@ def _raising(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
     finally:
         del processor.saesteer_refused
+    if not refused:
+        try:
+            consuming.settle(outputs)
+        except SpecError as error:
+            refused.append(SpecRefused(error))
     if refused:
+        _forget(outputs)
         raise refused[0]
-    try:
-        consuming.settle(outputs)
-    except SpecError as error:
-        raise SpecRefused(error) from None
     return outputs
+
+
+def _forget(outputs: Iterable[Any]) -> None:
+    """Deletes the results of answers that nobody gets, as their call raises."""
+    made = (choice for output in outputs for choice in getattr(output, "outputs", ()))
+    for entry in (entry for choice in made for entry in getattr(choice, KEY, {}).get("activations", ())):
+        if (handle := entry.get("handle")) is not None:
+            with suppress(SpecError):  # it has expired
+                handle.delete()

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
@@ -41,7 +42,22 @@ from saesteer.plugin.results.failures import unwritten
 from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
 
 _HANDLE = re.compile("[0-9a-f]{32}")
+_body: ContextVar["list[Room | Spool] | None"] = ContextVar("saesteer_body", default=None)
 _AT = f"{KEY}.return.activations"
+
+
+def one_body() -> None:
+    """The requests of this context are the prompts of one HTTP body: if one is aborted or fails, nobody gets any.
+
+    A context of its own ends with its HTTP request.
+    """
+    _body.set([])
+
+
+def kept_here() -> "list[Room | Spool]":
+    """Where a request notes what its answers have kept: all prompts of a body have one list, any other has its own."""
+    found = _body.get()
+    return [] if found is None else found
 
 
 class Limits(NamedTuple):

@@ -114,5 +114,18 @@ def keep_last_text(detokenizer: Any) -> None:
     detokenizer.update = partial(_whole, detokenizer.update)
 
 
+def fill_prompt_logprobs(state: Any) -> None:
+    """Gives each token of a prompt that a stop has ended a place among its logprobs; those not computed have none.
+
+    vLLM has logprobs of whole prompts alone, and a route that echoes one looks for its last token's.
+
+    Args:
+        state: vLLM's RequestState, without a generated token.
+    """
+    found = state.logprobs_processor.prompt_logprobs
+    for _ in range(0 if found is None else state.prompt_len - len(found)):
+        found.append(None)
+
+
 def _whole(update: Callable[[list[int], bool], Any], new_token_ids: list[int], stop_terminated: bool) -> Any:
     return update(new_token_ids, False)
