@@ -342,7 +342,8 @@ class State(SimpleNamespace):
 
 
 def state(answer: counts.Report) -> State:
-    made = State(saesteer=answer, prompt_len=2, detokenizer=SimpleNamespace(num_output_tokens=lambda: 1))
+    text = SimpleNamespace(num_output_tokens=lambda: 1)
+    made = State(saesteer=answer, prompt_len=2, num_cached_tokens=0, detokenizer=text)
     assert answer.read is not None
     answer.read.add([blob(0, answer.readouts[0].readout, [(0, 2)])])
     return made
