@@ -124,7 +124,11 @@ def test_who_may_not_send_requests_may_not_fetch(app: Any, method: str) -> None:
     assert TestClient(app, headers=KEY).request(method, place).status_code == 200
 
 
-@pytest.mark.parametrize("handle", ["0" * 32, "lock", "..%2flock", "0" * 31, "x" * 5000, "0" * 32 + f".{os.getpid()}"])
+@pytest.mark.parametrize(
+    "handle",
+    ["0" * 32, "lock", "..%2flock", "0" * 31, "x" * 5000, "0" * 32 + f".{os.getpid()}"],
+    ids=["unknown", "the lock", "elsewhere", "short", "long", "a room"],
+)
 def test_what_is_no_handle_is_refused(app: Any, handle: str) -> None:
     app.state.saesteer_results.promise([1])
     for method in ("GET", "DELETE"):
