@@ -39,8 +39,9 @@ $(READY): pyproject.toml tools/setup.py
 demo: $(READY)
 	@$(BIN)/saesteer demo
 
+# Side by side, a file in one process. Slow tests share engines, so they run in one.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not network"
+	$(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL))
