@@ -1,5 +1,6 @@
 """Consumers on a real engine: they get what answers have, whole and once, and one that fails harms nobody else."""
 
+import gc
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from saesteer.client import numbers
 from saesteer.consumers import register
 from saesteer.consumers.shards import shards
 from saesteer.errors import SpecError
@@ -124,6 +126,69 @@ def test_files_hold_what_answers_have(llm: Any, folder: Path) -> None:
         every = [*range(len(ids) - 1), *range(len(output.prompt_token_ids), len(ids) - 1)]
         assert said["judge"]["positions"] == sorted(every)
         assert said["judge"]["kinds"] == ["activation", "probe"]
+
+
+MANY: dict[str, Any] = {
+    "activations": [
+        {"site": SITE, "reduce": "mean", "as": "handle"},
+        {"site": SITE, "at": "after", "as": "handle"},
+        {"site": "resid_post.15", "reduce": "max", "scope": {"generated": True}, "as": "handle"},
+        {"site": "resid_post.15", "at": "after", "reduce": "last"},
+    ],
+    "probes": ["probe"],
+    "hidden": True,
+}
+
+
+def test_consumers_get_what_is_reduced_and_what_is_kept_for_handles(llm: Any, folder: Path) -> None:
+    """Each to the bit, of each choice, next to edits; and all is what the same tokens give as a prompt."""
+    edit = {"op": "add", "vector": "any", "site": SITE, "scale": 2.0}
+    spec = {"edits": [edit], "return": MANY | {"consumers": {"filesystem": {"tag": "many"}, "judge": {}}}}
+    (handled,) = ask(llm, [text("many", 500)], spec, n=2, temperature=1.2)
+    results = llm.llm_engine.input_processor.saesteer_door.results
+    assert len(results.sweep()) == 2 * 3
+    start = len(handled.prompt_token_ids)
+    generated = {"scope": {"positions": [[start, None]]}}
+    inline = [{**one, "as": "inline"} | (generated if "scope" in one else {}) for one in MANY["activations"]]
+    again = {"edits": [edit], "return": {"activations": inline, "hidden": True}}
+    for choice in handled.outputs:
+        ids = [*handled.prompt_token_ids, *choice.token_ids[:-1]]
+        (other,) = ask(llm, [{"prompt_token_ids": ids}], again, 1)
+        [shard] = choice.saesteer["consumers"]["filesystem"]["shards"]
+        there = tensors_in(folder / "asked" / shard)
+        for entry, wanted in zip(choice.saesteer["activations"], other.saesteer["activations"], strict=True):
+            handle = entry.pop("handle", None)
+            found = numbers(entry) if handle is None else handle.numbers()
+            assert {**entry, "data": 0} == {**wanted, "data": 0}
+            np.testing.assert_allclose(found, numbers(wanted), rtol=0, atol=1e-4 * abs(found).max())
+            name = ".".join([entry["site"], entry["at"], *[entry[word] for word in ("reduce",) if word in entry]])
+            assert there[f"activation.{name}"] == (entry["positions"], found.tobytes())
+            if handle is not None:
+                handle.delete()
+        assert there["hidden"][0] == other.saesteer["hidden"][0]["positions"]
+        judged = choice.saesteer["consumers"]["judge"]
+        assert judged["kinds"] == ["activation", "hidden", "probe"]
+        assert judged["tokens"] == [*handled.prompt_token_ids, *choice.token_ids]
+    assert results.sweep() == []
+    for where in ("take", "end"):
+        failing = {"return": MANY | {"consumers": {"judge": {"fail": where}}}}
+        with pytest.raises(SpecError, match="the judge is ill"):
+            ask(llm, [text("many", 500)] * 2, [failing, {"return": MANY}])
+        gc.collect()
+        assert results.sweep() == [], "nobody gets the other one's, either"
+
+
+def tensors_in(shard: Path) -> dict[str, tuple[list[int], bytes]]:
+    """What a shard of one answer has: by the tensor's name, positions and rows."""
+    found: dict[str, tuple[list[int], bytes]] = {}
+    for tensors, about in shards(shard):
+        with safe_open(tensors, "np") as file:
+            for piece in about["pieces"]:
+                for name, first in piece["first"].items():
+                    positions, rows = found.get(name, ([], b""))
+                    more = file.get_slice(name)[first : first + piece["rows"]]
+                    found[name] = [*positions, *piece["positions"]], rows + more.tobytes()
+    return found
 
 
 def test_one_that_raises_fails_its_request_alone(llm: Any) -> None:

@@ -38,6 +38,7 @@ ROWS = [[((3 * n + k) % 11 - 5) / 4 for n in range(WIDTH)] for k in range(2)]
 HEADS = [((5 * n) % 11 - 5) / 4 for n in range(2 * WIDTH)]  # as wide as z, of which each of two ranks has half
 CLAMP = {"op": "clamp", "dictionary": "random", "feature": 17, "value": 6.0}
 OVER = {"dictionary": "random", "feature": 3, "above": 0.2}
+KINDS = ("resid_pre.1", "attn_in.1", "z.2", "attn_out.1", "resid_mid.1", "mlp_in.1", "mlp_out.1", "resid_post.2")
 
 
 def add(vector: Any, site: str = "resid_post.2") -> dict[str, Any]:
@@ -56,10 +57,18 @@ SPECS: dict[str, Any] = {
     "clamp at z": {"edits": [{**CLAMP, "dictionary": "heads"}]},
     "reconstruct at z": {"edits": [{"op": "reconstruct", "dictionary": "heads"}, add(HEADS, "z.1")]},
     "read at z": {"edits": [{**add(ROWS[0]), "scale": {"dictionary": "heads", "feature": 3, "bias": 1.0}}]},
+    **{f"add at {site}": {"edits": [add(HEADS if site == "z.2" else ROWS[1], site)]} for site in KINDS},
+    "an MLP without an op": {"edits": [{**CLAMP, "dictionary": "mlp2"}]},
+    "an MLP, reconstructed": {"edits": [{**CLAMP, "dictionary": "mlp1"}, {"op": "reconstruct", "dictionary": "mlp1"}]},
+    "of two outputs": {
+        "edits": [
+            {"op": "ablate", "vector": ROWS[1], "site": "attn_out.1", "strength": 2.0},
+            {**add(ROWS[0], "mlp_out.1"), "norm": "match"},
+        ]
+    },
     "cap at z": {"edits": [{"op": "cap", "vector": HEADS, "site": "z.2", "max": 0.1}]},
 }
 EVERYWHERE = {"positions": [[0, None]]}
-KINDS = ("resid_pre.1", "attn_in.1", "z.2", "attn_out.1", "resid_mid.1", "mlp_in.1", "mlp_out.1", "resid_post.2")
 PROBE = {"probe": "probe", "site": "resid_post.2"}
 RULE = {"when": [{"dictionary": "heads", "feature": 3, "above": 0.0}, {**PROBE, "above": -1.0}], "scope": {}}
 READS: dict[str, Any] = {
@@ -349,7 +358,8 @@ def main(folder: Path, way: str) -> None:
         dictionaries={
             "random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1",
             "heads": f"{dictionary_file(2 * WIDTH, FEATURES, folder)}@z.1",
-        },
+        }
+        | {f"mlp{n}": f"{dictionary_file(WIDTH, FEATURES, folder)}@mlp_in.{n}:mlp_out.{n}" for n in (1, 2)},
         vectors={"probe": str(folder / "probe.npy")},
         sites=["resid_post.all", "resid_mid.1", "z.2", *KINDS],
         reads=["resid_post.2", "resid_post.1", "z.1", *KINDS],

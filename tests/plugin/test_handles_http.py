@@ -1,0 +1,130 @@
+"""Results of clients that go away: of a request with two choices nothing stays, whichever of them had ended."""
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from saesteer.client import Client, numbers
+from tests.plugin.conftest import LONG_PROMPT
+from tests.plugin.test_applied_http import metric
+from tests.plugin.test_messages import TURNS
+
+pytestmark = pytest.mark.slow
+
+READS = [
+    {"site": "resid_post.15", "as": "handle"},
+    {"site": "resid_post.20", "as": "handle"},
+    {"site": "resid_post.20", "at": "after", "reduce": "mean", "as": "handle"},
+]
+SPEC = {"return": {"activations": READS, "probes": ["probe"]}}
+SAMPLED = {"model": "base", "n": 2, "seed": 5, "temperature": 1.2, "ignore_eos": True, "saesteer": SPEC}
+
+
+def kept() -> set[str]:
+    """The results and rooms that servers of this machine have."""
+    files = Path(tempfile.gettempdir()).glob("saesteer-*/**/*")
+    return {one.name for one in files if re.match(r"[0-9a-f]{32}", one.name)}
+
+
+@pytest.fixture
+def before(any_server: httpx.Client) -> Iterator[set[str]]:
+    """What is kept before a test; it leaves no more behind."""
+    found = kept()
+    yield found
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (kept() - found or metric(any_server, "vllm:num_requests_running")):
+        time.sleep(0.1)
+    assert kept() <= found
+    assert metric(any_server, "vllm:num_requests_running") == 0
+
+
+def chunks(response: httpx.Response) -> Iterator[Any]:
+    """The events of a stream, one by one."""
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "n": ("/v1/chat/completions", {"messages": TURNS}),
+    "prompts": ("/v1/completions", {"prompt": [LONG_PROMPT[:120], LONG_PROMPT[30:200]], "n": 1}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_that_leaves_when_one_choice_has_ended_leaves_no_result(
+    any_server: httpx.Client, before: set[str], way: str
+) -> None:
+    """Its handles came with the chunk that ended it. A stop token ends one of the two long before the other."""
+    path, more = WAYS[way]
+    body = {**SAMPLED, "max_tokens": 60, "return_token_ids": True, **more}
+    whole = any_server.post(path, json={**body, "saesteer": {"return": {"probes": ["probe"]}}})
+    assert whole.status_code == 200, whole.text
+    one, other = (choice["token_ids"] for choice in whole.json()["choices"])
+    end = next(token for token in one[4:40] if token not in other)
+    body |= {"stop_token_ids": [end], "max_tokens": 400, "stream": True}
+    with any_server.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        events = chunks(response)  # what is no longer held is closed, and the connection with it
+        for chunk in events:
+            assert "error" not in chunk
+            last = chunk["choices"][0]
+            if last["finish_reason"]:
+                break
+        assert (last["index"], last["finish_reason"], last["stop_reason"]) == (0, "stop", end)
+        entries = chunk["saesteer"]["activations"]
+        handles = [entry["handle"] for entry in entries]
+        with Client(str(any_server.base_url)) as client:
+            found = client.fetch(handles)
+            assert [tuple(rows.shape) for rows in found] == [tuple(entry["shape"]) for entry in entries]
+            mean = found[1].astype(np.float64).mean(0)
+            np.testing.assert_allclose(found[2][0], mean, rtol=0, atol=1e-3 * abs(mean).max())
+        assert len(kept() - before) > len(READS), "the other choice has room"
+    gone, deadline = set(handles), time.monotonic() + 30
+    while gone & kept() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for handle in handles:
+        assert any_server.get(f"/v1/saesteer/results/{handle}").status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 1.5])
+def test_a_client_that_leaves_at_any_time_leaves_no_result(
+    any_server: httpx.Client, before: set[str], stream: bool, seconds: float
+) -> None:
+    body = {**SAMPLED, "prompt": [LONG_PROMPT, LONG_PROMPT[:50]], "max_tokens": 200, "stream": stream}
+    timeout = httpx.Timeout(seconds, connect=60)
+    begun = time.monotonic()
+    with suppress(httpx.TimeoutException):
+        with any_server.stream("POST", "/v1/completions", json=body, timeout=timeout) as response:
+            assert response.status_code == 200
+            for _ in response.iter_bytes():
+                if time.monotonic() > begun + seconds:
+                    return
+        raise AssertionError("the answer was there before its client left")
+
+
+def test_those_who_stay_get_theirs(any_server: httpx.Client, before: set[str]) -> None:
+    """Beside clients that leave."""
+    body = {**SAMPLED, "prompt": LONG_PROMPT[:300], "max_tokens": 12}
+    inline = {"return": {"activations": [{**one, "as": "inline"} for one in READS]}}
+    expected = any_server.post("/v1/completions", json={**body, "saesteer": inline}).json()
+    with any_server.stream("POST", "/v1/completions", json={**body, "max_tokens": 300, "stream": True}) as response:
+        next(chunks(response))
+        made = any_server.post("/v1/completions", json=body).json()
+    with Client(str(any_server.base_url)) as client:
+        for choice, other in zip(made["choices"], expected["choices"], strict=True):
+            for entry, wanted in zip(choice["saesteer"]["activations"], other["saesteer"]["activations"], strict=True):
+                [rows] = client.fetch([entry["handle"]])
+                assert entry["positions"] == wanted["positions"]
+                np.testing.assert_allclose(rows, numbers(wanted), rtol=0, atol=1e-3 * abs(rows).max())
+                client.delete_result(entry["handle"])
