@@ -25,6 +25,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
+from vllm.v1.engine import FinishReason
 
 from saesteer.client import Client, numbers
 from saesteer.config.config import SaesteerConfig
@@ -354,8 +355,6 @@ def state(answer: counts.Report) -> State:
 
 
 def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) -> None:
-    from vllm.v1.engine import FinishReason
-
     found = results(tmp_path)
     asked = report(found, 3)
     done, aborted, unborn = (asked.of_choice() for _ in range(3))
@@ -369,8 +368,6 @@ def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) 
 
 
 def test_what_one_choice_has_kept_goes_when_another_is_aborted(tmp_path: Path) -> None:
-    from vllm.v1.engine import FinishReason
-
     found, asked = results(tmp_path), report(results(tmp_path), 2)
     done, running = (state(asked.of_choice()) for _ in range(2))
     done.ends(FinishReason.STOP)
@@ -381,8 +378,6 @@ def test_what_one_choice_has_kept_goes_when_another_is_aborted(tmp_path: Path) -
 
 @pytest.mark.parametrize("reads", [1, 2], ids=["", "behind another result"])
 def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) -> None:
-    from vllm.v1.engine import FinishReason
-
     found = results(tmp_path)
     answer = report(found, 1, reads).of_choice()
     fill_the_disk(answer.rooms[-1])
