@@ -39,9 +39,10 @@ $(READY): pyproject.toml tools/setup.py
 demo: $(READY)
 	@$(BIN)/saesteer demo
 
-# Side by side, a file in one process. Slow tests share engines, so they run in one.
+# Side by side, a file in one process; with more threads than cores torch would wait most of the time. Slow tests share
+# engines, so they run in one process.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL))
