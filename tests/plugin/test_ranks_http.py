@@ -60,27 +60,35 @@ def ask(server: httpx.Client, spec: Any, prompt: Any = PROMPTS[0], **more: Any) 
     return dict(response.json())
 
 
-def told(answer: dict[str, Any]) -> tuple[list[int], Any]:
-    """Tokens, and logprobs to compare with others."""
-    [choice] = answer["choices"]
-    return choice["token_ids"], pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+class Told:
+    """Tokens and logprobs of an answer, which is equal to another one but for noise."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        [choice] = answer["choices"]
+        self.tokens, self.logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Told)
+        return self.tokens == other.tokens and self.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("site", KINDS)
 def test_a_name_is_what_it_stands_for_at_every_kind_of_site(server: httpx.Client, site: str) -> None:
     rows = [HEADS, [-2 * one for one in HEADS]] if site.startswith("z") else ROWS
-    plain = told(ask(server, {"edits": []}))
+    plain = Told(ask(server, {"edits": []}))
     for row in rows:
-        inline = told(ask(server, {"edits": [add(row, site)]}))
+        inline = Told(ask(server, {"edits": [add(row, site)]}))
         made = put(server, "vectors", name="v", vector=row)
         named = ask(server, {"edits": [add("v", site)]})
-        assert told(named) == inline != plain
+        assert Told(named) == inline != plain
         [applied] = named["saesteer"]["applied"]
         assert applied["version"] == made["version"]
         assert applied["tokens_edited"] + applied["tokens_cached"] == len(PROMPTS[0]) - 1 + 9
         put(server, "modules", name="m", spec={"edits": [add("v", site), CLAMP]})
-        by_module = told(ask(server, {"edits": [{"op": "use", "module": "m"}]}))
-        assert by_module == told(ask(server, {"edits": [add(row, site), CLAMP]})) != inline
+        by_module = Told(ask(server, {"edits": [{"op": "use", "module": "m"}]}))
+        assert by_module == Told(ask(server, {"edits": [add(row, site), CLAMP]})) != inline
 
 
 def test_what_runs_keeps_its_name_and_what_comes_has_the_new_one(server: httpx.Client) -> None:
@@ -94,7 +102,7 @@ def test_what_runs_keeps_its_name_and_what_comes_has_the_new_one(server: httpx.C
         events = events_of(response)
     tokens = [token for event in events for choice in event["choices"] for token in choice["token_ids"] or ()]
     assert tokens == expected[0]["choices"][0]["token_ids"]
-    assert told(ask(server, spec, max_tokens=60)) == told(expected[1])
+    assert Told(ask(server, spec, max_tokens=60)) == Told(expected[1])
 
 
 def test_a_full_pool_is_full_on_both(server: httpx.Client) -> None:
@@ -106,7 +114,7 @@ def test_a_full_pool_is_full_on_both(server: httpx.Client) -> None:
     for number in range(3):
         row = [*ROWS[0][:-1], float(number)]
         for site in PLACES[:2]:
-            named, inline = (told(ask(server, {"edits": [add(one, site)]})) for one in (f"v{number}", row))
+            named, inline = (Told(ask(server, {"edits": [add(one, site)]})) for one in (f"v{number}", row))
             assert named == inline
 
 
