@@ -295,27 +295,3 @@ def test_metrics_are_summed_over_processes(tmp_path: Path) -> None:
             'saesteer_pool_rows{site="resid_post.3"} 5.0',
             f'saesteer_refusals_total{{code="unknown_name"}} {1.0 * times}',
         ]
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
-def test_what_is_not_finite_is_null(stream: bool) -> None:
-    """JSON has no such numbers: vLLM would answer with a 500, and a browser could not read the stream."""
-    from fastapi.responses import JSONResponse
-
-    nan, inf = float("nan"), float("inf")
-    report = {
-        "probes": [{"positions": [0, 1], "scores": [nan, 2.5]}],
-        "features": [{"rows": [{"position": 0, "top": [[3, inf]], "features": {"7": -inf}}]}],
-        "dose": [{"site": "resid_post.1", "max": inf, "mean": nan, "tokens": 1}],
-    }
-    if stream:
-        text = bodies.with_report("data: {}\n\n", report).removeprefix("data: {").replace(",", "{", 1)
-    else:
-        response = SimpleNamespace(choices=[SimpleNamespace(index=0)])
-        bodies._add_reports(response, {0: report})
-        text = bytes(JSONResponse({"saesteer": response.saesteer}).body).decode()
-    assert json.loads(text, parse_constant=pytest.fail)["saesteer"] == {
-        "probes": [{"positions": [0, 1], "scores": [None, 2.5]}],
-        "features": [{"rows": [{"position": 0, "top": [[3, None]], "features": {"7": None}}]}],
-        "dose": [{"site": "resid_post.1", "max": None, "mean": None, "tokens": 1}],
-    }
