@@ -8,10 +8,10 @@
     python -m bench.steps --out DIR --modes capture probes --requests 64        one layer captured, and ten for probes
     python -m bench.steps --out DIR --modes captures --requests 64              all layers
 
-saesteer captures every step without ops, with those of dictionaries and with all. All these graphs stand in one process
-and read the same inputs, so a difference of two is what their ops take, whatever the clocks of the GPU do meanwhile.
-Each mode is compared with the graphs without ops. With --stock another process captures stock vLLM's graphs, and the
-kernels of the two are compared by name. A graph holds a step from the embedding to the last norm.
+saesteer captures every step without ops, with some of them and with all (engine/graph_sets.py). All these graphs stand
+in one process and read the same inputs, so a difference of two is what their ops take, whatever the clocks of the GPU
+do meanwhile. Each mode is compared with the graphs without ops. With --stock another process captures stock vLLM's
+graphs, and the kernels of the two are compared by name. A graph holds a step from the embedding to the last norm.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ class Meter:
         found: list[Row] = []
 
         def replay(shape: Any) -> None:
-            graphs, at = self.manager.graphs[shape].graphs, self.steering.choice.at
-            for number, sites in enumerate(self.steering.choice.sets):
-                if number >= at or not number:  # a smaller one would not do
+            graphs, choice = self.manager.graphs[shape].graphs, self.steering.choice
+            for number, sites in enumerate(choice.sets):
+                if number in (0, len(choice.sets) - 1) or choice.fits >> number & 1:  # another one would not do
                     row = measure(graphs[0], graphs[number], **how)
                     about = {"mode": name, "requests": requests, "prompt_tokens": prompt}
-                    about |= {"sites": len(sites), "served": number == at}
+                    about |= {"set": number, "sites": sites.ops, "served": number == choice.at}
                     found.append(about | row)
 
         self._between(replay)
@@ -144,7 +144,7 @@ class Meter:
     def kernels(self, requests: int) -> list[Counter[str]]:
         """The kernels of each set's graphs for so many requests."""
         shape = next(shape for shape in self.manager.graphs if shape.num_tokens == requests)
-        return [kernels(graph) for graph in self.manager.graphs[shape].graphs]
+        return [kernels(graph) for _, graph in sorted(self.manager.graphs[shape].graphs.items())]
 
     def _admit(self, name: str, ids: list[int], spec: Any) -> str:
         from vllm import SamplingParams
@@ -248,8 +248,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
     print(table(rows))
     held = meter.kernels(given.requests[0])
-    counted = {len(sites): found.total() for sites, found in zip(meter.steering.choice.sets, held, strict=True)}
-    print("kernels of a step:", ", ".join(f"{count} with ops at {sites} sites" for sites, count in counted.items()))
+    counted = [(sites.ops, found.total()) for sites, found in zip(meter.steering.choice.sets, held, strict=True)]
+    print("kernels of a step:", ", ".join(f"{count} with ops at {sites} sites" for sites, count in counted))
     unlike = None if theirs is None else differences(held[0], theirs)
     if theirs is not None and unlike is not None:
         print(f"stock vLLM has {theirs.total()} kernels; those without ops differ in {len(unlike)}", *unlike, sep="\n")
@@ -259,7 +259,8 @@ def main(words: Sequence[str] | None = None) -> int:
         name = "steps_read.jsonl" if reads(given.modes) else "steps.jsonl"  # ops that keep tensors take longer
         with (given.out / name).open("a") as file:
             for row in rows:
-                nodes = {"kernels": counted[row["sites"]], "base_kernels": counted[0], "unlike_stock": unlike}
+                _, own = counted[row["set"]]
+                nodes = {"kernels": own, "base_kernels": counted[0][1], "unlike_stock": unlike}
                 file.write(json.dumps({**about, **row, **nodes}) + "\n")
     return 1 if unlike else 0
 

@@ -4,7 +4,7 @@ table [rows, width] int32: one row for each running request. Row 0 belongs to no
 
     word 0                number of entries of the row, or 1 if it only reads; 0: nothing is edited or read
     word 1                the largest PARTS of its sites
-    word 2                1 if some site needs a whole dictionary encoded
+    word 2                bits: WHOLE and COUNTED
     word 3                position of the first generated token, while entries wait for the end of the reasoning;
                           0: none waits
     word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0: any dose
@@ -27,8 +27,8 @@ news [words] int32: what a changed batch brings to the device. The map kernel pu
     a word for each row   of the table: the number of its line below, or -1; padded, and left out if there are no lines
     lines                 new contents of rows, each as long as a row of the table; the counts of these rows become 0
 
-work [max_tokens + 1, 4] int32: work[0] is (number of items, largest PARTS of their rows, span, 1 if one of them needs a
-whole dictionary encoded). The items (first token, row, tokens, 0) follow; each has at most ``span`` consecutive tokens
+work [max_tokens + 1, 4] int32: work[0] is (number of items, largest PARTS of their rows, span, all bits of their word
+2). The items (first token, row, tokens, 0) follow; each has at most ``span`` consecutive tokens
 of one request. The list depends on the batch alone: kernels read positions where they need them.
 
 sites [sites, SITE_STRIDE] int32, of which only the first column is used: a site's number, or ~number if no row of the
@@ -46,16 +46,17 @@ doses are measured stand behind the edits' columns. A token's dose at a site is 
 comes into the site and y is what all groups make of it, both made finite, y neither rounded nor limited yet. A token
 that no edit changed has no dose.
 
-published [PUBLISHED, 1 + rows * counters] int32, in host memory. Each step in which somebody is steered fills the next
-line, in turn, with its number (0 to STEPS - 1) and the current counts: the counters of all rows, one counter behind the
-other, as many counters as the row with most of them uses. The host can read a line as soon as it can read anything that
-the device made after it.
+published [PUBLISHED, 1 + rows * counters] int32, in host memory. Each step in which a listed row has counters fills the
+next line, in turn, with its number (0 to STEPS - 1) and the current counts: the counters of all rows, one counter
+behind the other, as many counters as the row with most of them uses. The host can read a line as soon as it can read
+anything that the device made after it.
 """
 
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
+NEEDS = 2  # word 2 of a row
 FROM = 3  # word 3 of a row
 LIMIT = 4  # word 4 of a row
 COUNTERS = 5  # word 5 of a row
@@ -63,6 +64,10 @@ CLOSING = 6  # first word of MOST_CLOSING
 HEAD = 8  # words in front of the sites' spans
 SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
+
+# Bits of NEEDS.
+WHOLE = 1  # some site needs a whole dictionary encoded
+COUNTED = 2  # the row has counters
 
 # A site's span.
 BEGIN = 0  # word offset of its first entry in the row

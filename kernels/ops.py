@@ -23,6 +23,8 @@ from saesteer.kernels.step.updates import News
 hits: dict[int, int] = {}
 # Addresses of the same kind: there the ops do nothing for now.
 _silent: frozenset[int] = frozenset()
+# Addresses of `site`s: there tokens are only captured for now.
+_copying: frozenset[int] = frozenset()
 
 
 @contextmanager
@@ -38,6 +40,21 @@ def silenced(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         _silent = before
+
+
+@contextmanager
+def copying(sites: Iterable[Tensor]) -> Iterator[None]:
+    """Until this ends, edit_ on a GPU only captures tokens there, so CUDA graphs captured meanwhile edit nothing there.
+
+    Args:
+        sites: the `site` of each edit_ that is meant; what is bound to it has `before` and `after`.
+    """
+    global _copying
+    before, _copying = _copying, _copying | {site.data_ptr() for site in sites}
+    try:
+        yield
+    finally:
+        _copying = before
 
 
 def edit_(
@@ -100,8 +117,12 @@ def edit_(
     x = stream if ranks is None else ranks.gather(stream)
     check_edit(x, second, norm_weight, counts, bound, form)
     _hit(site)
-    if x.is_cuda:
-        from saesteer.kernels.edit.launch import edit_triton  # a CPU may have no Triton
+    if x.is_cuda and site.data_ptr() in _copying:
+        from saesteer.kernels.edit.captured import capture_triton  # a CPU may have no Triton
+
+        capture_triton(x, second, bound, form)
+    elif x.is_cuda:
+        from saesteer.kernels.edit.launch import edit_triton
 
         edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     else:
@@ -192,7 +213,7 @@ def border_(
 
 
 def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> None:
-    """published <- counts as they stand, in a step in which somebody is steered; call it behind the step's last edit.
+    """published <- counts as they stand, in a step with a row that has counters; call it behind the step's last edit.
 
     As part of a step's graph it costs the host nothing: the host requests no copy and waits for no event.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -293,7 +295,7 @@ def map_ref_(
     work[0, 0] = n
     if n:
         work[0, 1] = table[rows[lengths > 0], 1].max()
-        work[0, 3] = table[rows[lengths > 0], 2].max()
+        work[0, 3] = reduce(or_, table[rows[lengths > 0], layout.NEEDS].tolist())
 
 
 def border_ref_(
@@ -336,7 +338,7 @@ def close_ref_(words: Tensor, entries: int, border: int) -> None:
 
 def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
     """published[step] <- the step's number and the current counters of all rows. See ops.publish_."""
-    if not work[0, 0]:
+    if not (work[0, 0] and work[0, 3] & layout.COUNTED):
         return
     steps[0] = (steps[0] + 1) % layout.STEPS
     counters = int(table[table[:, 0] > 0, layout.COUNTERS].amax())

@@ -250,12 +250,12 @@ def start(engine: Engine, number: int, spec: Any) -> Row:
     return found
 
 
-def step(engine: Engine, rows: list[int], kinds: Any) -> tuple[Tensor, Tensor]:
+def step(engine: Engine, rows: list[int], kinds: Any, *, counting: bool = True) -> tuple[Tensor, Tensor]:
     """A step of TOKENS tokens for the request in each row: the tensor before it and after it."""
     tokens = TOKENS * len(rows)
     engine.positions[:tokens] = torch.arange(TOKENS).repeat(len(rows))
     starts = torch.arange(len(rows) + 1, dtype=torch.int32) * TOKENS
-    engine.schedule(torch.tensor(rows), 0, starts, len(rows), tokens, kinds)
+    engine.schedule(torch.tensor(rows), 0, starts, len(rows), tokens, kinds, counting=counting)
     (site,) = engine.sites.values()
     stream = torch.randn(tokens, WIDTH, generator=_DRAW)
     before = stream.clone()
@@ -292,14 +292,14 @@ def test_who_only_reads_changes_nothing_and_gets_its_tokens(engine: Engine) -> N
 
 
 def test_steps_in_which_somebody_reads_are_numbered_as_the_host_numbers_them(engine: Engine) -> None:
-    """Hidden states need no op, so neither side numbers their steps; a later step's counts are found by its number."""
+    """Whoever only reads counts nothing, so neither side numbers those steps; a later step's counts are found."""
     quiet, reader = start(engine, 1, {"return": {"hidden": True}}), start(engine, 2, {"return": READ})
     assert not quiet.listed and reader.listed
     (site,) = engine.sites.values()
     for _ in range(3):
         engine.rest()
         ops.publish_(engine.counts, site.index, engine.steps, engine.published)
-        step(engine, [1, 2], reader.kinds)
+        step(engine, [1, 2], reader.kinds, counting=False)
     editor = start(engine, 3, {"edits": [CLAMP]})
     step(engine, [1, 3, 2], reader.kinds | editor.kinds)
     number, published = engine.last_published()

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saesteer.kernels.edit.entries import items_of, kernel, tile
-from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN
+from saesteer.kernels.edit.words import DENSE_BASE, DENSE_NORM, DENSE_SIZE, HEAD, L2_NORM, LAYER_NORM, PAIR, SPAN, WHOLE
 
 
 @kernel("stream", "second", "table", "w_enc", "b_enc", "activations")
@@ -43,7 +43,7 @@ def encode_kernel(
         gdc_wait()
     span = tl.load(work + 2)
     site_number = tl.load(site)
-    n_items = tl.where(site_number < 0, 0, tl.load(work) * tl.load(work + 3))  # none if nobody asks
+    n_items = tl.where(site_number < 0, 0, tl.load(work) * (tl.load(work + 3) & WHOLE))  # none if nobody asks
     first_item = 0
     if ROUNDS:
         first_item, n_items = items_of(work, n_items, first_token, most_tokens)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saesteer.kernels.edit.configs import MAP_BLOCK
 from saesteer.kernels.edit.entries import kernel
-from saesteer.kernels.edit.words import HEAD, KIND, SITE_STRIDE, SPAN, VECTOR, VECTOR_WIDTH
+from saesteer.kernels.edit.words import COUNTED, HEAD, KIND, NEEDS, SITE_STRIDE, SPAN, VECTOR, VECTOR_WIDTH, WHOLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,8 @@ def _map_kernel(
         # Each program counts the items of the requests before its own, and so finds its place by itself.
         place = 0
         parts = 1
-        dense = 0
+        whole = 0
+        counted = 0
         mine = 0
         for start in range(0, tl.minimum(request + 1, num_reqs), BLOCK):
             offset = start + lanes
@@ -113,12 +114,13 @@ def _map_kernel(
             ends = tl.load(query_start_loc + offset + 1, mask=real, other=0)
             steered = real & (_word(table, stride_table, lines, rows, line, 0, real) > 0)
             most = _word(table, stride_table, lines, rows, line, 1, steered)
-            whole = _word(table, stride_table, lines, rows, line, 2, steered)
+            needs = _word(table, stride_table, lines, rows, line, NEEDS, steered)
             items = tl.where(steered & (offset < request), (ends - begins + MOST - 1) // MOST, 0)
             place += tl.sum(items.to(tl.int32), axis=0)
             mine += tl.sum((steered & (offset == request)).to(tl.int32), axis=0)
             parts = tl.maximum(parts, tl.max(tl.where(steered, most, 1), axis=0))
-            dense = tl.maximum(dense, tl.max(tl.where(steered, whole, 0), axis=0))
+            whole = tl.maximum(whole, tl.max(tl.where(steered, needs & WHOLE, 0), axis=0))
+            counted = tl.maximum(counted, tl.max(tl.where(steered, needs & COUNTED, 0), axis=0))
         count = 0
         if mine > 0:
             row = tl.load(slots + request).to(tl.int32) + row_offset
@@ -138,7 +140,7 @@ def _map_kernel(
             tl.store(work, place + count)
             tl.store(work + 1, parts)
             tl.store(work + 2, MOST)
-            tl.store(work + 3, dense)
+            tl.store(work + 3, whole | counted)
 
 
 def map_triton(

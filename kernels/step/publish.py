@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.early import early
 from saesteer.kernels.edit.entries import kernel
-from saesteer.kernels.edit.words import COUNTERS, PUBLISHED, STEPS
+from saesteer.kernels.edit.words import COUNTED, COUNTERS, PUBLISHED, STEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,18 +36,18 @@ def _publish_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
-    """published[step] <- the step's number and the counters of all rows, if anybody is steered; see ops.publish_."""
+    """published[step] <- the step's number and the counters of all rows, if a listed one has some; see ops.publish_."""
     if PDL:
         gdc_wait()
     row = tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK)
     # All of this is asked for at once: one way to memory takes as long as the rest of the kernel.
-    steered = tl.load(work) > 0
+    counted = (tl.load(work) > 0) & ((tl.load(work + 3) & COUNTED) != 0)
     used = tl.load(table + row * stride_table, mask=row < rows, other=0) > 0
     own = tl.load(table + row * stride_table + COUNTERS, mask=row < rows, other=0)
     step = (tl.load(steps) + 1) % STEPS
     first = tl.load(counts + lanes, mask=lanes < rows * most, other=0)
-    if steered:
+    if counted:
         counters = tl.max(tl.where(used, own, 0), axis=0)
         tl.debug_barrier()  # every thread has read the number before one of them writes the next
         place = published + (step % PUBLISHED) * stride_published

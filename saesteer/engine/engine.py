@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.engine.captures import Captures
-from saesteer.engine.graph_sets import nested
+from saesteer.engine.graph_sets import sets_of
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
 from saesteer.engine.published import Published
@@ -122,7 +122,7 @@ class Engine:
         ends = {key: assets.ends(key, names) for key in infos}
         used = {site for pair in ends.values() for site in pair}
         used |= {self.catalog.op_site(canonical(site)) for info in infos.values() for site in info.writes}
-        self.graph_sets = nested(names, used, config.graph_sets)
+        self.graph_sets = sets_of(names, used, assets.readable(names, other_widths), config.graph_sets)
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
         whole = {key: decodes(info, ends[key]) for key, info in infos.items() if not info.by_rows}
         crossed = {site for key in whole if whole[key] and ends[key][0] != ends[key][1] for site in ends[key]}
@@ -163,7 +163,7 @@ class Engine:
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._held: dict[int, Held] = {}  # slots that a row holds for its request
         self._has_work = False
-        self._step = 0  # number of the last scheduled step, as the device counts
+        self._step = 0  # number of the last step with counters, as the device counts
         self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
         self._nothing = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
         self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
@@ -217,9 +217,7 @@ class Engine:
             own, places = [arrows[~one] for one in source], {op: at for at, op in enumerate(dict.fromkeys(ops))}
             at, ops = [places[op] for op in ops], [*places]
             key = tuple(zip((one.digest for one in own), bias, at, strict=True))
-            of = self._probes.pop(key, None)
-            if of is None:
-                of = probes_of(own, bias, at, self.device, self.dtype)
+            of = self._probes.pop(key, None) or probes_of(own, bias, at, self.device, self.dtype)
             self._probes[key] = of  # the last used stands last
             while len(self._probes) > 1 and sum(map(len, self._probes)) > _PROBES:
                 del self._probes[next(iter(self._probes))]
@@ -318,6 +316,7 @@ class Engine:
         kinds: NDArray[np.int32],
         *,
         changed: bool = True,
+        counting: bool = True,
     ) -> None:
         """Write the work list of a step with steered requests; positions are read where the runner keeps them.
 
@@ -329,8 +328,10 @@ class Engine:
             num_tokens: the number of tokens in this batch.
             kinds: [sites], the kinds of all its rows together.
             changed: False when the last list is valid for this step, too.
+            counting: whether one of these rows has counters, so that the device numbers the step and publishes them.
         """
-        self._step = (self._step + 1) % layout.STEPS
+        if counting:
+            self._step = (self._step + 1) % layout.STEPS
         if not changed and self._has_work and not self._staged:
             return
         span = layout.TILE if num_tokens > TILED_ABOVE else 1
@@ -357,7 +358,7 @@ class Engine:
         ops.border_(self.table, there, row_offset, query_start_loc, tokens, self.positions, head, num_requests)
 
     def last_published(self) -> tuple[int, Published]:
-        """The number of the last scheduled step, and its counters, which are ready once its tokens are."""
+        """The number of the last step that was counted, and its counters, which are ready once its tokens are."""
         return self._step, self._published[self._step % layout.PUBLISHED]
 
     def warm_map(self, rows: Tensor, query_start_loc: Tensor) -> None:

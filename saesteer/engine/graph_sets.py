@@ -1,24 +1,54 @@
 """At which sites each captured set of graphs has ops, and which set is enough. Knows neither graphs nor requests."""
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-Sets = tuple[frozenset[str], ...]  # each lies within the next; the last holds every site
+
+class Sites(NamedTuple):
+    """Where the ops of a set of graphs are, or those that a request needs."""
+
+    edits: frozenset[str] = frozenset()  # with all that an op does
+    reads: frozenset[str] = frozenset()  # where tokens are only captured: nothing is encoded, and no step published
+
+    def __or__(self, other: "Sites") -> "Sites":
+        return Sites(self.edits | other.edits, self.reads | other.reads)
+
+    def holds(self, needed: "Sites") -> bool:
+        """Whether this has all that is needed; whoever may edit at a site may read there."""
+        return needed.edits <= self.edits and needed.reads <= self.edits | self.reads
+
+    @property
+    def ops(self) -> int:
+        """The number of ops."""
+        return len(self.edits | self.reads)
 
 
-def nested(sites: Iterable[str], dictionaries: Iterable[str], most: int) -> Sets:
-    """The sets to capture: for steps that edit nowhere, for those that use dictionaries alone, and for all others.
+Sets = tuple[Sites, ...]  # fewest ops first; the last has all
+
+
+def sets_of(sites: Iterable[str], dictionaries: Iterable[str], readable: Iterable[str], most: int) -> Sets:
+    """The sets to capture: for steps that do nothing, that only read, that use dictionaries alone, and for all others.
 
     Args:
         sites: every site with an op.
         dictionaries: the sites where dictionaries read or write.
-        most: sets at most; with one, every graph has all ops, with two, dictionaries have no set of their own.
+        readable: the sites whose tensors may be read.
+        most: sets at most. With one, every graph has all ops; two have one without; three have one for dictionaries.
     """
     every = frozenset(sites)
-    wanted = (frozenset[str](), every & frozenset(dictionaries), every)
-    chosen = {1: wanted[2:], 2: wanted[::2]}.get(most, wanted)
-    return tuple(sorted(set(chosen), key=len))
+    last = Sites(every)
+    wanted = [Sites(), Sites(every & frozenset(dictionaries)), Sites(reads=every & frozenset(readable))]
+    smaller = {one for one in wanted[: most - 1] if one != last and (one.ops or one == wanted[0])}
+    ordered = sorted(smaller, key=lambda one: (one.ops, len(one.edits)))
+    return (*ordered, last) if every else (last,)
 
 
-def smallest(sets: Sequence[Collection[str]], needed: Collection[str]) -> int:
-    """The index of the first set that holds all needed sites; the last one's if a site is unknown."""
-    return next((at for at, held in enumerate(sets) if set(needed) <= set(held)), len(sets) - 1)
+def enough(sets: Sequence[Sites], needed: Sites) -> int:
+    """The numbers of the sets that hold all that is needed, as bits; always the last one's, as sites may be unknown."""
+    found = sum(1 << at for at, one in enumerate(sets) if one.holds(needed))
+    return found | 1 << len(sets) - 1
+
+
+def smallest(fits: int, captured: Collection[int]) -> int:
+    """The number of the first captured set among those that ``enough`` has found."""
+    return min(at for at in captured if fits >> at & 1)

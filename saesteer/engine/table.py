@@ -103,7 +103,7 @@ class Row:
 
     @property
     def listed(self) -> bool:
-        """Whether it does anything at a site. The device numbers the steps that have such a row, and no others."""
+        """Whether it does anything at a site. The device numbers the steps with such a row that has counters."""
         return bool(self.words[0])
 
     @property
@@ -157,7 +157,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         )
         spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
     # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
-    words[0], words[1], words[2] = max(first, 1) if wire.sites else 0, most, whole
+    words[0], words[1] = max(first, 1) if wire.sites else 0, most
     if limit > 0:
         # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
@@ -167,6 +167,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     row = Row(words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, used)
     row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters
+    words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (row.counters > 0)
     return row
 
 

@@ -94,7 +94,7 @@ def write_row(
             captures=captures,
         )
         words[1] = max(words[1], words[here + layout.PARTS])
-        words[2] |= int(words[here + layout.DENSE_SIZE] > 0)
+        words[layout.NEEDS] |= layout.WHOLE * int(words[here + layout.DENSE_SIZE] > 0)
         for group in groups:
             at += layout.ENTRY * len(group)
             for entry in group:

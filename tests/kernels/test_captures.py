@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +53,27 @@ def test_a_captured_token_is_what_comes_and_what_stays(run: Run, case: str, form
     came, stays = whole(stream, second), whole(plain.stream, plain.second)
     assert torch.equal(bits(out.before), bits(came if captures & layout.BEFORE else nothing))
     assert torch.equal(bits(out.after), bits(stays if captures & layout.AFTER else nothing))
+
+
+@pytest.mark.parametrize("captures", [layout.BEFORE, layout.AFTER, BOTH])
+@pytest.mark.parametrize("form", [BARE, NORMED, PAIR])
+@pytest.mark.parametrize("span", [1, layout.TILE])
+def test_a_kernel_of_its_own_copies_the_same(
+    span: int, form: int, captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces the edit kernel in graphs of steps that only read."""
+    from saesteer.kernels.edit.captured import capture_triton
+    from tests.kernels import exact, harness  # they import Triton
+
+    def capture(x: Any, addend: Any, _weight: Any, _counts: Any, bound: Any, form: int, *_: Any, **__: Any) -> None:
+        capture_triton(x, addend, bound, form)
+
+    stream = torch.tensor(ramp(*range(70)), dtype=torch.float16)
+    second = None if form == BARE else torch.full_like(stream, 0.125)
+    given: Any = {"form": form, "second": second, "captures": captures}
+    want = exact.edit(None, stream, [], **given)
+    monkeypatch.setattr(harness, "edit_triton", capture)
+    out = exact.edit(harness.Path(span), stream, [], **given)
+    for name in ("stream", "second", "before", "after", "counts"):
+        one, other = getattr(out, name), getattr(want, name)
+        assert one is other is None or torch.equal(one, other)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import BEGIN, HEAD, KIND, MOST_PARTS, SITE_STRIDE, SPAN, TILE
+from saesteer.kernels.layout import BEGIN, COUNTED, HEAD, KIND, MOST_PARTS, SITE_STRIDE, SPAN, TILE, WHOLE
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.step.map import map_triton
 from saesteer.kernels.step.updates import News, pack
@@ -46,7 +48,7 @@ def check(
         for site in range(SITES):  # as an earlier request left them, too
             table[slot + 1, HEAD + SPAN * site + KIND] = first >> site & 1
         if parts:
-            table[slot + 1, :3] = torch.tensor([3, parts, 0])
+            table[slot + 1, :3] = torch.tensor([3, parts, first >> 8 & (WHOLE | COUNTED)])
     assert table.shape[1] >= SPAN * SITES + HEAD and (table[:, HEAD + BEGIN] == MOST_PARTS).all()
     edited = [any(parts and first >> site & 1 for _, parts, first in requests) for site in range(SITES)]
     want = [
@@ -89,9 +91,12 @@ def check(
     assert torch.equal(there.cpu(), table)
     assert work[1 : 1 + len(want)].tolist() == want
     assert (work[1 + len(want) :] == GARBAGE).all()
-    items, parts, its_span, _ = work[0].tolist()
+    items, parts, its_span, needs = work[0].tolist()
     assert (items, its_span) == (len(want), span)
     # Requests without tokens in this step need not be looked at, but may.
+    every = [first >> 8 & (WHOLE | COUNTED) for _, parts, first in requests if parts]
+    here = [first >> 8 & (WHOLE | COUNTED) for length, parts, first in requests if parts and length]
+    assert reduce(or_, here, 0) & ~needs == needs & ~reduce(or_, every, 0) == 0
     listed = max([1, *[parts for length, parts, _ in requests if parts and length]])
     assert listed <= parts <= max([1, *[parts for _, parts, _ in requests]])
 

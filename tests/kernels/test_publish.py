@@ -32,7 +32,7 @@ def tensors(used: list[int], counters: int, step: int, device: torch.device) -> 
             table[row, 0], table[row, layout.COUNTERS] = 3, its
     counts = torch.arange(rows * counters, dtype=torch.int32).view(counters, rows)
     work = torch.zeros(5, 4, dtype=torch.int32)
-    work[0, 0] = sum(map(bool, used))
+    work[0, 0], work[0, 3] = sum(map(bool, used)), layout.COUNTED
     published = torch.full((layout.PUBLISHED, 1 + rows * counters), GARBAGE, dtype=torch.int32, pin_memory=GPU)
     before = torch.tensor([(step - 1) % layout.STEPS], dtype=torch.int32)
     return [table.to(device), work.to(device), counts.to(device).t(), before.to(device), published]
@@ -104,6 +104,8 @@ def test_many_counters(function: Callable[..., None], device: torch.device) -> N
 def test_nothing_is_written_where_nobody_is_steered(function: Callable[..., None], device: torch.device) -> None:
     args = tensors([0, 2, 1], 2, 4, torch.device("cpu") if function is publish_ref_ else device)
     args[1][0, 0] = 0  # rows of requests that are not in this step
+    function(*args)
+    args[1][0, 0], args[1][0, 3] = 2, layout.WHOLE  # or those that are only read
     function(*args)
     settle()
     assert int(args[3][0]) == 3 and (args[4] == GARBAGE).all()

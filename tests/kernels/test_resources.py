@@ -131,6 +131,9 @@ def main() -> None:
     given["HAS_CAPTURES"] = True
     edit = import_module("saesteer.kernels.edit.edit").edit_kernel
     early["edit_kernel"] = order(compiled(edit, "bf16", 1, {**sizes, **given, "ROUNDS": True, "PDL": True}))
+    capture = import_module("saesteer.kernels.edit.captured").capture_kernel
+    copied = {"WIDTH": 64, "BLOCK": 256, "FORM": layout.PAIR, "PDL": True}
+    early["capture_kernel"] = order(compiled(capture, "bf16", 1, copied))
     read = import_module("saesteer.kernels.read.select")
     kind = {"HAS_NORM": True, "MAGNITUDE": True}
     tiles = {"ROWS": 32, "COLUMNS": 64, **kind}

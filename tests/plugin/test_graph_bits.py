@@ -18,10 +18,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
 CLAMP = {"edits": [BRIDGE]}
 ADD = {"edits": [{"op": "add", "vector": [((7 * n) % 11 - 5) / 5 for n in range(WIDTH)], "site": "resid_post.7"}]}
+READ = {"return": {"features": [{"dictionary": "demo", "top_k": 4}], "activations": [{"site": "resid_post.15"}]}}
 MIXED = [None, CLAMP, None, ADD]
+READING = [None, READ, READ, None]
 # Tokens of each answer: who steers ends before the others, in either order.
 TOKENS = {"clamp first": [48, 12, 40, 24], "vector first": [48, 24, 40, 12]}
-REPLAYED = {"clamp first": [2, 0], "vector first": [2, 1, 0]}  # sets, one after the other
+REPLAYED = {"clamp first": [3, 0], "vector first": [3, 2, 0]}  # sets, one after the other
+NONE, READS = 0, 1
+
+
+WAYS = {"plain": None, "mixed": MIXED, "again": None, "reading": READING}
 
 
 def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
@@ -34,20 +40,23 @@ def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
 
 
 def test_a_request_keeps_its_bits_whichever_graphs_are_replayed(model_dir: str, dictionaries: Dictionaries) -> None:
-    stock, one, three = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "3"))
+    stock, one, four = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "4"))
     for name, sets in REPLAYED.items():
-        plain, mixed, again = (three["answers"][f"{name}, {what}"] for what in ("plain", "mixed", "again"))
+        plain, mixed, again, reading = (four["answers"][f"{name}, {what}"] for what in WAYS)
         expected = stock["answers"][name]
-        assert plain == expected and again == expected
+        assert plain == expected and again == expected and reading == expected
         assert mixed[0] == expected[0] and mixed[2] == expected[2], "beside others, and when they have ended"
         assert mixed[1] != expected[1] and mixed[3] != expected[3]
         assert mixed == one["answers"][f"{name}, mixed"], "with all ops in every step"
-        assert [three["replayed"][f"{name}, {what}"] for what in ("plain", "mixed", "again")] == [[0], sets, [0]]
-    assert stock["kernels"] == three["kernels"][:1], "nothing is launched for nobody"
-    none, dictionary, every = three["kernels"]
+        assert four["read"][name] == one["read"][name] != []
+        replayed = [four["replayed"][f"{name}, {what}"] for what in WAYS]
+        assert replayed[:3] == [[NONE], sets, [NONE]] and replayed[3] in ([READS], [READS, NONE])
+    assert stock["kernels"] == four["kernels"][:1], "nothing is launched for nobody"
+    none, read, dictionary, every = four["kernels"]
     assert one["kernels"] == [every]
-    added = [{name: two.get(name, 0) - times for name, times in none.items()} for two in (dictionary, every)]
+    added = [{name: two.get(name, 0) - times for name, times in none.items()} for two in (read, dictionary, every)]
     assert not any(times for extra in added for times in extra.values()), "the same kernels beside ours"
+    assert sum(read.values()) == sum(none.values()) + 1, "what captures"
     assert sum(dictionary.values()) == sum(none.values()) + 3, "encoder, op and counts"
     assert sum(every.values()) == sum(none.values()) + 30 + 2
 
@@ -77,9 +86,9 @@ def main() -> None:
     else:
         ours: dict[str, Any] = {"sites": ["resid_post.all"], "graph_sets": int(job["kind"])}
         llm = LLM(job["model"], dictionaries=job["dictionaries"], **ours, **options)
-    found: dict[str, Any] = {"answers": {}, "replayed": {}}
+    found: dict[str, Any] = {"answers": {}, "replayed": {}, "read": {}}
 
-    def generate(name: str, tokens: list[int], **steer: Any) -> None:
+    def generate(name: str, tokens: list[int], **steer: Any) -> list[Any]:
         replayed.clear()
         params = [SamplingParams(temperature=0, max_tokens=most, logprobs=0, ignore_eos=True) for most in tokens]
         outputs = [one.outputs[0] for one in llm.generate(PROMPTS, params, use_tqdm=False, **steer)]
@@ -88,18 +97,20 @@ def main() -> None:
             for one in outputs
         ]
         found["replayed"][name] = [at for at, _ in groupby(replayed)]
+        return [one.saesteer for one in outputs if steer.get("steer") is READING and hasattr(one, "saesteer")]
 
     for name, tokens in TOKENS.items():
         if job["kind"] == "stock":
             generate(name, tokens)
         else:
-            for what, steer in (("plain", None), ("mixed", MIXED), ("again", None)):
-                generate(f"{name}, {what}", tokens, steer=steer)
+            for what, steer in WAYS.items():
+                found["read"][name] = generate(f"{name}, {what}", tokens, steer=steer)
 
     def captured(worker: Any) -> list[Any]:
         held = getattr(worker, "worker", worker).model_runner.cudagraph_manager.graphs
         (graph,) = [graph for shape, graph in held.items() if shape.num_tokens == 4]
-        return [dict(plain(kernels(one))) for one in getattr(graph, "graphs", [graph])]
+        sets = [one for _, one in sorted(graph.graphs.items())] if isinstance(graph, graphs.Chosen) else [graph]
+        return [dict(plain(kernels(one))) for one in sets]
 
     [found["kernels"]] = llm.collective_rpc(captured)
     tell(found)

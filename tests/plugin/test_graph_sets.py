@@ -6,7 +6,8 @@ vLLM's own loop captures them, with stand-ins for CUDA; a real engine on a GPU i
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from saesteer.config.assets import Assets
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.engine import Engine
-from saesteer.engine.graph_sets import nested, smallest
-from saesteer.kernels import ops
+from saesteer.engine.graph_sets import Sites, enough, sets_of, smallest
+from saesteer.kernels import layout, ops
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
@@ -41,45 +42,52 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 some = st.frozensets(st.sampled_from(SITES))
 
 
-@given(some, some, st.integers(1, 3), some)
-def test_the_choice_is_the_smallest_that_is_large_enough(
-    sites: frozenset[str], dictionaries: frozenset[str], most: int, needed: frozenset[str]
+needs = st.builds(Sites, some, some)
+
+
+@given(some, some, some, st.integers(1, 4), needs)
+def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
+    sites: frozenset[str], dictionaries: frozenset[str], readable: frozenset[str], most: int, needed: Sites
 ) -> None:
-    sets = nested(sites, dictionaries, most)
-    assert len(sets) <= most and sets[-1] == sites
-    assert all(one < another for one, another in pairwise(sets))
-    if most > 1:
-        assert not sets[0]
+    sets = sets_of(sites, dictionaries, readable, most)
+    assert len(sets) <= most and sets[-1] == Sites(sites)
+    assert len(set(sets)) == len(sets)
+    assert [one.ops for one in sets] == sorted(one.ops for one in sets)
+    if sites and most > 1:
+        assert sets[0] == Sites()
     if most > 2:
-        assert sites & dictionaries in sets
-    at = smallest(sets, needed & sites)
-    assert needed & sites <= sets[at]
-    assert not any(needed & sites <= smaller for smaller in sets[:at])
-    assert smallest(sets, needed | {"mlp_out.9"}) == len(sets) - 1
+        assert any(one.edits == sites & dictionaries for one in sets)
+    if most > 3:
+        assert any(sites & readable <= one.reads for one in sets) or not sites & readable
+    here = Sites(needed.edits & sites, needed.reads & sites)
+    at = smallest(enough(sets, here), range(len(sets)))
+    assert here.edits <= sets[at].edits and here.reads <= sets[at].edits | sets[at].reads
+    assert not any(one.holds(here) for one in sets[:at])
+    assert smallest(enough(sets, here | Sites(frozenset({"mlp_out.9"}))), range(len(sets))) == len(sets) - 1
 
 
-@given(some, st.integers(1, 3), st.lists(some, max_size=8), st.sets(st.sampled_from((0, 1))))
+@given(some, some, st.integers(1, 4), st.lists(needs, max_size=8), st.sets(st.sampled_from((0, 1, 2))))
 def test_a_batch_replays_a_graph_with_the_ops_of_all_its_requests(
-    dictionaries: frozenset[str], most: int, asked: list[frozenset[str]], captured: set[int]
+    dictionaries: frozenset[str], readable: frozenset[str], most: int, asked: list[Sites], captured: set[int]
 ) -> None:
-    choice = graphs.Choice(nested(SITES, dictionaries, most))
+    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most))
     sets, last = choice.sets, len(choice.sets) - 1
     for number, needed in enumerate(asked):
-        choice._needs[str(number)] = smallest(sets, needed)
+        choice._needs[str(number)] = enough(sets, needed)
     batch = [str(number) for number in range(len(asked))]
     choice.look(["somebody else", *batch])
     replayed: list[int] = []
     held = {at for at in captured if at < last} | {last}
     shape = graphs.chosen(choice, {at: {"shape": _Replayed(at, replayed)} for at in held})["shape"]
     shape.replay()
-    needed = frozenset[str]().union(*asked)
+    needed = reduce(or_, asked, Sites())
     [at] = replayed
-    assert needed <= sets[at]
-    assert not any(needed <= sets[smaller] for smaller in held if smaller < at)
+    assert sets[at].holds(needed)
+    assert not any(sets[smaller].holds(needed) for smaller in held if smaller < at)
     for name in batch:
         choice.forget(name)
     choice.look(["somebody else"])
-    assert choice.at == 0
+    assert choice.at == min(held)
 
 
 class _Replayed:
@@ -102,7 +110,8 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def test_the_engines_sets_are_those_of_its_dictionaries(engine: Engine) -> None:
-    assert engine.graph_sets == (frozenset(), frozenset({"resid_post.3"}), frozenset(SITES))
+    dictionary, read = frozenset({"resid_post.3"}), frozenset({"resid_post.1", "resid_post.3"})
+    assert engine.graph_sets == (Sites(), Sites(dictionary), Sites(reads=read), Sites(frozenset(SITES)))
 
 
 class Graph:
@@ -186,12 +195,14 @@ def test_every_full_graph_is_captured_once_for_each_set(engine: Engine, monkeypa
         assert world.manager._capture_descs is world.wanted
         assert list(world.manager.graphs) == world.wanted[FULL]
         for shape in world.manager.graphs.values():
-            assert [world.held(graph) for graph in shape.graphs] == [
+            ordered = sorted(shape.graphs.items())
+            assert [world.held(graph) for _, graph in ordered] == [
                 (set(), False),
                 ({"resid_post.3"}, True),
+                ({"resid_post.1", "resid_post.3"}, False),
                 (set(SITES), True),
             ]
-    assert not ops._silent
+    assert not ops._silent and not ops._copying
 
 
 def test_a_set_for_which_there_is_no_room_is_replaced_by_the_next_larger(
@@ -200,14 +211,18 @@ def test_a_set_for_which_there_is_no_room_is_replaced_by_the_next_larger(
     gib = 1 << 30
     # Before and behind vLLM's own capture, before each set, and behind it.
     for free, held in (
-        ([9 * gib, 8 * gib, 8 * gib], [set(), {"resid_post.3"}, set(SITES)]),
-        ([4 * gib, 3 * gib, 3 * gib, 2 * gib, 2 * gib], [set(), set(SITES), set(SITES)]),
-        ([3 * gib, 2 * gib, 2 * gib], [set(SITES)] * 3),
+        ([9 * gib, 8 * gib, 8 * gib], {0, 1, 2, 3}),
+        ([4 * gib, 3 * gib, 3 * gib, 2 * gib, 2 * gib], {0, 3}),
+        ([3 * gib, 2 * gib, 2 * gib], {3}),
     ):
         with monkeypatch.context() as patch, caplog.at_level("WARNING", "vllm.saesteer"):
             world = Captured(engine, patch, free)
             world.capture()
-        assert [world.held(graph)[0] for graph in world.manager.graphs[world.wanted[FULL][0]].graphs] == held
+        shape = world.manager.graphs[world.wanted[FULL][0]]
+        assert shape.graphs.keys() == held
+        world.choice.look([])
+        shape.replay()
+        assert shape.graphs[min(held)].replays == 1
     assert caplog.text.count("too little GPU memory") == 2
 
 
@@ -256,14 +271,18 @@ def test_the_set_follows_the_requests_of_each_step(engine: Engine) -> None:
     world.arrive("clamp", 1, CLAMP)
     assert [world.step("plain", "clamp") for _ in range(2)] == [1, 1]
     world.arrive("add", 2, ADD)
-    assert world.step("plain", "clamp", "add") == 2
+    assert world.step("plain", "clamp", "add") == 3
     assert world.step("plain", "clamp") == 1, "whoever is not in the step does not count"
     world.state.remove_request("clamp")
-    assert world.step("plain", "add") == 2
+    assert world.step("plain", "add") == 3
     world.state.remove_request("add")
     assert world.step("plain") == 0
     world.arrive("nothing", 1, {"edits": []})
     assert world.step("plain", "nothing") == 0
+    world.arrive("reads", 3, READS)
+    assert world.step("plain", "reads") == 2, "tokens are only captured"
+    world.arrive("clamp", 1, CLAMP)
+    assert world.step("reads", "clamp") == 3, "neither of the smaller sets has both"
 
 
 HIDDEN = {"return": {"hidden": True}}
@@ -276,16 +295,18 @@ KINDS = {"plain": None, "clamp": CLAMP, "add": ADD, "hidden": HIDDEN, "reads": R
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.sets(st.sampled_from([*KINDS]), min_size=1), max_size=8))
 def test_the_device_numbers_a_step_where_the_host_does(engine: Engine, batches: list[set[str]]) -> None:
-    """The set without ops publishes nothing, so no step that replays it may have a number."""
+    """Sets in which nobody edits publish nothing, so no step that replays one may have a number."""
     world = World(engine)
     for slot, (name, spec) in enumerate(KINDS.items()):
         world.arrive(name, slot, spec)
     world.step("warm-up")
     for batch in batches:
         before, _ = engine.last_published()
-        published = world.step(*sorted(batch)) > 0
-        assert (int(engine.work[0, 0]) > 0) == published
-        assert engine.last_published()[0] == before + published
+        sites = world.steering.choice.sets[world.step(*sorted(batch))]
+        work = engine.work[0].tolist()
+        counted = work[0] > 0 and bool(work[3] & layout.COUNTED)
+        assert counted == bool(batch & {"clamp", "add"}) <= bool(sites.edits)
+        assert engine.last_published()[0] == before + counted
         assert world.steering.any == (batch != {"plain"})
 
 

@@ -1,4 +1,4 @@
-"""Which CUDA graphs a step replays: those without ops, those with the dictionaries' ops, or those with all of them.
+"""Which CUDA graphs a step replays: those without ops, those with some of them, or those with all.
 
 vLLM's V2 runner captures a graph for each shape of a batch, and its ``run_fullgraph`` replays what it finds under the
 shape. An op that nobody uses still costs its launch there. So behind vLLM's own capture every full graph is captured
@@ -7,9 +7,10 @@ an op does. V1 and piecewise graphs have all ops.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, reduce
+from operator import and_
 from time import monotonic
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.distributed.parallel_state import get_world_group
 
 from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
-from saesteer.engine.graph_sets import Sets, smallest
-from saesteer.engine.wire import decode
+from saesteer.engine.graph_sets import Sets, Sites, enough, smallest
+from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import ops
 from saesteer.plugin.wrap import Original, around_method_of
 
@@ -42,8 +43,11 @@ class Choice:
 
     def __init__(self, sets: Sets) -> None:
         self.sets = sets
-        self.at = 0  # index of the set for the last batch
-        self._needs: dict[str, int] = {}  # by request; without those that need only the first set
+        self._captured: Collection[int] = range(len(sets))
+        self._all = (1 << len(sets)) - 1  # numbers of sets, as bits
+        self.fits = self._all  # the same of those that will do for the last batch
+        self.at = 0  # number of the set for the last batch
+        self._needs: dict[str, int] = {}  # by request, the sets that will do; without those for which all will
         self._need = lru_cache(_RECENT)(self._read)
 
     def add(self, request: Any) -> None:
@@ -51,11 +55,11 @@ class Choice:
         self.forget(request.req_id)
         admitted = (request.sampling_params.extra_args or {}).get(KEY)
         try:
-            need = 0 if admitted is None else self._need(admitted["plan"])
+            fits = self._all if admitted is None else self._need(admitted["plan"])
         except Exception:  # noqa: BLE001  # the request ends, see Steering.fail
-            need = len(self.sets) - 1
-        if need:
-            self._needs[request.req_id] = need
+            fits = 1 << len(self.sets) - 1
+        if fits != self._all:
+            self._needs[request.req_id] = fits
 
     def forget(self, request: str) -> None:
         """Forget a request that has ended, or is about to come anew."""
@@ -63,10 +67,24 @@ class Choice:
 
     def look(self, batch: Iterable[str]) -> None:
         """Choose for a batch of these requests."""
-        self.at = max((self._needs.get(request, 0) for request in batch), default=0) if self._needs else 0
+        self.fits = self._all
+        if self._needs:
+            self.fits = reduce(and_, (self._needs.get(request, self._all) for request in batch), self._all)
+        self.at = smallest(self.fits, self._captured)
+
+    def keep(self, captured: Collection[int]) -> None:
+        """Choose from these sets alone; the last one is among them."""
+        self._captured = captured
+        self.at = smallest(self.fits, captured)
 
     def _read(self, plan: bytes) -> int:
-        return smallest(self.sets, {site for site, *_ in decode(plan).sites}) if plan else 0
+        return enough(self.sets, _needed(decode(plan))) if plan else self._all
+
+
+def _needed(wire: Wire) -> Sites:
+    # A site without lines has nothing to do but to capture.
+    reads = frozenset(site for site, lines, _, changed, _ in wire.sites if not (lines or changed))
+    return Sites(frozenset(site for site, *_ in wire.sites) - reads, reads)
 
 
 class Chosen:
@@ -74,10 +92,10 @@ class Chosen:
 
     Args:
         choice: of the step.
-        graphs: one for each set; a set that was not captured has that of the next larger one.
+        graphs: by the number of their set.
     """
 
-    def __init__(self, choice: Choice, graphs: Sequence[Any]) -> None:
+    def __init__(self, choice: Choice, graphs: Mapping[int, Any]) -> None:
         self._choice = choice
         self.graphs = graphs
 
@@ -121,20 +139,25 @@ def attach(worker: Any, engine: Engine, choice: Choice) -> None:
 
 
 def chosen(choice: Choice, captured: Mapping[int, Mapping[Any, Any]]) -> dict[Any, Any]:
-    """What replaces vLLM's graphs by shape; `captured` has those of some sets by index, among them the last one's."""
-    every = range(len(choice.sets))
-    serving = [next(captured[larger] for larger in every[at:] if larger in captured) for at in every]
-    return {shape: Chosen(choice, [graphs[shape] for graphs in serving]) for shape in serving[-1]}
+    """What replaces vLLM's graphs by shape; `captured` has those of some sets by number, among them the last one's."""
+    choice.keep(captured.keys())
+    shapes = captured[len(choice.sets) - 1]
+    return {shape: Chosen(choice, {at: graphs[shape] for at, graphs in captured.items()}) for shape in shapes}
 
 
-def only(engine: Engine, sites: frozenset[str]) -> AbstractContextManager[None]:
-    """Until this ends, ops elsewhere launch nothing; without any site, nothing is published either."""
-    others = [site.index for name, site in engine.sites.items() if name not in sites]
-    return ops.silenced(others if sites else [*others, engine.published])
+@contextmanager
+def only(engine: Engine, sites: Sites) -> Iterator[None]:
+    """Until this ends, ops elsewhere launch nothing; where nobody edits, nothing is published either."""
+    silent = [site.index for name, site in engine.sites.items() if name not in sites.edits | sites.reads]
+    copying = [site.index for name, site in engine.sites.items() if name in sites.reads]
+    with ops.silenced(silent if sites.edits else [*silent, engine.published]), ops.copying(copying):
+        yield
 
 
-def _named(sites: frozenset[str]) -> str:
-    return f"steps that edit at {len(sites)} sites of dictionaries" if sites else "steps that edit nowhere"
+def _named(sites: Sites) -> str:
+    if not sites.ops:
+        return "steps that edit nowhere"
+    return f"steps that only {'use dictionaries' if sites.edits else 'read'}, at {sites.ops} sites"
 
 
 def _free() -> int:

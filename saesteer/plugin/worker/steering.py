@@ -65,6 +65,7 @@ class Steering:
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None]] | None = None
         self.any = False  # whether one of the last batch's requests has a row
         self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none does anything at a site
+        self.counting = False  # whether one of those that do has counters
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request and return its row's content, or None if it is not steered."""
@@ -212,6 +213,7 @@ class Steering:
         found = [self.rows[request] for request in batch if request in self.rows]
         kinds = [row.kinds for row in found if row.listed]
         self.any, self.kinds = bool(found), reduce(or_, kinds) if kinds else None
+        self.counting = any(row.counters for row in found if row.listed)
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
         self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]

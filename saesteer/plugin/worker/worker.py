@@ -166,7 +166,8 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
         if steering.kinds is None:
             engine.rest()
         else:
-            engine.schedule(slots, 1, starts, batch.num_reqs, tokens, steering.kinds, changed=changed)
+            also = {"changed": changed, "counting": steering.counting}
+            engine.schedule(slots, 1, starts, batch.num_reqs, tokens, steering.kinds, **also)
             if steering.parts:
                 engine.find_borders(slots, 1, starts, batch.num_reqs, batch.input_ids)
         return original(input_batch, req_states)
@@ -231,7 +232,8 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         if steering.kinds is None:
             engine.rest()
             return prepared
-        engine.schedule(rows, 0, starts, len(rows), tokens, steering.kinds, changed=changed)
+        also = {"changed": changed, "counting": steering.counting}
+        engine.schedule(rows, 0, starts, len(rows), tokens, steering.kinds, **also)
         if steering.parts:
             engine.find_borders(numbers, 0, runner.query_start_loc.gpu, len(batch), runner.input_ids.gpu)
         return prepared
