@@ -82,7 +82,7 @@ MODES = {
 USUAL = tuple(name for name, mode in MODES.items() if name != "fresh" and not mode.reads)
 # One number varied, for curves: edits at one layer, and layers with one edit.
 VARIED = {
-    **{f"clamps-{edits}": Mode(f"clamps-{edits}", "saesteer", "clamp", edits=edits) for edits in (4, 16, 64)},
+    **{f"clamps-{edits}": Mode(f"clamps-{edits}", "saesteer", "clamp", edits=edits) for edits in (4, 16, 32, 64)},
     **{f"vectors-{layers}": Mode(f"vectors-{layers}", "saesteer", "vector", edits=layers) for layers in (1, 4, 16)},
 }
 
@@ -102,11 +102,17 @@ class Load:
     prompt: int  # tokens
     tokens: int  # that come out
     whole: bool = False  # answers come whole, as from LLM.generate, not token by token
+    burst: bool = False  # all requests begin together, without a run-in
+
+    @property
+    def run_in(self) -> int:
+        """Requests of the run-in."""
+        return 0 if self.burst else self.at_once
 
 
 def answers(load: Load) -> list[int]:
     """Tokens of every answer, those of the run-in first."""
-    return [min(2 + APART * n, load.tokens) for n in range(load.at_once)] + [load.tokens] * load.requests
+    return [min(2 + APART * n, load.tokens) for n in range(load.run_in)] + [load.tokens] * load.requests
 
 
 def mode_of(load: Load) -> Mode:
@@ -133,13 +139,13 @@ def prompts(load: Load, shape: Shape) -> list[list[int]]:
     draw = random.Random(load.seed)
     return [
         [BEGIN, *(draw.randrange(BEGIN + 1, shape.vocabulary) for _ in range(load.prompt - 1))]
-        for _ in range(load.at_once + load.requests)
+        for _ in range(load.run_in + load.requests)
     ]
 
 
 def specs(load: Load, shape: Shape) -> list[Spec | None]:
     """What every request asks saesteer for, those of the run-in first; None is nothing."""
-    total = load.at_once + load.requests
+    total = load.run_in + load.requests
     return [_spec(mode_of(load), shape, load.seed * total + n, n) for n in range(total)]
 
 

@@ -306,7 +306,7 @@ class Server(Engine):
         return "refused" if answer.status_code == 400 else f"answered {answer.status_code} to"
 
     def _times(self, load: Load) -> Times:
-        return streams.drive(self.port, streams.prepare(load, self.shape), load.at_once, run_in=load.at_once)
+        return streams.drive(self.port, streams.prepare(load, self.shape), load.at_once, run_in=load.run_in)
 
 
 WAYS: Mapping[str, type[Engine]] = {"llm": Offline, "http": Server}

@@ -21,6 +21,7 @@ Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4
     --model gemma-3-27b --modes shared clamp --share 2                                     480
     --model gemma-3-27b --modes inline-4 inline-16 --share 2                               480
     --model gemma-2-2b --modes idle clamp --concurrency 1 16 64     5 rounds of 12         270
+    --modes clamps-32 --burst --concurrency 64 --tokens 32          first tokens of 64 that come at once
 
 Lengths of answers, requests and graphs are swept by `make bench-sweeps`, in commands of 250 seconds with two engines:
 with --prompts 16, a run of 16 at a time takes 6 ms for each token of an answer on the 4B, and 22 on the 27B.
@@ -43,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import engines, streams
-from bench.asks import MODES, STOCK, USUAL, Load, reads
+from bench.asks import MODES, STOCK, USUAL, VARIED, Load, reads
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
 from saesteer.plugin.contract import vllm_version
@@ -57,7 +58,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
     parser.add_argument("--way", choices=engines.WAYS, default="llm")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(USUAL), metavar="MODE", help=", ".join(MODES))
+    every = MODES | VARIED
+    parser.add_argument("--modes", nargs="+", choices=every, default=list(USUAL), metavar="MODE", help=", ".join(every))
     parser.add_argument("--rounds", type=_count, default=5)
     parser.add_argument("--share", type=_count, default=1, help="modes between two runs of stock")
     parser.add_argument("--concurrency", type=_count, nargs="+", default=[16], help="requests at a time")
@@ -65,9 +67,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=_count, default=256)
     parser.add_argument("--tokens", type=_count, nargs="+", default=[256], help="of an answer")
     parser.add_argument("--whole", action="store_true", help="answers come whole, as from LLM.generate; through LLM")
+    parser.add_argument("--burst", action="store_true", help="all of a run begin together, as many as --concurrency")
     parser.add_argument("--eager", action="store_true", help="all engines without CUDA graphs and compilation")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in which the last round has to end")
-    where = "folder of modes.jsonl, or of modes_read.jsonl if one reads; nothing is written without it"
+    where = "folder of modes.jsonl, modes_read.jsonl if one reads, or bursts.jsonl; nothing is written without it"
     parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     given = parser.parse_args(words)
@@ -77,6 +80,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--tokens is 1, expected at least 2: the time per token is between the first and the last")
     if given.prompts is not None and given.prompts < max(given.concurrency):
         parser.error(f"--prompts is {given.prompts}, expected at least {max(given.concurrency)}, as --concurrency")
+    if given.burst and given.prompts is not None:
+        parser.error("--burst is given with --prompts: all requests begin together, as many as --concurrency")
     if given.whole and given.way != "llm":
         parser.error(f"--whole is given with --way {given.way}, expected llm")
     return given
@@ -91,7 +96,7 @@ def _count(text: str) -> int:
 
 def kinds(modes: Sequence[str]) -> list[str]:
     """The engines that these modes need, stock first."""
-    return list(dict.fromkeys(["stock", *(MODES[name].engine for name in modes)]))
+    return list(dict.fromkeys(["stock", *((MODES | VARIED)[name].engine for name in modes)]))
 
 
 def refuse_crowd(given: argparse.Namespace, gpu_bytes: int | None) -> None:
@@ -132,14 +137,15 @@ class Bench:
         """Let every engine do once what it will be asked, so that nothing is compiled while the clock runs."""
         for at_once in self.given.concurrency:
             for name in (STOCK.name, *self.given.modes):
-                self._run(name, at_once, 2 * at_once, min(WARM_TOKENS, *self.given.tokens))
+                warm = at_once if self.given.burst else 2 * at_once
+                self._run(name, at_once, warm, min(WARM_TOKENS, *self.given.tokens))
 
     def round(self, turn: int) -> None:
         """Run every mode once, for each number of requests at a time and each length of their answers."""
         for (at_once, tokens), runs in self.runs.items():
             names = order(self.given.modes, self.given.share, turn)
             for name in names if runs else (STOCK.name, *names):
-                runs.append(self._run(name, at_once, self.given.prompts or PLACES * at_once, tokens))
+                runs.append(self._run(name, at_once, self._requests(at_once), tokens))
 
     def rows(self) -> list[dict[str, Any]]:
         """A line of the results for each mode, number of requests at a time and length of their answers."""
@@ -152,23 +158,28 @@ class Bench:
                     "way": given.way,
                     "mode": name,
                     "at_once": at_once,
-                    "requests": given.prompts or PLACES * at_once,
+                    "requests": self._requests(at_once),
                     "prompt_tokens": given.prompt_tokens,
                     "tokens": tokens,
                     "eager": given.eager,
                     "whole": given.whole,
+                    "burst": given.burst,
                     "pause_s": streams.PAUSE if given.way == "http" else 0.0,
                 }
                 found.append(about | summary(pairs[name], TARGETS.get(given.model, {})))
         return found
 
+    def _requests(self, at_once: int) -> int:
+        return at_once if self.given.burst else self.given.prompts or PLACES * at_once
+
     def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
-        kind = STOCK.engine if name == STOCK.name else MODES[name].engine
+        kind = STOCK.engine if name == STOCK.name else (MODES | VARIED)[name].engine
         if kind in self._had:  # as when modes share a run of stock: the second would find them cached
             self._seed += 1
             self._had.clear()
         self._had.add(kind)
-        load = Load(name, self._seed, requests, at_once, self.given.prompt_tokens, tokens, self.given.whole)
+        given = self.given
+        load = Load(name, self._seed, requests, at_once, given.prompt_tokens, tokens, given.whole, given.burst)
         begin = time.monotonic()
         times = self.running[kind].run(load)
         end = time.monotonic()
@@ -266,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> int:
     refuse_crowd(given, gpu_bytes())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # engines are stopped on the way
     # The engine of those that read keeps tensors, so its rows stand apart, those of idle as well.
-    name = "modes_read.jsonl" if reads(given.modes) else "modes.jsonl"
+    name = "bursts.jsonl" if given.burst else "modes_read.jsonl" if reads(given.modes) else "modes.jsonl"
     results = Results(given.out, about(given.commit), name)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         rows = measure(given, Path(folder), results, since)

@@ -136,7 +136,7 @@ def main() -> None:
     print(json.dumps(judge(llm.llm_engine, shape)), file=answers, flush=True)
     for line in sys.stdin:
         load = Load(**json.loads(line))
-        times = drive(llm.llm_engine, prepare(load, shape), load.at_once, run_in=load.at_once, whole_ones=load.whole)
+        times = drive(llm.llm_engine, prepare(load, shape), load.at_once, run_in=load.run_in, whole_ones=load.whole)
         print(json.dumps(asdict(times)), file=answers, flush=True)
 
 

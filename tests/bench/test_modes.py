@@ -286,6 +286,12 @@ def test_a_run_in_has_a_request_for_each_place_and_they_end_apart() -> None:
     assert answers(Load("idle", 1, 1, 4, 16, 8)) == [2, 6, 8, 8, 8]
 
 
+def test_a_burst_has_no_run_in() -> None:
+    load = Load("clamps-32", 1, 4, 4, 16, 8, burst=True)
+    assert answers(load) == [8] * 4 and load.run_in == 0
+    assert len(prompts(load, TINY)) == len(specs(load, TINY)) == 4
+
+
 def stream_of(tokens: int) -> bytes:
     """What a server sends, a chunk for each event."""
     events = [json.dumps({"choices": [{"text": "t1"}]})] * tokens
