@@ -55,8 +55,9 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"
 
 # On the machine with the GPU, in the python that has vLLM; RESULTS=... keeps the rows. PROCESSES=8 for each card of 80 GB.
+# LONG=1 adds what is too long for CI.
 test-gpu:
-	$(PYTHON) -m tools.gpu_tests --minutes $(or $(MINUTES),9) --processes $(or $(PROCESSES),1) $(if $(RESULTS),--out $(RESULTS)) $(GIVEN)
+	$(PYTHON) -m tools.gpu_tests --minutes $(or $(MINUTES),9) --processes $(or $(PROCESSES),1) $(if $(LONG),--long) $(if $(RESULTS),--out $(RESULTS)) $(GIVEN)
 
 # Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
 OTHER = $(VENV)/vllm-$(VLLM)

@@ -102,7 +102,10 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     told: list[dict[str, Any]] = []
     both = threading.Barrier(2, timeout=20)
 
-    def run(name: str, seconds: float, *more: str, environment: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    def run(
+        name: str, _: float, *more: str, marks: str, environment: dict[str, str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        assert marks == gpu_tests.ALL
         both.wait()
         began.append((name, more[-1] if more else "", environment.get("CUDA_VISIBLE_DEVICES")))
         wrong = ["it"] if more[-1:] == ("2/4",) else []
@@ -111,7 +114,7 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_tests, "run", run)
     names = ["tests/kernels/test_a.py", "tests/plugin/test_wide.py", "tests/plugin/test_b.py"]
     end = time.monotonic() + 1000
-    gpu_tests.Machine(names, 2, end, lambda row, _: told.append(row), ["6", "7"], names[1:2]).run()
+    gpu_tests.Machine(names, 2, gpu_tests.ALL, end, lambda row, _: told.append(row), ["6", "7"], names[1:2]).run()
     assert {card for name, _, card in began if name == names[1]} == {None}
     assert {card for name, _, card in began if name != names[1]} == {"6", "7"}
     assert sorted(part for name, part, _ in began if name == names[0]) == ["1/4", "2/4", "3/4", "4/4"]

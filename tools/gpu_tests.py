@@ -34,6 +34,7 @@ SEVERAL = re.compile(r"device_count\(\) *(== *1|< *2)\b")  # a file that says wh
 NOT_REACHED = "not reached before"  # why tests/conftest.py skips one whose time is up
 ENDING = 20.0  # seconds of the time that are left for a file to end in, once nothing begins any more
 AT_LEAST = 40.0  # seconds that a file needs to be begun: an engine takes most of them to start
+SHORT, ALL = "not long and not network", "not network and not vision"
 PARTS = 4  # of a file of kernels, if files run side by side: the longest takes over nine minutes by itself
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-rs", "--no-header", "-p", "no:cacheprovider"]
@@ -83,10 +84,12 @@ def cards() -> list[str]:
     return given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
 
 
-def run(name: str, seconds: float, *more: str, environment: Mapping[str, str] | None = None) -> tuple[Row, list[str]]:
+def run(
+    name: str, seconds: float, *more: str, marks: str = SHORT, environment: Mapping[str, str] | None = None
+) -> tuple[Row, list[str]]:
     """Run the tests of a file for so long; also its last lines, if something went wrong."""
     begin = time.time()
-    command = [*PYTEST, name, "-m", "not long and not network", "--until", str(begin + seconds - ENDING), *more]
+    command = [*PYTEST, name, "-m", marks, "--until", str(begin + seconds - ENDING), *more]
     whole = {**os.environ, **(environment or {})}
     try:
         done = subprocess.run(
@@ -116,10 +119,11 @@ def together(rows: Sequence[Row], parts: int) -> Row:
 
 @dataclass
 class Machine:
-    """What is left to run, and who runs it: so many processes, each with one card; the first begins with all of them."""
+    """What is left to run, and who runs it: so many processes, each with one card; the first begins with all."""
 
     names: Sequence[str]
     processes: int
+    marks: str  # of the tests, as pytest takes them
     end: float  # of time.monotonic
     done: Callable[[Row, list[str]], None]  # is told of each file
     cards: Sequence[str] = ()
@@ -157,7 +161,7 @@ class Machine:
                     break
                 more = [] if self.parts(name) == 1 else ["--part", f"{part + 1}/{self.parts(name)}"]
                 given = self.environment(number, wide=wide)
-                row, told = run(name, self.end - time.monotonic(), *more, environment=given)
+                row, told = run(name, self.end - time.monotonic(), *more, marks=self.marks, environment=given)
                 with self._lock:
                     self._rows.setdefault(name, []).append(row)
                     self._told.setdefault(name, []).extend(told)
@@ -183,6 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="files, or parts of them, side by side")
+    parser.add_argument("--long", action="store_true", help="also the tests that are too long for CI, such as of sleep")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="files whose path has one of these words")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the rows")
     parser.add_argument("--commit", default="", help="that is tested, where git cannot tell")
@@ -208,7 +213,7 @@ def main() -> int:
 
     found = cards() if options.processes > 1 else []
     wide = [name for name in names if len(found) > 1 and needs_several(ROOT, name)]
-    Machine(names, max(1, options.processes), end, done, found, wide).run()
+    Machine(names, max(1, options.processes), ALL if options.long else SHORT, end, done, found, wide).run()
     return int(bool(failed))
 
 
