@@ -146,7 +146,11 @@ class Machine:
         if self.processes == 1:
             return {}
         threads = str(max(1, (os.cpu_count() or 1) // self.processes))
-        found = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads, "SAESTEER_TEST_RUNNING": "1"}
+        found = {
+            "OMP_NUM_THREADS": threads,
+            "TORCHINDUCTOR_COMPILE_THREADS": threads,
+            "SAESTEER_TEST_RUNNING": "2",
+        }  # a test may compare two
         if self.cards and not wide:
             found["CUDA_VISIBLE_DEVICES"] = self.cards[number % len(self.cards)]
         return found
