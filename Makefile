@@ -14,7 +14,7 @@ help:
 	@echo "make test      set up, then the tests that take minutes"
 	@echo "make test-slow the tests on real engines, some 50 minutes on two cores; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
-	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PYTHON=... its python"
+	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PROCESSES=1, PYTHON=..."
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
 	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job"
@@ -54,9 +54,10 @@ test-long: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not long and not network"
 
-# On the machine with the GPU, in the python that has vLLM; RESULTS=... keeps the rows.
+# On the machine with the GPU, in the python that has vLLM; RESULTS=... keeps the rows. PROCESSES=8 for each card of 80 GB.
+# LONG=1 adds what is too long for CI.
 test-gpu:
-	$(PYTHON) -m tools.gpu_tests --minutes $(or $(MINUTES),9) $(if $(RESULTS),--out $(RESULTS)) $(GIVEN)
+	$(PYTHON) -m tools.gpu_tests --minutes $(or $(MINUTES),9) --processes $(or $(PROCESSES),1) $(if $(LONG),--long) $(if $(RESULTS),--out $(RESULTS)) $(GIVEN)
 
 # Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
 OTHER = $(VENV)/vllm-$(VLLM)

@@ -1,5 +1,6 @@
 """For all tests: which are left out, in which order they run, what they share, and what ends when the time is up."""
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from tests.plugin.serving import served
 from tests.shared import Shared
 
 # An engine holds 2 GiB and a server 3, whether or not it has work; the machine of CI has 24.
-RUNNING = 6
+RUNNING = int(os.environ.get("SAESTEER_TEST_RUNNING", "6"))  # fewer, where tests run side by side on one GPU
 
 # Tests that share run side by side, so that each engine and each server is started once; these in this order, and after
 # them the slow ones that share nothing. What is not reached in time is then the commands and the benchmarks.
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help=f"since the epoch; tests that begin later are skipped, and are a failure from {MAY_BE_LEFT:.0%} of all on",
     )
+    parser.addoption("--part", metavar="I/N", help="of the tests, the Ith of N parts of as many, from 1 on")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -71,6 +73,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect `gpu` tests on a CPU, of which pytest's last line says how many; and put together who shares."""
     items.sort(key=_group)  # stable: otherwise as they were written
+    if part := config.getoption("--part"):  # neighbours stay together: they compile the same kernels
+        number, parts = map(int, part.split("/"))
+        first, last = (len(items) * n // parts for n in (number - 1, number))
+        config.hook.pytest_deselected(items=[*items[:first], *items[last:]])
+        items[:] = items[first:last]
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,47 @@ def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.Mon
 
     assert asked("0") == []
     assert asked("10") == [(files[1], 1, True), (files[0], 1, True)]
+
+
+def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that needs both cards sees them, and none of the others does."""
+    began: list[tuple[str, str, str | None]] = []
+    told: list[dict[str, Any]] = []
+    both = threading.Barrier(2, timeout=20)
+
+    def run(
+        name: str, _: float, *more: str, marks: str, environment: dict[str, str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        assert marks == gpu_tests.ALL
+        both.wait()
+        began.append((name, more[-1] if more else "", environment.get("CUDA_VISIBLE_DEVICES")))
+        wrong = ["it"] if more[-1:] == ("2/4",) else []
+        return {"file": name, "at": 5, "passed": 2, "wrong": wrong, "left": 0, "whole": True, "seconds": 3.0}, wrong
+
+    monkeypatch.setattr(gpu_tests, "run", run)
+    names = ["tests/kernels/test_a.py", "tests/plugin/test_wide.py", "tests/plugin/test_b.py"]
+    end = time.monotonic() + 1000
+    gpu_tests.Machine(names, 2, gpu_tests.ALL, end, lambda row, _: told.append(row), ["6", "7"], names[1:2]).run()
+    assert {card for name, _, card in began if name == names[1]} == {None}
+    assert {card for name, _, card in began if name != names[1]} == {"6", "7"}
+    assert sorted(part for name, part, _ in began if name == names[0]) == ["1/4", "2/4", "3/4", "4/4"]
+    found = {row["file"]: (row["passed"], row["wrong"], row["whole"]) for row in told}
+    assert found == {names[0]: (8, ["it"], True), names[1]: (2, [], True), names[2]: (2, [], True)}
+
+
+def test_a_file_of_which_a_part_was_not_begun_is_not_whole() -> None:
+    one = {"file": "a", "at": 5, "passed": 2, "wrong": [], "left": 0, "whole": True, "seconds": 3.0}
+    assert gpu_tests.together([one] * 4, 4)["whole"]
+    assert not gpu_tests.together([one] * 3, 4)["whole"]
+    assert gpu_tests.together([one, {**one, "at": 9}], 2)["seconds"] == 7.0
+
+
+def test_parts_are_all_of_a_file_and_none_twice(elsewhere: Path) -> None:
+    (elsewhere / "test_ten.py").write_text("".join(f"def test_{n}(): pass\n" for n in range(10)))
+    rows = [gpu_tests.run(str(elsewhere / "test_ten.py"), 120, "--part", f"{n}/3")[0] for n in (1, 2, 3)]
+    assert [row["passed"] for row in rows] == [3, 3, 4]
+
+
+def test_files_that_need_two_cards_are_known() -> None:
+    found = [name for name in gpu_tests.candidates(ROOT) if gpu_tests.needs_several(ROOT, name)]
+    assert "tests/plugin/test_ranks.py" in found and "tests/plugin/test_reads.py" not in found

@@ -42,6 +42,8 @@ def served(
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "saesteer", "serve", *arguments, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--gpu-memory-utilization", "0.1"] if CUDA else ["--enforce-eager"]
+    if CUDA and "--kv-cache-memory-bytes" not in arguments:  # measuring what is left fails where neighbours free memory
+        command += ["--kv-cache-memory-bytes", str(2 << 30)]
     inherited = {name: value for name, value in os.environ.items() if name != "SAESTEER_ADMIN_KEY"}
     whole = {**inherited, **ENVIRONMENT, **(environment or {})}
     with log.open("w") as out:

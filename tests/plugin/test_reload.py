@@ -34,17 +34,18 @@ SPECS: dict[str, Any] = {
 CHANGES = ("reloaded", "back") + (("slept", "slept deeply", "in place") if CUDA else ())
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+# Graphs hold addresses, which vLLM must give back to what it rebuilds.
+@pytest.fixture(scope="module", params=["eager", pytest.param("graphs", marks=pytest.mark.gpu)])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What an engine said with its own weights, and with those that it got; and one that was started with these."""
     folder = tmp_path_factory.mktemp("reload")
     environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if not CUDA:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return {
-        model: hear("-m", "tests.plugin.test_reload", str(folder), model, environment=environment, timeout=500)
-        for model in ("model", "other")
-    }
+    words = ("-m", "tests.plugin.test_reload", str(folder), request.param)
+    found = {model: hear(*words, model, environment=environment, timeout=500) for model in ("model", "other")}
+    assert {one["graphs"] for one in found.values()} == {request.param == "graphs"}
+    return found
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -109,7 +110,7 @@ def _ask(llm: Any) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, model: str) -> None:
+def main(folder: Path, way: str, model: str) -> None:
     """Start an engine with a model, change its weights if it is the first one, and say what it says each time."""
     from bench.dummy import dictionary_file
     from saesteer import LLM
@@ -117,6 +118,8 @@ def main(folder: Path, model: str) -> None:
     models = {"model": _model(folder), "other": _other(folder)}
     np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enable_sleep_mode": True} if CUDA else {}
+    if way == "graphs":
+        options["cudagraph_capture_sizes"] = [1, 2, 4]
     llm = LLM(
         models[model],
         dictionaries={"random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1"},
@@ -124,14 +127,15 @@ def main(folder: Path, model: str) -> None:
         sites=["resid_post.all", *SITES],
         reads=[f"resid_post.{LAYERS - 1}", *SITES],
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=way == "eager",
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=4,
         seed=0,
         **({"kv_cache_memory_bytes": 64 << 20} | options),
     )
-    found = {"begun": _ask(llm)}
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    found: dict[str, Any] = {"graphs": bool(mode and mode.value), "begun": _ask(llm)}
     if model == "model":
         llm.collective_rpc("reload_weights", kwargs={"weights_path": models["other"]})
         found["reloaded"] = _ask(llm)
@@ -152,4 +156,4 @@ def main(folder: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
