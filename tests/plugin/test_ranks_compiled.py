@@ -23,7 +23,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs"),
 ]
 
-GRAPHS = {"enforce_eager": False, "cudagraph_capture_sizes": [1, 2, 4]}
+# Without FlashInfer's fusion of an all-reduce and the norm behind it, which some machines first have to build.
+GRAPHS = {
+    "enforce_eager": False,
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 WAYS: dict[str, dict[str, Any]] = {"eager": {}, "graphs": GRAPHS, "bfloat16": {**GRAPHS, "dtype": "bfloat16"}}
 # The set of graphs of a spec: without ops, with those of dictionaries, or with all.
 SETS = {"plain": 0, "clamp": 1, "clamp at z": 1, "reconstruct at z": 1, "add at z.2": 2, "every site": 2}
