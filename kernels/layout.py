@@ -155,7 +155,9 @@ SHORTEST = 1e-12  # smallest |x| that a dose is divided by
 MOST_GATES = 32  # gates of one row
 MOST_CLOSING = 2  # tokens that may end the reasoning
 NEVER = (1 << 31) - 1  # position of what has not come; open windows end here, too
-PUBLISHED = 4  # steps whose counts the host has; at most two are on their way
+# Steps whose counts the host has. Two are on their way at most, or one more than a pipeline has stages: vLLM begins
+# no further one before the oldest was read.
+PUBLISHED = 16
 STEPS = 1 << 30  # then their numbers start again at 0; a multiple of PUBLISHED
 
 

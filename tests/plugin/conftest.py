@@ -19,6 +19,7 @@ from saesteer.commands.embedded import DEMO_SAE, ensure_model
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.loaders.formats import own
 from tests.plugin.lora import write_adapter
+from tests.plugin.padded import padded, ranks_of_tests
 from tests.plugin.serving import CUDA as CUDA
 from tests.plugin.serving import served
 from tests.shared import Shared
@@ -95,6 +96,13 @@ def model_dir() -> str:
 
 
 @pytest.fixture(scope="session")
+def served_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What engines load: the model, or an equal one whose heads the ranks of SAESTEER_TEST_ENGINE can share."""
+    ranks = ranks_of_tests()
+    return model_dir if ranks == 1 else str(padded(Path(model_dir), tmp_path_factory.mktemp("padded"), ranks))
+
+
+@pytest.fixture(scope="session")
 def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Dictionaries:
     return write_dictionaries(tmp_path_factory.mktemp("dictionaries"))
 
@@ -160,7 +168,8 @@ def random_coder(
 def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     """Options of a small engine for this machine. On a CPU a block of the cache has 32 tokens, as few as vLLM takes.
 
-    SAESTEER_TEST_ENGINE adds to them, as JSON: ``{"pipeline_parallel_size": 2}`` runs the tests on two stages.
+    SAESTEER_TEST_ENGINE adds to them, as JSON: ``{"pipeline_parallel_size": 2}`` runs the tests on two stages, and
+    ``{"tensor_parallel_size": 2}`` on two ranks.
     """
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 1024, "seed": 0}
     if CUDA:
@@ -202,7 +211,7 @@ def preemptions(llm: Any) -> int:
 
 
 @pytest.fixture
-def make_engine(model_dir: str, dictionaries: Dictionaries, shared: Shared) -> Callable[..., Any]:
+def make_engine(served_dir: str, dictionaries: Dictionaries, shared: Shared) -> Callable[..., Any]:
     """Engines by their options, one for all tests that ask for the same; they find in it what others left in its cache.
 
     Another set of options costs half a minute.
@@ -212,7 +221,7 @@ def make_engine(model_dir: str, dictionaries: Dictionaries, shared: Shared) -> C
     def started(options: dict[str, Any]) -> Iterator[Any]:
         from saesteer import LLM
 
-        llm = LLM(model_dir, **dictionaries.options, inline_rows=2, **options)
+        llm = LLM(served_dir, **dictionaries.options, inline_rows=2, **options)
         try:
             yield llm
         finally:

@@ -32,8 +32,8 @@ def oracle(model_dir: str, place: Path) -> hf.Model:
 
 
 @pytest.fixture(scope="module")
-def llm(model_dir: str, place: Path) -> Iterator[Any]:
-    made = LLM(model_dir, dictionaries={"clt": str(place)}, inline_rows=4, **engine_options(dtype="float32"))
+def llm(served_dir: str, place: Path) -> Iterator[Any]:
+    made = LLM(served_dir, dictionaries={"clt": str(place)}, inline_rows=4, **engine_options(dtype="float32"))
     try:
         yield made
     finally:

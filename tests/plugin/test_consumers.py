@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def llm(model_dir: str, dictionaries: Dictionaries, folder: Path, shared: Shared) -> Any:
+def llm(served_dir: str, dictionaries: Dictionaries, folder: Path, shared: Shared) -> Any:
     from contextlib import contextmanager
 
     from saesteer import LLM
@@ -53,7 +53,7 @@ def llm(model_dir: str, dictionaries: Dictionaries, folder: Path, shared: Shared
     @contextmanager
     def started() -> Iterator[Any]:
         made = LLM(
-            model_dir,
+            served_dir,
             **dictionaries.options,
             reads=[SITE],
             consumers=consumers,

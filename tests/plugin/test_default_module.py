@@ -21,9 +21,9 @@ WATCHED: dict[str, Any] = {"edits": [*MODULES["bridge"]["edits"], STOP]}
 
 
 @pytest.fixture(scope="module")
-def llm(model_dir: str, dictionaries: Dictionaries) -> Iterator[Any]:
+def llm(served_dir: str, dictionaries: Dictionaries) -> Iterator[Any]:
     options = {**dictionaries.options, "modules": {**MODULES, "watched": WATCHED}}
-    made: Any = LLM(model_dir, **options, default_module="watched", **engine_options(dtype="float32"))
+    made: Any = LLM(served_dir, **options, default_module="watched", **engine_options(dtype="float32"))
     try:
         yield made
     finally:

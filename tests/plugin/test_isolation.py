@@ -41,18 +41,18 @@ def form(dictionary: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stock(model_dir: str) -> list[Completion]:
-    (answers,) = run(model_dir, [plain()], dictionaries=None, options=engine_options())
+def stock(served_dir: str) -> list[Completion]:
+    (answers,) = run(served_dir, [plain()], dictionaries=None, options=engine_options())
     return answers
 
 
 @pytest.fixture(scope="module")
-def ours(model_dir: str, dictionaries: Dictionaries) -> dict[str, list[Completion]]:
+def ours(served_dir: str, dictionaries: Dictionaries) -> dict[str, list[Completion]]:
     steers: dict[str, Any] = {"before": (), "mixed": MIXED, "clean": (), "idle": IDLE}
     steers |= {"reading": READING, "mixed and read": [one and {**one, "return": READ} for one in MIXED]}
     steers |= {name: [None, form(name), None, form(name)] for name in FORMS}
     batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in steers.values()]
-    answers = run(model_dir, batches, dictionaries=dictionaries.arguments, options=engine_options())
+    answers = run(served_dir, batches, dictionaries=dictionaries.arguments, options=engine_options())
     return dict(zip(steers, answers, strict=True))
 
 

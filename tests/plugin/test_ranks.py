@@ -347,38 +347,40 @@ def _names(llm: Any, *, alone: bool) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, way: str) -> None:
-    """Start an engine with its ranks or stages, ask it everything, and say what it said."""
+def start(folder: Path, way: str, **changes: Any) -> Any:
+    """An engine with its ranks or stages."""
     from bench.dummy import dictionary_file
     from saesteer import LLM
-    from saesteer.errors import ConfigError
 
     np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
+    narrow, wide = (f"{dictionary_file(width, FEATURES, folder)}@" for width in (WIDTH, 2 * WIDTH))
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1} if CUDA else {}
-    llm = LLM(
+    options |= {"dtype": "float32", "enforce_eager": True, **WAYS[way], **changes}
+    return LLM(
         _model(folder),
-        dictionaries={
-            "random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1",
-            "heads": f"{dictionary_file(2 * WIDTH, FEATURES, folder)}@z.1",
-        }
-        | {f"mlp{n}": f"{dictionary_file(WIDTH, FEATURES, folder)}@mlp_in.{n}:mlp_out.{n}" for n in (1, 2)},
+        dictionaries={"random": f"{narrow}resid_post.1", "heads": f"{wide}z.1"}
+        | {f"mlp{n}": f"{narrow}mlp_in.{n}:mlp_out.{n}" for n in (1, 2)},
         vectors={"probe": str(folder / "probe.npy")},
         sites=["resid_post.all", "resid_mid.1", "z.2", *KINDS],
         reads=["resid_post.2", "resid_post.1", "z.1", *KINDS],
         consumers={"filesystem": {"folder": str(folder / f"asked {way}")}},
         capture=["z.1", "resid_post.1"],
         capture_folder=str(folder / f"rows {way}" / "captured"),
-        dtype="float32",
-        enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=256,
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
         seed=0,
-        **WAYS[way],
         **options,
     )
+
+
+def main(folder: Path, way: str) -> None:
+    """Start an engine, ask it everything, and say what it said."""
+    from saesteer.errors import ConfigError
+
+    llm = start(folder, way)
     found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
     found["answers"] = {name: _answers(llm, spec) for name, spec in SPECS.items()}
     found["counted"] = llm.collective_rpc(counted)  # rows that nobody has taken since

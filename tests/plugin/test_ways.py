@@ -255,7 +255,7 @@ def test_a_lora_adapter_and_steering_together(
 
 
 def test_async_engine_with_requests_of_every_kind_at_once(
-    model_dir: str, dictionaries: Dictionaries, oracle: hf.Model
+    served_dir: str, dictionaries: Dictionaries, oracle: hf.Model
 ) -> None:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -281,7 +281,7 @@ def test_async_engine_with_requests_of_every_kind_at_once(
         return made
 
     async def all_of_them() -> list[list[Answer]]:
-        args = AsyncEngineArgs(model=model_dir, additional_config={"saesteer": config}, **engine_options("float32"))
+        args = AsyncEngineArgs(model=served_dir, additional_config={"saesteer": config}, **engine_options("float32"))
         engine = AsyncLLM.from_engine_args(args)
         try:
             kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)

@@ -32,7 +32,7 @@ from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
 from saesteer.plugin.reasoning import Border
-from saesteer.plugin.results import consuming, drafts, failures, health, metrics, reads, rules
+from saesteer.plugin.results import consuming, drafts, earlier, failures, health, metrics, reads, rules
 from saesteer.plugin.results.drafts import Guessed, Guesses
 from saesteer.plugin.results.kept import Room
 from saesteer.plugin.results.spools import Spool
@@ -145,7 +145,7 @@ class Snapshot:
 def attach(worker: Any, steering: Any) -> None:
     """Makes the counters leave with the output of each step of this worker.
 
-    On an earlier stage of a pipeline they are the output: gathering.py adds them to that of the last one.
+    On an earlier stage of a pipeline they are the output (earlier.py): gathering.py adds them to that of the last one.
     """
     engine = steering.engine
     if not (engine.is_last or engine.sites):
@@ -161,11 +161,12 @@ def attach(worker: Any, steering: Any) -> None:
         # Now, since the next step may be prepared before this one's tokens arrive. Each rank has the whole tensors. The
         # executor takes the first one's output, and under torchrun each rank has a scheduler that takes its own.
         snapshot = steering.snapshot(steering.read() if worker.is_driver_worker else None)
+        ran = None if engine.is_last else earlier.mark(engine.device)
         output = original(*args, **kwargs)
         if watched:
             snapshot.watched, snapshot.look = True, steering.health.take()
         if not engine.is_last:
-            return snapshot
+            return earlier.told(snapshot, ran)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer = snapshot

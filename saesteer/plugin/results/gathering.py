@@ -1,6 +1,6 @@
 """What the stages of a pipeline have counted and read of a step, put together. Knows no request's meaning.
 
-worker     an earlier stage has no output of its own: its Snapshot is what it returns (counts.py)
+worker     an earlier stage has no output of its own: its Snapshot is what it returns (counts.py, earlier.py)
 executor   MultiprocExecutor lets its kv_output_aggregator put the outputs of all ranks together. vLLM has it for KV
            connectors, which are refused. Here it adds the earlier stages' Tables to that of the last one, whose output
            the scheduler gets
