@@ -26,7 +26,8 @@ pytestmark = [
 WAYS: dict[str, dict[str, Any]] = {
     "one": {},
     "tensor": {"tensor_parallel_size": 2},
-} | ({} if CUDA else {"pipeline": {"pipeline_parallel_size": 2}})  # between layers 1 and 2, resid_post.1 behind it
+    "pipeline": {"pipeline_parallel_size": 2},  # between layers 1 and 2, resid_post.1 behind it
+}
 APART = {"read at z"}  # needs on the second stage what the first has read
 several = pytest.mark.parametrize("way", [*WAYS][1:])
 
@@ -160,7 +161,6 @@ def test_each_rank_counts_the_same(runs: dict[str, Any]) -> None:
     assert sorted(first) == sorted(second) and sum(first) > 0
 
 
-@pytest.mark.skipif(CUDA, reason="refused on a GPU")
 def test_each_stage_counts_at_its_own_sites(runs: dict[str, Any]) -> None:
     """The last spec edits at z.2, which is on the second."""
     [whole], (first, second) = runs["one"]["counted"], runs["pipeline"]["counted"]
