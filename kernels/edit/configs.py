@@ -44,6 +44,8 @@ class ManyConfig:
     block_n: int  # and while decoding
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
+    block_z: int = 128  # columns at once of the norm
+    slices: int = 1  # programs that encode a turn together, where items are single tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
-_RUNS = ManyConfig(num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=3, programs=4)
+_RUNS = ManyConfig(
+    num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=4, programs=1, block_z=1024, slices=3
+)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +111,13 @@ def edit_triton(
     if (tiled or runs) and wanted & layout.MANY:
         many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
         most = -(-layout.MOST_MANY // many.entries) * many.entries
-        room = (layout.dense_words(width) - layout.PARTIALS) // (many.tokens * most)
-        many_kernel[(min(tokens, room, cores * many.programs),)](
+        room = (layout.dense_words(width) - layout.PARTIALS) // many.tokens
+        if many.slices * (most + places * many.entries) > room or places > layout.PARTIALS:
+            many = replace(many, slices=1)
+        room -= (many.slices > 1) * places * many.slices * many.entries  # where the programs of a turn meet
+        programs = min(tokens * many.slices, room // most, max(cores * many.programs, many.slices))
+        programs -= programs % many.slices
+        many_kernel[(programs,)](
             *common,
             counts,
             scratch,

@@ -30,36 +30,43 @@ from saesteer.kernels.edit.words import (
     SPAN,
 )
 
+SEARCHED = tl.constexpr(512)  # items of a list of single tokens that are searched at once
+
 
 @triton.jit
-def _deltas(
+def _products(
     stream,
     second,
     w_enc,
-    entry,  # [ENTRIES] of them
+    starts,  # [ENTRIES] int64 offsets in w_enc
     inside,  # [ENTRIES] whether the entry exists
-    tokens,  # [TOKENS] int64 offsets in the stream, whether there is a token, and positions
-    counter,  # counts of this row, and their stride
-    WIDTH: tl.constexpr,
+    x_at,  # [TOKENS] int64 offsets in the stream
+    exists,  # [TOKENS] whether there is a token
+    begin,  # columns
+    end,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """f' - f of each token and entry: [TOKENS, ENTRIES]."""
-    x_at, exists, position = tokens
-    slot, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = unpack(entry, inside)
-    starts = slot.to(tl.int64) * WIDTH
-    acc = tl.zeros([x_at.shape[0], entry.shape[0]], tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+    """x . w_enc[slot] over these columns for each token and entry: [TOKENS, ENTRIES]."""
+    acc = tl.zeros([x_at.shape[0], starts.shape[0]], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
-        real_cols = (cols < WIDTH)[None, :]
+        real_cols = (cols < end)[None, :]
         x = tile(stream, second, x_at[:, None] + cols[None, :], exists[:, None] & real_cols, FORM)
         e = tl.load(w_enc + starts[:, None] + cols[None, :], mask=inside[:, None] & real_cols, other=0.0)
         if EXACT:
             acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(e), acc)
+    return acc
+
+
+@triton.jit
+def _deltas(acc, words, inside, exists, position, counter):
+    """f' - f of each token and entry: [TOKENS, ENTRIES]; words are the entries'. Counts the tokens."""
+    _, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = words
     pre = acc + bias[None, :]
     f = tl.where(pre > threshold[None, :], pre, 0.0)
     applies = exists[:, None] & inside[None, :] & (lo[None, :] <= position[:, None]) & (position[:, None] < hi[None, :])
@@ -67,6 +74,20 @@ def _deltas(
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     tl.atomic_add(counter[0] + (flags >> COUNTER) * counter[1], many, mask=inside & (many > 0), sem="relaxed")
     return delta
+
+
+@triton.jit
+def _met(acc, mine, others, arrival, SLICES: tl.constexpr):
+    """The sum of all slices' products in order, and whether this program is the last of them, which alone has it."""
+    tl.store(mine, acc, cache_modifier=".cg")
+    tl.debug_barrier()
+    last = tl.atomic_add(arrival, 1, sem="acq_rel") == SLICES - 1
+    if last:
+        tl.store(arrival, 0)
+        acc = tl.zeros(acc.shape, tl.float32)
+        for at in tl.static_range(SLICES):
+            acc += tl.load(others + at * (acc.shape[0] * acc.shape[1]), cache_modifier=".cg")
+    return acc, last
 
 
 @triton.jit
@@ -97,17 +118,130 @@ def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
 
 @triton.jit
 def _run(work, n_items, it, position, TOKENS: tl.constexpr):
-    """Which tokens from item `it` on are a turn, in a list of single tokens, and whether one begins there.
-
-    A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds its turns by itself.
-    """
+    """Which tokens from item `it` on are a turn that begins there, in a list of single tokens."""
     lanes = tl.arange(0, TOKENS)
     rows = work + 4 + it * 4 + 1
-    row = tl.load(rows)
-    before = tl.load(rows - 4, mask=it > 0, other=0)
     those = tl.load(rows + lanes * 4, mask=it + lanes < n_items, other=0)
-    past = position % TOKENS
-    return (those == row) & (lanes < TOKENS - past), (before != row) | (past == 0)
+    return (those == tl.load(rows)) & (lanes < TOKENS - position % TOKENS)
+
+
+@triton.jit
+def _begins(work, table, positions, stride_table, number, first, n_items, TOKENS: tl.constexpr):
+    """From item `first` on: the number of the turn that begins at each item, -1 where none does, and how many do.
+
+    A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds all turns by itself.
+    Rows without PARTS have none.
+    """
+    at = first + tl.arange(0, SEARCHED)
+    item = work + 4 + at * 4
+    inside = at < n_items
+    token = tl.load(item, mask=inside, other=0)
+    row = tl.load(item + 1, mask=inside, other=0)
+    before = tl.load(item - 3, mask=inside & (at > 0), other=0)  # row 0 is nobody's
+    position = tl.load(positions + token, mask=inside, other=0)
+    here = table + row.to(tl.int64) * stride_table + number
+    begins = inside & ((row != before) | (position % TOKENS == 0))
+    begins = begins & ((tl.load(here + KIND, mask=inside, other=0) & MANY) != 0)
+    begins = (begins & (tl.load(here + PARTS, mask=inside, other=0) > 1)).to(tl.int32)
+    return tl.where(begins > 0, tl.cumsum(begins, axis=0) - 1, -1), tl.sum(begins, axis=0)
+
+
+@triton.jit
+def _edit(
+    tensors,
+    norm,  # eps and offset of its weight
+    words,  # the row's table, and where its entries begin and end
+    tokens,  # int64 offsets in the stream, whether there is a token, and positions
+    counter,  # counts of this row, and their stride
+    shared,  # scratch: for deltas, for products of the turn's slices, its arrivals; and which slice this is
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLICES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """A turn, or its share of it."""
+    stream, second, norm_weight, w_enc, w_dec = tensors
+    eps, weight_offset = norm
+    entries, begin, end = words
+    x_at, exists, position = tokens
+    deltas, most_entries, products, arrival, share = shared
+    lanes = tl.arange(0, ENTRIES)
+    own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
+    number_of = (end - begin) // ENTRY
+    changed = tl.zeros([TOKENS], tl.int32)
+    columns_of: tl.constexpr = (WIDTH + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K) * BLOCK_K
+    from_column = 0
+    to_column = WIDTH
+    mine = number_of
+    if SLICES > 1:
+        if number_of <= ENTRIES:
+            from_column = share * columns_of
+            to_column = tl.minimum(from_column + columns_of, WIDTH)
+        else:  # they have no room to meet
+            mine = tl.where(share == 0, number_of, 0)
+    for first in range(0, mine, ENTRIES):
+        inside = first + lanes < number_of
+        of_entries = unpack(entries + begin + (first + lanes) * ENTRY, inside)
+        starts = of_entries[0].to(tl.int64) * WIDTH
+        acc = _products(
+            stream, second, w_enc, starts, inside, x_at, exists, from_column, to_column, BLOCK_K, STAGES, FORM, EXACT
+        )
+        last = True
+        if SLICES > 1:  # noqa: SIM102 (the compiler knows this one, not the next)
+            if number_of <= ENTRIES:
+                at = tl.arange(0, TOKENS)[:, None] * ENTRIES + lanes[None, :]
+                acc, last = _met(acc, products + share * TOKENS * ENTRIES + at, products + at, arrival, SLICES)
+        if last:
+            delta = _deltas(acc, of_entries, inside, exists, position, counter)
+            changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
+            tl.store(own + first, delta)
+    tl.debug_barrier()
+    keep = changed > 0
+    squares = tl.zeros([TOKENS, BLOCK_N], tl.float32)  # threads meet once
+    if tl.sum(changed, axis=0) > 0:
+        if number_of <= ENTRIES:
+            inside = lanes < number_of
+            starts = word(entries + begin + lanes * ENTRY + SLOT, inside).to(tl.int64) * WIDTH
+            delta = tl.load(own)
+            for start in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK_N)
+                at = x_at[:, None] + cols[None, :]
+                mask = keep[:, None] & (cols < WIDTH)[None, :]
+                x = tile(stream, second, at, mask, FORM)
+                y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
+                squares += _stored(stream, second, at, y, mask, FORM)
+        else:
+            for start in range(0, WIDTH, BLOCK_N):
+                cols = start + tl.arange(0, BLOCK_N)
+                at = x_at[:, None] + cols[None, :]
+                mask = keep[:, None] & (cols < WIDTH)[None, :]
+                y = tile(stream, second, at, mask, FORM).to(tl.float32)
+                for first in tl.range(0, number_of, ENTRIES, num_stages=STAGES):
+                    inside = first + lanes < number_of
+                    slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
+                    starts = slot.to(tl.int64) * WIDTH
+                    y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
+                squares += _stored(stream, second, at, y, mask, FORM)
+        if FORM == NORMED:
+            tl.debug_barrier()
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
+            for start in range(0, WIDTH, BLOCK_Z):
+                cols = start + tl.arange(0, BLOCK_Z)
+                at = x_at[:, None] + cols[None, :]
+                mask = keep[:, None] & (cols < WIDTH)[None, :]
+                z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+                if HAS_WEIGHT:
+                    gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+                    z *= (gain + weight_offset)[None, :]
+                tl.store(second + at, z, mask=mask)
+    tl.debug_barrier()
 
 
 @kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch")
@@ -122,7 +256,7 @@ def many_kernel(
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     counts,  # [rows, counters] int32
-    scratch,  # fp32; behind the arrivals [programs, TOKENS, most_entries]
+    scratch,  # fp32; behind the arrivals [programs, TOKENS, most_entries], then [turns, SLICES, TOKENS, ENTRIES]
     eps,
     weight_offset,
     stride_table,
@@ -134,96 +268,74 @@ def many_kernel(
     # Turns of an item: TILE / TOKENS. 0: items are single tokens, a turn is some neighbours, and rows without PARTS are
     # done elsewhere, so that the list's head says whether there is anything to do.
     SHARES: tl.constexpr,
+    SLICES: tl.constexpr,  # programs that encode a turn together, each some columns
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_Z: tl.constexpr,  # columns of the norm at once
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
-    """A program takes TOKENS tokens per turn: the first pass makes all deltas, the second adds the decoder rows."""
+    """A turn is TOKENS tokens: one pass makes all deltas, the second adds the decoder rows, the third is the norm.
+
+    Few turns leave most of the device idle, and a program's bandwidth bounds it. So SLICES programs share the first
+    pass of a turn; the one that arrives last does the others. Programs of a turn are neighbours, and none waits.
+    """
     if PDL:
         gdc_wait()
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
-    if SHARES == 0:  # noqa: SIM102 (the compiler knows this one, not the next)
-        if tl.load(work + 1) == 1:  # nobody has enough entries
-            n_items = 0
     number = HEAD + SPAN * site_number
-    lanes = tl.arange(0, ENTRIES)
+    size: tl.constexpr = TOKENS * ENTRIES
     deltas = scratch + PARTIALS + tl.program_id(0).to(tl.int64) * TOKENS * most_entries
-    own = deltas + tl.arange(0, TOKENS)[:, None] * most_entries + lanes[None, :]
+    products = scratch + PARTIALS + tl.num_programs(0).to(tl.int64) * TOKENS * most_entries
+    arrivals = scratch.to(tl.pointer_type(tl.int32))
+    tensors = (stream, second, norm_weight, w_enc, w_dec)
+    norm = (eps, weight_offset)
+    lanes = tl.arange(0, TOKENS)
 
-    turns: tl.constexpr = SHARES if SHARES > 0 else 1
-    for it in range(tl.program_id(0), n_items * turns, tl.num_programs(0)):
-        item = work + 4 + (it // turns) * 4
-        within = (it % turns) * TOKENS + tl.arange(0, TOKENS)
-        token = tl.load(item)
-        row = tl.load(item + 1).to(tl.int64)
-        position = tl.load(positions + token).to(tl.int32)
-        entries = table + row * stride_table
-        if SHARES > 0:
+    if SHARES > 0:
+        for it in range(tl.program_id(0), n_items * SHARES, tl.num_programs(0)):
+            item = work + 4 + (it // SHARES) * 4
+            within = (it % SHARES) * TOKENS + lanes
+            token = tl.load(item)
+            row = tl.load(item + 1).to(tl.int64)
+            position = tl.load(positions + token).to(tl.int32)
+            entries = table + row * stride_table
             length = tl.load(item + 2)
-            exists, begins = within < length, (it % turns) * TOKENS < length
-        else:
-            exists, begins = _run(work, n_items, it, position, TOKENS)
-            begins = begins & (tl.load(entries + number + PARTS) > 1)
-        begin = tl.load(entries + number + BEGIN)
-        end = tl.load(entries + number + END)
-        kind = tl.load(entries + number + KIND)
-        if ((kind & MANY) != 0) & begins:
-            x_at = (token.to(tl.int64) + within) * WIDTH
-            tokens = (x_at, exists, position + within)  # they follow one another
-            counter = (counts + row * stride_counts, stride_counters)
-            number_of = (end - begin) // ENTRY
-            changed = tl.zeros([TOKENS], tl.int32)
-            for first in range(0, number_of, ENTRIES):
-                entry = entries + begin + (first + lanes) * ENTRY
-                inside = first + lanes < number_of
-                delta = _deltas(
-                    stream, second, w_enc, entry, inside, tokens, counter, WIDTH, BLOCK_K, STAGES, FORM, EXACT
+            kind = tl.load(entries + number + KIND)
+            if ((kind & MANY) != 0) & ((it % SHARES) * TOKENS < length):
+                x_at = (token.to(tl.int64) + within) * WIDTH
+                tokens = (x_at, within < length, position + within)  # they follow one another
+                counter = (counts + row * stride_counts, stride_counters)
+                words = (entries, tl.load(entries + number + BEGIN), tl.load(entries + number + END))
+                shared = (deltas, most_entries, deltas, arrivals, 0)
+                _edit(
+                    *(tensors, norm, words, tokens, counter, shared),
+                    *(WIDTH, TOKENS, 1, ENTRIES, BLOCK_K, BLOCK_N, BLOCK_Z, STAGES, FORM, HAS_WEIGHT, EXACT),
                 )
-                changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
-                tl.store(own + first, delta)
-            tl.debug_barrier()
-            keep = changed > 0
-            squares = tl.zeros([TOKENS, BLOCK_N], tl.float32)  # threads meet once
-            if tl.sum(changed, axis=0) > 0:
-                if number_of <= ENTRIES:
-                    inside = lanes < number_of
-                    starts = word(entries + begin + lanes * ENTRY + SLOT, inside).to(tl.int64) * WIDTH
-                    delta = tl.load(own)
-                    for start in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
-                        cols = start + tl.arange(0, BLOCK_N)
-                        at = x_at[:, None] + cols[None, :]
-                        mask = keep[:, None] & (cols < WIDTH)[None, :]
-                        x = tile(stream, second, at, mask, FORM)
-                        y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
-                        squares += _stored(stream, second, at, y, mask, FORM)
-                else:
-                    for start in range(0, WIDTH, BLOCK_N):
-                        cols = start + tl.arange(0, BLOCK_N)
-                        at = x_at[:, None] + cols[None, :]
-                        mask = keep[:, None] & (cols < WIDTH)[None, :]
-                        y = tile(stream, second, at, mask, FORM).to(tl.float32)
-                        for first in tl.range(0, number_of, ENTRIES, num_stages=STAGES):
-                            inside = first + lanes < number_of
-                            slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
-                            starts = slot.to(tl.int64) * WIDTH
-                            y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                        squares += _stored(stream, second, at, y, mask, FORM)
-                if FORM == NORMED:
-                    tl.debug_barrier()
-                    scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
-                    for start in range(0, WIDTH, BLOCK_N):
-                        cols = start + tl.arange(0, BLOCK_N)
-                        at = x_at[:, None] + cols[None, :]
-                        mask = keep[:, None] & (cols < WIDTH)[None, :]
-                        z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
-                        if HAS_WEIGHT:
-                            gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
-                            z *= (gain + weight_offset)[None, :]
-                        tl.store(second + at, z, mask=mask)
-            tl.debug_barrier()
+    elif tl.load(work + 1) > 1:  # or nobody has enough entries
+        groups = tl.num_programs(0) // SLICES
+        share = tl.program_id(0) % SLICES
+        done = 0
+        for first in range(0, n_items, SEARCHED):
+            order, here = _begins(work, table, positions, stride_table, number, first, n_items, TOKENS)
+            for turn in range((tl.program_id(0) // SLICES + groups - done % groups) % groups, here, groups):
+                it = first + tl.sum(tl.where(order == turn, tl.arange(0, SEARCHED), 0), axis=0)
+                token = tl.load(work + 4 + it * 4)
+                row = tl.load(work + 4 + it * 4 + 1).to(tl.int64)
+                position = tl.load(positions + token).to(tl.int32)
+                entries = table + row * stride_table
+                x_at = (token.to(tl.int64) + lanes) * WIDTH
+                tokens = (x_at, _run(work, n_items, it, position, TOKENS), position + lanes)
+                counter = (counts + row * stride_counts, stride_counters)
+                words = (entries, tl.load(entries + number + BEGIN), tl.load(entries + number + END))
+                shared = (deltas, most_entries, products + (done + turn) * SLICES * size, arrivals + done + turn, share)
+                _edit(
+                    *(tensors, norm, words, tokens, counter, shared),
+                    *(WIDTH, TOKENS, SLICES, ENTRIES, BLOCK_K, BLOCK_N, BLOCK_Z, STAGES, FORM, HAS_WEIGHT, EXACT),
+                )
+            done += here

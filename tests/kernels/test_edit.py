@@ -110,6 +110,16 @@ def test_a_group_on_runs_of_any_length(path: Path, edits: int, dtype: torch.dtyp
     assert check(wished, path, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
 
 
+@TYPED
+def test_programs_that_encode_a_turn_together(dtype: torch.dtype, form: int) -> None:
+    """Each some columns, and the last one may have none; where a row has too many entries, one does all of them."""
+    runs = replace(configs(576).runs, block_k=64, block_n=128, slices=3)
+    wished = [Wish("clamps", edits, tokens) for edits, tokens in ((20, 18), (40, 17), (8, 1), (1, 2))]
+    for width in (130, 576):
+        path = replace(IN_RUNS, tuned=replace(configs(width), runs=runs))
+        assert check(wished, path, width=width, dtype=dtype, form=form, seed=width) > 4
+
+
 @FORMS
 @PATHS
 def test_lists_on_items(path: Path, form: int) -> None:

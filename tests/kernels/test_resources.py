@@ -28,9 +28,9 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
         yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
     for many, shares in ((tuned.many, layout.TILE // tuned.many.tokens), (tuned.runs, 0)):
-        turns = {"TOKENS": many.tokens, "SHARES": shares, "ENTRIES": many.entries}
-        tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "STAGES": many.stages, "EXACT": exact}
-        yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "HAS_WEIGHT": True}
+        turns = {"TOKENS": many.tokens, "SHARES": shares, "SLICES": many.slices, "ENTRIES": many.entries}
+        tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "BLOCK_Z": many.block_z, "STAGES": many.stages}
+        yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "EXACT": exact, "HAS_WEIGHT": True}
     lone = tuned.lone
     turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
     yield "edit.lone", "lone_kernel", lone.num_warps, {"BLOCK": block(lone.num_warps), "HAS_WEIGHT": True, **turns}
