@@ -61,7 +61,7 @@ class Sink:
         self.file = os.open(path, os.O_WRONLY)
         # The thread that writes it: the same for whoever opens the file again, behind a preemption.
         self.lane = os.fstat(self.file).st_ino % LANES
-        weakref.finalize(self, os.close, self.file)
+        weakref.finalize(self, os.close, self.file).atexit = False  # where a thread may still write to it
 
     def write(self, pieces: Iterable[tuple[int, Any]]) -> None:
         """Write bytes at places, neighbours by one call: between two calls a thread may wait for the interpreter."""

@@ -82,7 +82,7 @@ def test_requests_beside_it_are_left_alone(llm: Any) -> None:
     plain = [said for _, said in together[1]]
     for steered in (together[0], together[2]):
         far = max(abs(said - other) for (_, said), other in zip(steered, plain, strict=True))
-        assert far > 10 * TOLERANCE, "it is steered"
+        assert far > 3 * TOLERANCE, "it is steered"
 
 
 def test_an_answer_names_every_site(llm: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from saesteer.client import Client, numbers
-from tests.plugin.conftest import LONG_PROMPT
+from tests.plugin.conftest import CUDA, LONG_PROMPT
 from tests.plugin.test_applied_http import metric
 from tests.plugin.test_messages import TURNS
 
@@ -97,7 +97,7 @@ def test_a_client_that_leaves_when_one_choice_has_ended_leaves_no_result(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
-@pytest.mark.parametrize("seconds", [0.01, 0.3, 1.5])
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.25] if CUDA else [0.01, 0.3, 1.5])  # of an answer of half a second
 def test_a_client_that_leaves_at_any_time_leaves_no_result(
     any_server: httpx.Client, before: set[str], stream: bool, seconds: float
 ) -> None:

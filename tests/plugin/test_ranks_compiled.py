@@ -44,9 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
+    folders = {way: str(tmp_path_factory.mktemp(way)) for way in WAYS}  # here, since pytest knows no threads
+
     def run(way: str) -> Any:
-        folder = str(tmp_path_factory.mktemp(way))
-        return hear("-m", "tests.plugin.test_ranks_compiled", folder, way, environment=environment)
+        return hear("-m", "tests.plugin.test_ranks_compiled", folders[way], way, environment=environment)
 
     with ThreadPoolExecutor() as threads:
         return dict(zip(WAYS, threads.map(run, WAYS), strict=True))

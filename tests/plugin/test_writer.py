@@ -1,6 +1,8 @@
 """The threads that write rows into files: who waits for them, how often they write, and what ends them. No engine."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -116,3 +118,17 @@ def test_a_writer_without_work_has_no_threads() -> None:
     before = threading.active_count()
     assert Writer().ticket == 0
     assert threading.active_count() == before
+
+
+def test_a_file_stays_open_while_an_interpreter_ends(tmp_path: Path) -> None:
+    """A thread may write until then; what runs last here was registered first."""
+    place = tmp_path / "rows"
+    place.touch()
+    code = """
+import atexit, sys
+atexit.register(lambda: sink.write([(0, b"rows")]))
+from saesteer.engine.spool import Sink
+sink = Sink(sys.argv[1], 0, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True)
+    assert place.read_bytes() == b"rows" and "could not be written" not in done.stderr
