@@ -6,6 +6,7 @@ process. The model is tiny and has real weights, as dummy ones are drawn for eac
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,17 @@ READS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What an engine of one rank, one of two and one of two stages answered."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folders = {way: str(tmp_path_factory.mktemp(way)) for way in WAYS}
     environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if not CUDA:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    found = {}
-    for way in WAYS:
-        found[way] = hear("-m", "tests.plugin.test_ranks", str(folder), way, environment=environment)
-        assert found[way]["ranks"] == 1 + (way != "one")
+
+    def run(way: str) -> Any:
+        return hear("-m", "tests.plugin.test_ranks", folders[way], way, environment=environment)
+
+    with ThreadPoolExecutor(len(WAYS) if CUDA else 1) as threads:  # side by side where they take little of a machine
+        found = dict(zip(WAYS, threads.map(run, WAYS), strict=True))
+    assert all(one["ranks"] == 1 + (way != "one") for way, one in found.items())
     return found
 
 
