@@ -34,6 +34,7 @@ from saesteer.kernels.edit.words import (
     GROUP_END,
     GROUPS,
     HEAD,
+    HELD,
     KIND,
     LONE,
     PARTIALS,
@@ -192,6 +193,10 @@ def edit_kernel(
                 if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
                     if ((kind & BEFORE) != 0) & (share == 0):
                         put(before + at, cols, x, [col < WIDTH for col in cols])
+                whole = False
+                if HAS_DENSE:  # the first word of the group that comes, with the stream
+                    flags = word(entries + begin + FLAGS, dense_size > 0)
+                    whole = (flags & (RECONSTRUCT | HELD)) == RECONSTRUCT
                 change = zeros(x)
                 bits = 0
                 if (kind & GATED) != 0:
@@ -214,6 +219,9 @@ def edit_kernel(
                         group_end = kept(entries + c + GROUP_END)
                     entry, words = entries + c, group_end - c
                     held = (dense, dense_base, dense_size, fresh)
+                    alone = False  # whether there is nothing here but a reconstruction, which is done below
+                    if HAS_DENSE:
+                        alone = (c >= group_end) | (whole & (c == begin) & (c + ENTRY >= group_end))
                     # A lone entry is the usual case; room for more would slow it down.
                     if (c + ENTRY >= group_end) & (dense_size == 0):
                         one, changed, bits = add_chunk(
@@ -234,6 +242,9 @@ def edit_kernel(
                             HAS_NORMS,
                             HAS_KEPT,
                         )
+                    elif alone:
+                        one = zeros(x)
+                        changed = tl.full([], 0, tl.int32)
                     else:
                         one, changed, bits = add_chunk(
                             entry,

@@ -77,6 +77,7 @@ def encode_kernel(
             held = feature < size
             x_at = token * WIDTH
             e_at = (base + feature).to(tl.int64) * WIDTH
+            bias = tl.load(b_enc + base + feature, mask=held, other=0.0)  # early, so that it comes with the weights
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
@@ -105,7 +106,7 @@ def encode_kernel(
                 into = tl.where((norms & LAYER_NORM) != 0, 1.0 / (std + 1e-5), 1.0)
                 into = tl.where((norms & L2_NORM) != 0, tl.sqrt(WIDTH * 1.0) / length, into)
                 acc *= into[:, None]
-            acc += tl.load(b_enc + base + feature, mask=held, other=0.0)[None, :]
+            acc += bias[None, :]
             out = activations + place[:, None] * (2 * stride_dense) + feature[None, :]
             tl.store(out, acc, mask=mine[:, None] & held[None, :])
             left = tl.where(mine, 0, left)
