@@ -23,7 +23,7 @@ from tests.plugin.test_ranks import CLAMP, FEATURES, HEADS, LAYERS, NOISE, ROWS,
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,  # four engines, the last of which has four processes
-    pytest.mark.skipif(CUDA, reason="its ways need four GPUs"),
+    pytest.mark.skipif(CUDA, reason="refused on a GPU"),
 ]
 
 WAYS: dict[str, dict[str, Any]] = {
