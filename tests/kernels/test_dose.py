@@ -62,8 +62,10 @@ def test_measured_rows_on_items(path: Path, form: int) -> None:
 def test_measuring_changes_nothing(
     kinds: list[str], edits: int, gated: bool, shape: Shape, limit: float, seed: int
 ) -> None:
-    """Nor does a limit that no token reaches."""
+    """Nor does a limit that no token reaches. A lone entry has a way of its own unless it is measured, and on a GPU the
+    two may differ in a last bit of what they add up."""
     width, dtype, form = shape
+    near = partial(torch.testing.assert_close, rtol=0, atol=8 * torch.finfo(dtype).eps, equal_nan=True)
     found: list[list[State]] = []
     for one in (None, limit):
         drawer = a_world(np.random.default_rng(seed), width, dtype, 100, edits, (1, 37, 130))
@@ -72,11 +74,15 @@ def test_measuring_changes_nothing(
         found.append(case.run(TOKEN))
         edits_end = case.edits
     for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(bits(ours.stream), bits(theirs.stream))
         assert torch.equal(ours.cells, theirs.cells)
         assert torch.equal(ours.counts[:, :edits_end], theirs.counts[:, :edits_end])
-        if ours.second is not None and theirs.second is not None:
-            assert torch.equal(bits(ours.second), bits(theirs.second))
+        for one, other in ((ours.stream, theirs.stream), (ours.second, theirs.second)):
+            if one is None or other is None:
+                continue
+            if GPU:
+                near(one, other)
+            else:
+                assert torch.equal(bits(one), bits(other))
 
 
 @pytest.fixture(params=[None, TOKEN, TILED], ids=["reference", "span1", "tiled"])
