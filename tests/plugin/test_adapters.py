@@ -14,10 +14,10 @@ import torch
 
 from saesteer import hf
 from tests.apart import hear, tell
+from tests.plugin.asked import CLAMP, FEATURES, HEADS, KINDS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.lora import merge_adapter, write_adapter
 from tests.plugin.said import plain, same
-from tests.plugin.test_ranks import CLAMP, FEATURES, HEADS, KINDS, ROWS, WIDTH, _model, add
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,7 +115,7 @@ def _loaded(folder: Path) -> Any:
     """Transformers' model, which has no tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(_model(folder), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(tiny_llama(folder), dtype=torch.float32)
 
 
 def _options(folder: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def main(folder: Path, ranks: int) -> None:
 
     adapters = {name: LoRARequest(name, at, str(folder / name)) for at, name in enumerate(MODELS[1:], 1)}
     llm = LLM(
-        _model(folder),
+        tiny_llama(folder),
         **_options(folder),
         enable_lora=True,
         max_loras=2,

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.apart import hear, tell
+from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import plain, same
-from tests.plugin.test_ranks import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, _model, add
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # two or three engines; test_guessed_steps.py needs none
 
@@ -208,7 +208,7 @@ def main(folder: Path, ranks: int, guesses: bool) -> None:
         lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, **lookup}
     llm = LLM(
-        _model(folder),
+        tiny_llama(folder),
         dictionaries={"random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1"},
         vectors={"probe": str(folder / "probe.npy")},
         sites=["resid_post.all"],

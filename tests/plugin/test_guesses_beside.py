@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.apart import hear, tell
+from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.judge import Judge
 from tests.plugin.said import same
 from tests.plugin.test_guesses import EVERYWHERE, GENERATED, TOKENS, _metric, _params, _told, left
-from tests.plugin.test_ranks import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, _model, add
 
 pytestmark = [
     pytest.mark.slow,
@@ -194,7 +194,7 @@ def _broken(folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     if not (folder / "broken").exists():
-        model = AutoModelForCausalLM.from_pretrained(_model(folder), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(tiny_llama(folder), dtype=torch.float32)
         with torch.no_grad():
             model.get_input_embeddings().weight[NAN] = float("nan")
         model.save_pretrained(folder / "broken")

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.apart import hear, tell
+from tests.plugin.asked import NOISE, PROMPTS, READS, SPECS
 from tests.plugin.said import same
-from tests.plugin.test_ranks import NOISE, PROMPTS, READS, SPECS, _answers, _params, _reads, _rules, _told, start
+from tests.plugin.test_ranks import _answers, _params, _reads, _rules, _told, start
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from saesteer.client import Client, numbers
+from tests.plugin.asked import CLAMP, FEATURES, HEADS, KINDS, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import ADMIN_KEY
 from tests.plugin.serving import CUDA, events_of, served
-from tests.plugin.test_ranks import CLAMP, FEATURES, HEADS, KINDS, PROMPTS, ROWS, WAYS, WIDTH, _model, add
+from tests.plugin.test_ranks import WAYS
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +36,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     words += ["--pool-rows", "3", "--max-model-len", "256", "--max-num-seqs", "8", "--saesteer-admin-key", ADMIN_KEY]
     words += ["--kv-cache-memory-bytes", str(64 << 20)]
     environment = {} if CUDA else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with served([_model(folder), *words], folder / "log", environment=environment) as client:
+    with served([tiny_llama(folder), *words], folder / "log", environment=environment) as client:
         yield client
 
 

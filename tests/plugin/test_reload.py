@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.apart import hear, tell
+from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import plain, same
-from tests.plugin.test_ranks import CLAMP, FEATURES, LAYERS, NOISE, PROMPTS, ROWS, WIDTH, _model, add
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # two engines
 
@@ -76,7 +76,7 @@ def _other(folder: Path) -> str:
     from safetensors.torch import load_file, save_file
 
     if not (folder / "other").exists():
-        source = Path(_model(folder))
+        source = Path(tiny_llama(folder))
         (folder / "other").mkdir()
         for path in source.iterdir():
             if path.suffix == ".safetensors":
@@ -115,7 +115,7 @@ def main(folder: Path, way: str, model: str) -> None:
     from bench.dummy import dictionary_file
     from saesteer import LLM
 
-    models = {"model": _model(folder), "other": _other(folder)}
+    models = {"model": tiny_llama(folder), "other": _other(folder)}
     np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enable_sleep_mode": True} if CUDA else {}
     if way == "graphs":

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from saesteer.plugin.job import Batch, Completion, run
+from tests.plugin.asked import CLAMP, FEATURES, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA, engine_options
 from tests.plugin.test_isolation import bits
-from tests.plugin.test_ranks import CLAMP, FEATURES, NOISE, PROMPTS, ROWS, WIDTH, _model, add
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CUDA, reason="refused on a GPU")]
 
@@ -41,9 +41,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Completi
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
-        (stock,) = run(_model(folder), [plain], dictionaries=None, options=options)
+        (stock,) = run(tiny_llama(folder), [plain], dictionaries=None, options=options)
         ours = run(
-            _model(folder), [*asked.values()], dictionaries=random, options=options | {"sites": ["resid_post.all"]}
+            tiny_llama(folder), [*asked.values()], dictionaries=random, options=options | {"sites": ["resid_post.all"]}
         )
     return {"stock": stock} | dict(zip(asked, ours, strict=True))
 

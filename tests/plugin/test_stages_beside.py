@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.apart import hear, tell
+from tests.plugin.asked import CLAMP, FEATURES, HEADS, LAYERS, NOISE, ROWS, WIDTH, add
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import same
 from tests.plugin.test_guesses import EVERYWHERE, GENERATED, _metric, _params, _told, left
 from tests.plugin.test_guesses_beside import NAN, _broken
-from tests.plugin.test_ranks import CLAMP, FEATURES, HEADS, LAYERS, NOISE, ROWS, WIDTH, add
 
 pytestmark = [
     pytest.mark.slow,
