@@ -115,7 +115,8 @@ bench-steps:
 	$(STEPS) --model gemma-3-4b --requests 1 4 64 256
 	$(STEPS) --model gemma-3-4b --modes $(VARIED)
 	$(STEPS) --model gemma-3-4b --prompt-tokens 64 512 2048 --modes idle named
-	$(STEPS) --model gemma-3-4b --requests 64 --modes capture probes
+	$(STEPS) --model gemma-3-4b --requests 64 --modes capture
+	$(STEPS) --model gemma-3-4b --requests 64 --modes probes
 	$(STEPS) --model gemma-3-4b --requests 64 --modes captures
 	$(STEPS) --model gemma-3-27b --stock --pairs 30
 	$(STEPS) --model gemma-3-27b --requests 1 4 64 --pairs 20
@@ -143,6 +144,7 @@ bench-modes:
 	$(PYTHON) -m bench.modes --way http --out $(RESULTS) $(GIVEN)
 	$(READERS) --modes idle features capture captures
 	$(READERS) --modes idle probes
+	$(PYTHON) -m bench.modes --out $(RESULTS) $(GIVEN) --burst --concurrency 64 --tokens 32 --modes idle clamps-32 --rounds 7 --budget 240
 
 # The same, of what a user sees; each line takes at most 250 seconds, but for the 27B's, whose two engines take 165 to start.
 SWEEP = $(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN) --share 2 --prompts 16

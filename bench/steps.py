@@ -5,7 +5,7 @@
     python -m bench.steps --out DIR --prompt-tokens 64 512 2048         further on in their texts
     python -m bench.steps --out DIR --modes clamp clamps-4 clamps-16 clamps-64 vectors-1 vectors-4 vectors-16 named
                                                                         more edits, at more layers
-    python -m bench.steps --out DIR --modes capture probes --requests 64        one layer captured, and ten for probes
+    python -m bench.steps --out DIR --modes capture --requests 64      one layer captured; with probes, ten for them
     python -m bench.steps --out DIR --modes captures --requests 64              all layers
 
 saesteer captures every step without ops, with some of them and with all (engine/graph_sets.py). All these graphs stand
