@@ -8,7 +8,7 @@ graph. It allocates nothing, but for a tensor that is spread over ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -22,39 +22,37 @@ from saesteer.kernels.step.updates import News
 # belongs to a call that a compiled graph has lost.
 hits: dict[int, int] = {}
 # Addresses of the same kind: there the ops do nothing for now.
-_silent: frozenset[int] = frozenset()
+_silent: set[int] = set()
 # Addresses of `site`s: there tokens are only captured for now.
-_copying: frozenset[int] = frozenset()
+_copying: set[int] = set()
 
 
 @contextmanager
-def silenced(tensors: Iterable[Tensor]) -> Iterator[None]:
+def _noted(among: set[int], tensors: Iterable[Tensor]) -> Iterator[None]:
+    new = {tensor.data_ptr() for tensor in tensors} - among
+    among |= new
+    try:
+        yield
+    finally:
+        among -= new
+
+
+def silenced(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Until this ends, edit_ and publish_ launch nothing there, so CUDA graphs that are captured meanwhile lack them.
 
     Args:
         tensors: the `site` of each edit_ that is meant, and the `published` of each publish_.
     """
-    global _silent
-    before, _silent = _silent, _silent | {tensor.data_ptr() for tensor in tensors}
-    try:
-        yield
-    finally:
-        _silent = before
+    return _noted(_silent, tensors)
 
 
-@contextmanager
-def copying(sites: Iterable[Tensor]) -> Iterator[None]:
+def copying(sites: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Until this ends, edit_ on a GPU only captures tokens there, so CUDA graphs captured meanwhile edit nothing there.
 
     Args:
         sites: the `site` of each edit_ that is meant; what is bound to it has `before` and `after`.
     """
-    global _copying
-    before, _copying = _copying, _copying | {site.data_ptr() for site in sites}
-    try:
-        yield
-    finally:
-        _copying = before
+    return _noted(_copying, sites)
 
 
 def edit_(
