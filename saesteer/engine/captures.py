@@ -46,7 +46,7 @@ class Take:
     """
 
     gathers: Sequence[tuple[int | None, Tensor, Sequence[Work]]]  # a bank, its rows, and what is made of them
-    lanes: Mapping[str, Collection[int]]  # of requests that have files, the threads that write them
+    sinks: Mapping[str, Collection[Sink]]  # of requests that have files
     steps: int  # for which it holds, the first one included
 
 
@@ -104,11 +104,11 @@ class Captures:
             segments: of the requests that read.
         """
         blocks = _Blocks(self._where)
-        lanes: dict[str, set[int]] = {}
+        files: dict[str, Collection[Sink]] = {}
         steps = END
         for name, readings, first, position, tokens, sinks in segments:
             if sinks is not None:
-                lanes[name] = {sink.lane for sink in sinks.values()}
+                files[name] = sinks.values()
             ahead, here = first - position, [(position, position + 1)]
             for number, reading in enumerate(readings):
                 if reading is None:
@@ -124,7 +124,7 @@ class Captures:
                 if reads:
                     blocks.of(reading, sink, alone=True).add(name, number, reading, here, ahead, sink)
         gathers = [(bank, self._on_device(index), works) for bank, index, works in blocks.gathers()]
-        return Take(gathers, lanes, steps)
+        return Take(gathers, files, steps)
 
     def bring(self, take: Take, hidden: Tensor | None, ahead: int = 0) -> Brought | None:
         """What the requests read of a step that has been launched; None if they read nothing of it.
@@ -136,7 +136,7 @@ class Captures:
             hidden: [tokens, d], what lm_head multiplies.
             ahead: steps between the two.
         """
-        if not take.gathers and not take.lanes:
+        if not take.gathers and not take.sinks:
             return None
         gathered = []
         for bank, index, works in take.gathers:
@@ -145,7 +145,7 @@ class Captures:
             gathered.append((source.index_select(0, index), works))
         if self._side is None:
             made = self._writer.spool(_made(gathered, ahead), None)
-            return Brought(made, None, Spooling(take.lanes, self._writer) if take.lanes else None)
+            return Brought(made, None, Spooling(take.sinks, self._writer) if take.sinks else None)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             made = self._writer.spool([*_made(gathered, ahead)], self._side)
@@ -153,7 +153,7 @@ class Captures:
                 x.record_stream(self._side)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
-        return Brought(made, event, Spooling(take.lanes, self._writer) if take.lanes else None)
+        return Brought(made, event, Spooling(take.sinks, self._writer) if take.sinks else None)
 
     def read(self, segments: Iterable[Segment], hidden: Tensor | None) -> Brought | None:
         """``take`` and ``bring`` of one step."""

@@ -10,11 +10,15 @@ import logging
 import os
 import platform
 import weakref
-from collections import defaultdict, deque
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from threading import Condition, Lock, Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,10 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.saesteer")
 
 SPOOLS = f"{KEY}_spools"  # next to a plan in extra_args, as ``address`` makes it
-LANES = 4  # threads; one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
+THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
-TOGETHER = 8  # steps that a thread writes by one call for each file: a call takes the interpreter from the steps
-PAUSE = 0.05  # seconds at most that rows wait for those of later steps
+PAUSE = 0.25  # seconds at most that rows wait for those of later steps: each call takes the interpreter from the steps
 LACKING = 0o400  # mode of a file that lacks rows
 _PIECES = 512  # that are written by one call; a system takes 1,024
 
@@ -41,6 +44,9 @@ def address(spools: Iterable[Sequence[Any]]) -> list[Any]:
         spools: number of a readout, path of its file, byte of its first row, and rows that it has room for.
     """
     return [platform.node(), [*spools]]
+
+
+_Piece = tuple[int, int, Any]  # step, byte of the file, and what is written there
 
 
 class Sink:
@@ -59,8 +65,8 @@ class Sink:
         self.start, self.rows = start, rows
         self._path, self._failed = path, False
         self.file = os.open(path, os.O_WRONLY)
-        # The thread that writes it: the same for whoever opens the file again, behind a preemption.
-        self.lane = os.fstat(self.file).st_ino % LANES
+        self.pieces: list[_Piece] = []  # that wait; the Writer's, as is the next
+        self.busy = False  # somebody writes some now
         weakref.finalize(self, os.close, self.file).atexit = False  # where a thread may still write to it
 
     def write(self, pieces: Iterable[tuple[int, Any]]) -> None:
@@ -112,6 +118,8 @@ class Sinks:
     def __init__(self) -> None:
         self._known: dict[str, list[Sequence[Any]]] = {}  # by request, as in its address, until it first reads
         self._open: dict[str, dict[int, Sink]] = {}
+        # By path. A request that was preempted has those again whose rows still wait, so they are written in order.
+        self._alive: WeakValueDictionary[str, Sink] = WeakValueDictionary()
 
     def add(self, request: str, found: Sequence[Any] | None) -> None:
         """Remember the address of a request's files, if this is their machine."""
@@ -125,7 +133,10 @@ class Sinks:
             self._open[request] = found = {}
             for number, path, start, rows in known:
                 try:
-                    found[number] = Sink(path, start, rows)
+                    sink = self._alive.get(path)
+                    if sink is None:
+                        sink = self._alive[path] = Sink(path, start, rows)
+                    found[number] = sink
                 except OSError:  # the request may have ended
                     continue
         return self._open.get(request)
@@ -136,25 +147,24 @@ class Sinks:
         self._open.pop(request, None)
 
 
-class _Job(NamedTuple):
-    """What a thread writes of a step."""
-
-    ticket: int
-    pieces: Sequence[tuple[Sink, int, Any]]  # where, at which byte, and what
-    event: Any  # of the device, behind the copies into these pieces; None: they are there
-    size: int  # bytes of the pieces
-
-
 class Writer:
-    """Threads that write rows; those of one file are written by one thread, in their order."""
+    """Threads that write the rows of each file in their order. Who waits for a file takes part.
+
+    Rows wait for those of later steps, so one call writes several. Those whose copies the device has not finished stay,
+    so whoever takes a file is soon done with it.
+    """
 
     def __init__(self) -> None:
         self.ticket = 0  # of the last step that was put
-        self._queues: list[deque[_Job]] = [deque() for _ in range(LANES)]
-        self._done = [0] * LANES  # the last ticket of each thread
-        self._wanted = [0] * LANES  # the last ticket that somebody waits for
-        self._held = 0  # bytes that wait
-        self._changed = Condition()
+        self._landed = 0  # the last step whose rows are known to be in host memory
+        self._events: deque[tuple[int, Any]] = deque()  # of the device, by step, behind those that have landed
+        self._waiting: dict[Sink, None] = {}  # files with rows, the longest waiting first
+        self._ready: dict[Sink, None] = {}  # of them, those that threads should take
+        self._held = self._fresh = 0  # bytes that wait, and those put since all files were handed over
+        self._busy = 0  # files that somebody writes now
+        self._due = 0.0  # when they are next, of time.monotonic
+        self._lock = Lock()
+        self._work, self._done = Condition(self._lock), Condition(self._lock)  # what threads wait for, and others
         self._threads: list[Thread] = []
         self._broken: BaseException | None = None  # a thread has ended for it
 
@@ -193,87 +203,136 @@ class Writer:
     def _put(self, pieces: Sequence[tuple[Sink, int, Any]], stream: Any) -> None:
         event = None
         if stream is not None:
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its threads sleep meanwhile
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        shares: list[list[tuple[Sink, int, Any]]] = [[] for _ in range(LANES)]
-        for piece in pieces:
-            shares[piece[0].lane].append(piece)
-        with self._changed:
+        with self._lock:
             if not self._threads:
-                self._threads = [Thread(target=self._run, args=[lane], daemon=True) for lane in range(LANES)]
+                self._threads = [Thread(target=self._run, daemon=True) for _ in range(THREADS)]
                 for thread in self._threads:
                     thread.start()
-            self._changed.wait_for(lambda: self._held < MOST or self._broken)  # a slow disk slows steps down
+            self._make_room()
             self._check()
             self.ticket += 1
-            for queue, share in zip(self._queues, shares, strict=True):
-                job = _Job(self.ticket, share, event, sum(len(data) for _, _, data in share))
-                queue.append(job)
-                self._held += job.size
-            if any(len(queue) == 1 or self._due(lane) for lane, queue in enumerate(self._queues)):
-                self._changed.notify_all()
+            if event is not None:
+                self._events.append((self.ticket, event))
+            begins = not self._waiting
+            for sink, at, data in pieces:
+                sink.pieces.append((self.ticket, at, data))
+                self._waiting[sink] = None
+            size = sum(len(data) for _, _, data in pieces)
+            self._held, self._fresh = self._held + size, self._fresh + size
+            if self._fresh >= MOST // 2:
+                self._hand_over_all()
+            elif begins:
+                self._due = monotonic() + PAUSE
+            if begins:
+                self._work.notify_all()
 
-    def wait(self, ticket: int, lanes: Collection[int]) -> None:
-        """Wait until all that some threads got up to a step is written, or was tried."""
-        with self._changed:
-            for lane in lanes:
-                self._wanted[lane] = max(self._wanted[lane], ticket)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: all(self._done[lane] >= ticket for lane in lanes) or self._broken)
-            self._check()
+    def wait(self, ticket: int, sinks: Collection[Sink]) -> None:
+        """Write all that some files got up to a step, as far as no thread has, and wait for those that a thread has."""
+        with self._lock:
+            event = next((event for step, event in self._events if step == ticket), None)
+        if event is not None:
+            event.synchronize()
+        with self._lock:
+            self._hand_over(sinks)
+            if len(sinks) > 1:
+                self._work.notify_all()
+        for sink in sinks:
+            with self._lock:
+                self._done.wait_for(lambda sink=sink: not sink.busy or self._broken)  # type: ignore[misc]
+                self._check()
+                pieces = self._take(sink)
+            self._write(sink, pieces)
 
-    def _due(self, lane: int) -> bool:
-        """Whether a thread should not wait for more."""
-        full = len(self._queues[lane]) >= TOGETHER or self._held >= MOST // 2
-        return full or self._wanted[lane] > self._done[lane]
+    def _make_room(self) -> None:
+        """A slow disk slows steps down."""
+        while self._held >= MOST and self._broken is None:
+            if not self._ready and not self._busy:  # or nobody would write
+                if self._events:
+                    self._events[0][1].synchronize()
+                self._hand_over_all()
+            self._done.wait()
+
+    def _hand_over(self, sinks: Iterable[Sink]) -> None:
+        """Let threads take these files, as far as nobody has them."""
+        self._land()
+        for sink in sinks:
+            if not sink.busy and sink.pieces and sink.pieces[0][0] <= self._landed:
+                self._ready[sink] = None
+
+    def _hand_over_all(self) -> None:
+        self._hand_over(self._waiting)
+        self._fresh, self._due = 0, monotonic() + PAUSE
+        self._work.notify_all()
+
+    def _land(self) -> None:
+        while self._events and self._events[0][1].query():
+            self._landed = self._events.popleft()[0]
+        if not self._events:
+            self._landed = self.ticket
+
+    def _take(self, sink: Sink) -> Sequence[_Piece]:
+        """A file's rows that have landed; nobody else takes the file until they are written."""
+        self._ready.pop(sink, None)
+        self._waiting.pop(sink, None)
+        number = bisect_right(sink.pieces, self._landed, key=itemgetter(0))
+        taken, sink.pieces = sink.pieces[:number], sink.pieces[number:]
+        if sink.pieces:
+            self._waiting[sink] = None
+        sink.busy = bool(taken)
+        self._busy += sink.busy
+        return taken
+
+    def _write(self, sink: Sink, pieces: Sequence[_Piece]) -> None:
+        if not pieces:
+            return
+        sink.write((at, data) for _, at, data in pieces)
+        with self._lock:
+            sink.busy = False
+            self._busy -= 1
+            self._held -= sum(len(data) for _, _, data in pieces)
+            self._done.notify_all()
 
     def _check(self) -> None:
         if self._broken is not None:
             raise RuntimeError("a thread that writes what requests read has ended") from self._broken
 
-    def _run(self, lane: int) -> None:
+    def _run(self) -> None:
         try:
             while True:
-                self._serve(lane)
+                self._serve()
         except BaseException as exc:  # noqa: BLE001  # whoever waits for this thread learns it
-            with self._changed:
+            with self._lock:
                 self._broken = exc
-                self._changed.notify_all()
+                self._done.notify_all()
 
-    def _serve(self, lane: int) -> None:
-        queue = self._queues[lane]
-        with self._changed:
-            self._changed.wait_for(lambda: queue)
-            self._changed.wait_for(lambda: self._due(lane), PAUSE)
-            jobs = [*queue]
-            queue.clear()
-        if jobs[-1].event is not None:
-            jobs[-1].event.synchronize()
-        written: defaultdict[Sink, list[tuple[int, Any]]] = defaultdict(list)
-        for job in jobs:
-            for sink, at, data in job.pieces:
-                written[sink].append((at, data))
-        for sink, pieces in written.items():
-            sink.write(pieces)
-        with self._changed:
-            self._held -= sum(job.size for job in jobs)
-            self._done[lane] = jobs[-1].ticket
-            self._changed.notify_all()
+    def _serve(self) -> None:
+        with self._lock:
+            self._work.wait_for(lambda: self._waiting)
+            self._work.wait_for(lambda: self._ready, self._due - monotonic())
+            if not self._ready and monotonic() >= self._due:
+                self._hand_over_all()
+            if not self._ready:
+                return
+            sink = next(iter(self._ready))
+            pieces = self._take(sink)
+        self._write(sink, pieces)
 
 
 class Spooling:
     """The requests of a step that have files.
 
     Args:
-        lanes: of each request, the threads that write its files.
+        sinks: of each request.
         writer: that has all rows up to this step.
     """
 
-    def __init__(self, lanes: Mapping[str, Collection[int]], writer: Writer) -> None:
-        self._lanes, self._writer, self._ticket = lanes, writer, writer.ticket
+    def __init__(self, sinks: Mapping[str, Collection[Sink]], writer: Writer) -> None:
+        self._sinks, self._writer, self._ticket = sinks, writer, writer.ticket
 
     def settle(self, ending: Collection[str] | None = None) -> None:
         """Wait for all rows up to this step of those of these requests that have a file; None: of all requests."""
-        found = self._lanes.keys() if ending is None else self._lanes.keys() & ending
-        if lanes := {lane for name in found for lane in self._lanes[name]}:
-            self._writer.wait(self._ticket, lanes)
+        found = self._sinks.keys() if ending is None else self._sinks.keys() & ending
+        if sinks := [sink for name in found for sink in self._sinks[name]]:
+            self._writer.wait(self._ticket, sinks)

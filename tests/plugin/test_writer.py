@@ -3,19 +3,23 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine import spool
-from saesteer.engine.spool import Sink, Writer
+from saesteer.engine.spool import Sink, Sinks, Writer, address
 from saesteer.planning.plan import END
 from tests.plugin.test_spools import WIDTH, Steps, check, results, sinks_of, spool_of, told
 
@@ -72,22 +76,23 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
 
 
 def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there are enough of them, when an answer may end, and after a while when nobody asks for more."""
+    """When there are enough bytes, when an answer may end, and after a while when nobody asks for more."""
     steps, put, made = Steps([(0, END)]), spool.put, spool_of(results(tmp_path))
     sinks, calls = sinks_of(made), cast(Any, [])
     monkeypatch.setattr(spool, "put", lambda *given: calls.append(len(given[2])) or put(*given))
     monkeypatch.setattr(spool, "PAUSE", 20)
-    for step in range(spool.TOGETHER + 3):
+    monkeypatch.setattr(spool, "MOST", 16 * 2 * 3 * WIDTH)
+    for step in range(8 + 3):
         brought = steps.run(sinks, step, step + 1)
-        if step + 1 == spool.TOGETHER:
+        if step + 1 == 8:
             soon(lambda: len(calls) == 1)
-    assert calls == [spool.TOGETHER] and brought is not None
+    assert calls == [8] and brought is not None
     brought.blobs(["r"])
-    assert calls == [spool.TOGETHER, 3]
+    assert calls == [8, 3]
     monkeypatch.setattr(spool, "PAUSE", 0.05)
-    steps.run(sinks, 0, 1)
+    Steps([(0, END)]).run(sinks, 0, 1)
     soon(lambda: len(calls) == 3)
-    assert calls == [spool.TOGETHER, 3, 1]
+    assert calls == [8, 3, 1]
 
 
 def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,16 +101,123 @@ def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monk
 
     steps = Steps([(0, END)])
     monkeypatch.setattr(Sink, "write", broken)
+    monkeypatch.setattr(spool, "PAUSE", 0.0)
     brought = steps.run(sinks_of(spool_of(results(tmp_path))), 0, 5)
     assert brought is not None
+    soon(lambda: steps.captures._writer._broken is not None)
     with pytest.raises(RuntimeError, match="has ended"):
         brought.blobs(["r"])
 
 
+class Event:
+    """A device's: it has come to pass once this one or a later one was waited for, or when the test says so."""
+
+    made: ClassVar[list["Event"]] = []
+    landed: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.number = len(self.made)
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.number <= Event.landed
+
+    def synchronize(self) -> None:
+        Event.landed = max(Event.landed, self.number)
+
+
+FILES, ROWS = 3, 8  # of a row of two bytes each
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
+            st.integers(0, 3),  # steps of which the device has not finished the copies
+            st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3)),  # a file and how many steps ago
+        ),
+        max_size=12,
+    ),
+    pause=st.sampled_from([0.0, 0.002, 5.0]),
+    most=st.sampled_from([8, 64, 1 << 20]),
+)
+def test_files_have_what_steps_brought_last_whoever_writes_it(
+    tmp_path: Path, steps: Any, pause: float, most: int
+) -> None:
+    """No row is written before its copy has landed, and who waits for a step never waits for a later one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(spool, "PAUSE", pause)
+        patch.setattr(spool, "MOST", most)
+        Event.made.clear()
+        Event.landed = 0
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        writer, sinks, expected = Writer(), [], np.zeros((FILES, ROWS, 2), dtype=np.uint8)
+        for n in range(FILES):
+            (folder / str(n)).touch()
+            sinks.append(Sink(str(folder / str(n)), 0, ROWS))
+        write = Sink.write
+        early: list[int] = []
+
+        def watched(sink: Sink, pieces: Any) -> None:
+            several = [(at, bytes(data)) for at, data in pieces]
+            early.extend(data[0] for _, data in several if data[0] > Event.landed)
+            write(sink, several)
+
+        patch.setattr(Sink, "write", watched)
+        for number, (rows, behind, wanted) in enumerate(steps, 1):
+            pieces = []
+            for file, row in rows:
+                expected[file, row] = number, row
+                pieces.append((sinks[file], 2 * row, memoryview(bytes([number, row]))))
+            writer._put(pieces, "a stream")
+            Event.landed = max(Event.landed, number - behind)
+            if wanted is not None:
+                file, ago = wanted
+                before, step = Event.landed, max(1, number - ago)
+                writer.wait(step, [sinks[file]])
+                assert Event.landed <= max(before, step)
+        writer.wait(writer.ticket, sinks)
+        for file in range(FILES):
+            data = (folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0")
+            assert data == expected[file].tobytes()
+        assert not early and not writer._held and not writer._waiting and not writer._ready
+
+
+def test_who_waits_for_one_file_writes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "PAUSE", 20)
+    for name in "ab":
+        (tmp_path / name).touch()
+    one, other = (Sink(str(tmp_path / name), 0, 1) for name in "ab")
+    writer = Writer()
+    writer._put([(one, 0, memoryview(b"x")), (other, 0, memoryview(b"y"))], None)
+    writer.wait(writer.ticket, [one])
+    assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes()
+    writer.wait(writer.ticket, [other])
+
+
+def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a preempted request computes anew is written behind what it had."""
+    monkeypatch.setattr(spool, "PAUSE", 20)
+    made, sinks, writer = spool_of(results(tmp_path)), Sinks(), Writer()
+    for turn in range(2):
+        sinks.add("r", address([(0, *made.address)]))
+        opened = sinks.of("r")
+        assert opened is not None
+        writer._put([(opened[0], 0, memoryview(bytes([turn])))], None)
+        sinks.forget("r")
+    assert [len(sink.pieces) for sink in writer._waiting] == [2]
+    writer.wait(writer.ticket, [*writer._waiting])
+    assert Path(made.address[0]).read_bytes()[:1] == b"\1"
+
+
 def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    sink, again = (Sink(str(tmp_path / "file"), 0, 100) for _ in range(2))
-    assert again.lane == sink.lane, "what a preempted request computes anew is written behind what it had"
+    sink = Sink(str(tmp_path / "file"), 0, 100)
     some = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
     pieces = [np.full(5, n % 251, dtype=np.uint8) for n in range(900)]
