@@ -102,12 +102,6 @@ REFUSALS = (
         "unset the variable",
     ),
     Refusal(
-        "pipeline parallelism on a GPU",
-        "The way in which counts and read-outs of earlier stages reach the answer has been tested on CPUs only.",
-        lambda setup: setup.staged and setup.vllm.device_config.device_type != "cpu",
-        "use tensor parallelism",
-    ),
-    Refusal(
         "pipeline parallelism and the executor {}",
         "Only vLLM's executor for several processes hands over the counts and read-outs of earlier stages.",
         lambda setup: setup.staged and setup.executor != "mp" and setup.executor,

@@ -1,4 +1,4 @@
-"""Two ranks that replay CUDA graphs, ours captured beside vLLM's, say and read what two eager ranks do.
+"""Two ranks or two stages that replay CUDA graphs, ours captured beside vLLM's, say and read what eager ranks do.
 
 The op at z gathers from all ranks in the midst of a graph. Each engine runs in a process of its own, its ranks in two
 more; this file is both the tests and that process.
@@ -16,12 +16,12 @@ import torch
 from tests.apart import hear, tell
 from tests.plugin.asked import NOISE, PROMPTS, READS, SPECS
 from tests.plugin.said import same
-from tests.plugin.test_ranks import _answers, _params, _reads, _rules, _told, start
+from tests.plugin.test_ranks import APART, _answers, _params, _reads, _rules, _told, start
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks or stages need two GPUs"),
 ]
 
 # Without FlashInfer's fusion of an all-reduce and the norm behind it, which some machines first have to build.
@@ -31,6 +31,8 @@ GRAPHS = {
     "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
 }
 WAYS: dict[str, dict[str, Any]] = {"eager": {}, "graphs": GRAPHS, "bfloat16": {**GRAPHS, "dtype": "bfloat16"}}
+WAYS["stages"] = GRAPHS
+exact = pytest.mark.parametrize("way", ["graphs", "stages"])  # in float32, as the eager ranks
 # The set of graphs of a spec: without ops, with those of dictionaries, or with all, which stand behind those of reads.
 SETS = {"plain": 0, "clamp": 1, "clamp at z": 1, "reconstruct at z": 1, "add at z.2": 3, "every site": 3}
 BESIDE = ("clamp at z", "reconstruct at z", "cap at z", "every site")
@@ -52,13 +54,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return dict(zip(WAYS, threads.map(run, WAYS), strict=True))
 
 
+@exact
 @pytest.mark.parametrize("name", SPECS)
-def test_graphs_say_what_eager_ranks_say(runs: dict[str, Any], name: str) -> None:
+def test_graphs_say_what_eager_ranks_say(runs: dict[str, Any], name: str, way: str) -> None:
     """In float32, where two orders of the same sums are as far apart as those of one rank and two.
 
     Near a tie they may choose two tokens, whose logprobs are then as close; what comes behind is not compared.
     """
-    eager, graphs = (runs[way]["answers"][name] for way in ("eager", "graphs"))
+    eager, graphs = (runs[each]["answers"][name] for each in ("eager", way))
+    if way == "stages" and name in APART:
+        assert "on stage 1 of this server's pipeline" in graphs
+        pytest.skip("refused there, as it should be")
     for (tokens, logprobs, counts), (others, found, counted) in zip(eager, graphs, strict=True):
         alike = next((at for at, (one, two) in enumerate(zip(tokens, others, strict=True)) if one != two), len(tokens))
         assert found[: alike + 1] == pytest.approx(logprobs[: alike + 1], abs=NOISE)
@@ -66,29 +72,31 @@ def test_graphs_say_what_eager_ranks_say(runs: dict[str, Any], name: str) -> Non
     assert sum(one[0] == two[0] for one, two in zip(eager, graphs, strict=True)) > 1, "most answers are the same"
 
 
+@exact
 @pytest.mark.parametrize("name", READS)
-def test_graphs_read_what_eager_ranks_read(runs: dict[str, Any], name: str) -> None:
-    eager, graphs = (runs[way]["reads"][name] for way in ("eager", "graphs"))
+def test_graphs_read_what_eager_ranks_read(runs: dict[str, Any], name: str, way: str) -> None:
+    eager, graphs = (runs[each]["reads"][name] for each in ("eager", way))
     assert len(eager) == len(graphs) == len(PROMPTS)
     for found, expected in zip(graphs, eager, strict=True):
         same(found, expected, 10 * NOISE, name)
 
 
+@exact
 @pytest.mark.parametrize("op", ["stop", "flag"])
-def test_rules_fire_where_they_fire_on_eager_ranks(runs: dict[str, Any], op: str) -> None:
-    assert runs["graphs"]["rules"][op] == runs["eager"]["rules"][op]
+def test_rules_fire_where_they_fire_on_eager_ranks(runs: dict[str, Any], op: str, way: str) -> None:
+    assert runs[way]["rules"][op] == runs["eager"]["rules"][op]
 
 
-@pytest.mark.parametrize("way", ["graphs", "bfloat16"])
+@pytest.mark.parametrize("way", ["graphs", "bfloat16", "stages"])
 @pytest.mark.parametrize("name", SETS)
-def test_both_ranks_replay_the_same_set(runs: dict[str, Any], way: str, name: str) -> None:
+def test_both_replay_the_same_set(runs: dict[str, Any], way: str, name: str) -> None:
     """vLLM's V1 runner has one set for all."""
     one, two = runs[way]["sets"][name]
     assert one == two
     assert one is None or set(one) == {SETS[name]}
 
 
-@pytest.mark.parametrize("way", ["graphs", "bfloat16"])
+@pytest.mark.parametrize("way", ["graphs", "bfloat16", "stages"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_others_keep_their_bits_beside_edits_at_z(runs: dict[str, Any], way: str, name: str) -> None:
     """What is gathered and given back is what it was; so is what stands in a graph behind it."""
@@ -127,7 +135,7 @@ def beside(llm: Any, spec: Any) -> list[Any]:
 
 def main(folder: Path, way: str) -> None:
     """Start an engine, ask it, and say what it said."""
-    llm = start(folder, "tensor", **WAYS[way])
+    llm = start(folder, "pipeline" if way == "stages" else "tensor", **WAYS[way])
     found: dict[str, Any] = {"answers": {}, "sets": {}}
     if way != "eager":
         llm.collective_rpc(watch)

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from saesteer.plugin.job import Batch, Completion, run
 from tests.plugin.asked import CLAMP, FEATURES, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
-from tests.plugin.conftest import CUDA, engine_options
+from tests.plugin.conftest import engine_options
 from tests.plugin.test_isolation import bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CUDA, reason="refused on a GPU")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two stages need two GPUs, or none"),
+]
 
 LONG = [3 + (7 * n) % 500 for n in range(150)]  # more than four blocks of the cache
 FIRST, SECOND = {"edits": [add(ROWS[0], "resid_post.0")]}, {"edits": [CLAMP]}  # on the first stage, and on the second

@@ -23,7 +23,7 @@ from tests.plugin.test_guesses_beside import NAN, _broken
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,  # four engines, the last of which has four processes
-    pytest.mark.skipif(CUDA, reason="refused on a GPU"),
+    pytest.mark.skipif(CUDA, reason="its ways need four GPUs"),
 ]
 
 WAYS: dict[str, dict[str, Any]] = {

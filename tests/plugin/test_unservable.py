@@ -140,10 +140,6 @@ STAGES = SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend=
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a KV connector": ({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")}, "ExampleConnector"),
     "a pooling model": ({"model_config": SimpleNamespace(runner_type="pooling")}, "the pooling runner"),
-    "pipeline parallelism on a GPU": (
-        {"parallel_config": STAGES, "device_config": SimpleNamespace(device_type="cuda")},
-        "pipeline parallelism on a GPU .* use tensor parallelism",
-    ),
     "pipeline parallelism by Ray": (
         {"parallel_config": SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend="ray")},
         "pipeline parallelism and the executor ray .* --distributed-executor-backend mp",
