@@ -35,7 +35,7 @@ SPECS: dict[str, Any] = {
 }
 # On a CPU vLLM computes with packed copies of the weights, and has no sleep.
 CHANGES = ["reloaded", "back", "transferred", "transferred back"]
-CHANGES += ["slept", "slept deeply", "in place"] if CUDA else []
+CHANGES += ["slept", "slept deeply", "in place", "loaded in place"] if CUDA else []
 
 
 # Graphs hold addresses, which vLLM must give back to what it rebuilds.
@@ -98,6 +98,13 @@ def put(worker: Any) -> None:
     with torch.no_grad():
         for name, weight in worker.get_model().named_parameters():
             weight.mul_(factor(name))
+
+
+def load(worker: Any, model: str) -> None:
+    """A checkpoint, where the weights lie; as a trainer does that vLLM knows nothing of."""
+    from safetensors.torch import load_file
+
+    worker.get_model().load_weights(load_file(f"{model}/model.safetensors").items())
 
 
 def _transfer(llm: Any, model: str) -> None:
@@ -173,6 +180,8 @@ def main(folder: Path, way: str, model: str) -> None:
             found["slept deeply"] = _ask(llm)
             llm.collective_rpc(put)
             found["in place"] = _ask(llm)
+            llm.collective_rpc(load, args=(models["model"],))
+            found["loaded in place"] = _ask(llm)
     tell(found)
 
 
