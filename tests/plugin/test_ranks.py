@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},  # between layers 1 and 2, resid_post.1 behind it
 }
-if CUDA and find_spec("ray"):  # vLLM's platform for CPUs has none
+if find_spec("ray"):
     WAYS["ray"] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 APART = {"read at z"}  # needs on the second stage what the first has read
 several = pytest.mark.parametrize("way", [*WAYS][1:])
@@ -46,7 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
     def run(way: str) -> Any:
-        return hear("-m", "tests.plugin.test_ranks", folders[way], way, environment=environment)
+        # Ray is told of devices where there are none in this process, so the engine has to be in it.
+        here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if way == "ray" and not CUDA else {}
+        return hear("-m", "tests.plugin.test_ranks", folders[way], way, environment=environment | here)
 
     with ThreadPoolExecutor(len(WAYS) if CUDA else 1) as threads:  # side by side where they take little of a machine
         found = dict(zip(WAYS, threads.map(run, WAYS), strict=True))
@@ -280,6 +282,22 @@ def _names(llm: Any, *, alone: bool) -> dict[str, Any]:
     return found
 
 
+def pretend() -> None:
+    """Let vLLM's workers ask Ray for a GPU each: for CPUs vLLM knows no device that Ray could count."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).ray_device_key = "GPU"
+
+
+def begin_ray() -> None:
+    """Ray on this machine, with two devices that it believes in."""
+    import ray  # type: ignore[import-not-found,unused-ignore]  # nothing here installs it
+
+    pretend()
+    hook = {"worker_process_setup_hook": "tests.plugin.test_ranks.pretend"}
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, runtime_env=hook)
+
+
 def start(folder: Path, way: str, **changes: Any) -> Any:
     """An engine with its ranks or stages."""
     from bench.dummy import dictionary_file
@@ -313,6 +331,8 @@ def main(folder: Path, way: str) -> None:
     """Start an engine, ask it everything, and say what it said."""
     from saesteer.errors import ConfigError
 
+    if way == "ray" and not CUDA:
+        begin_ray()
     llm = start(folder, way)
     found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
     found["answers"] = {name: _answers(llm, spec) for name, spec in SPECS.items()}
@@ -328,6 +348,7 @@ def main(folder: Path, way: str) -> None:
             llm.llm_engine.get_supported_tasks()
         except ConfigError as error:
             found["handshake"] = str(error)
+    llm.llm_engine.engine_core.shutdown()  # before Ray's own end, which vLLM would not survive
     tell(found)
 
 

@@ -24,7 +24,8 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 PLACES = [site for site in KINDS if not site.startswith("z")]
 
 
-@pytest.fixture(scope="module", params=[*WAYS][1:])
+# A server cannot be told of devices for Ray (test_ranks.py).
+@pytest.fixture(scope="module", params=[way for way in [*WAYS][1:] if CUDA or way != "ray"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     from bench.dummy import dictionary_file, tokenizer_folder
 

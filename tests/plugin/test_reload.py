@@ -1,4 +1,4 @@
-"""Weights that are read again under a running engine; on a GPU those changed in place, and sleep: steering stays right.
+"""Weights that a running engine reads again or gets, on a GPU also in place, and sleep: steering stays right.
 
 Each engine runs in a process of its own; this file is both the tests and that process. The expectation comes from an
 engine that was started with the other weights.
@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 from tests.apart import hear, tell
 from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import plain, same
+from tests.plugin.weights import BACKEND, EXTENSION, by_ipc, parts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # two engines
 
@@ -31,7 +34,8 @@ SPECS: dict[str, Any] = {
     "reconstruct": {"edits": [{"op": "reconstruct", "dictionary": "random", "error": "drop"}]},
 }
 # On a CPU vLLM computes with packed copies of the weights, and has no sleep.
-CHANGES = ("reloaded", "back") + (("slept", "slept deeply", "in place") if CUDA else ())
+CHANGES = ["reloaded", "back", "transferred", "transferred back"]
+CHANGES += ["slept", "slept deeply", "in place", "loaded in place"] if CUDA else []
 
 
 # Graphs hold addresses, which vLLM must give back to what it rebuilds.
@@ -53,7 +57,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_new_weights_are_steered_as_if_the_engine_had_started_with_them(
     runs: dict[str, Any], change: str, name: str
 ) -> None:
-    expected = runs["other" if change in ("reloaded", "in place") else "model"]["begun"][name]
+    expected = runs["other" if change in ("reloaded", "transferred", "in place") else "model"]["begun"][name]
     found = runs["model"][change][name]
     for answer, one in zip(found, expected, strict=True):
         same(answer, one, 10 * NOISE, name)
@@ -71,7 +75,7 @@ def factor(name: str) -> float:
     return 1.25 if "norm" in name else -1.0 if "down_proj" in name else 1.0
 
 
-def _other(folder: Path) -> str:
+def other_llama(folder: Path) -> str:
     """A model of the same form, with other weights."""
     from safetensors.torch import load_file, save_file
 
@@ -96,6 +100,24 @@ def put(worker: Any) -> None:
             weight.mul_(factor(name))
 
 
+def load(worker: Any, model: str) -> None:
+    """A checkpoint, where the weights lie; as a trainer does that vLLM knows nothing of."""
+    from safetensors.torch import load_file
+
+    worker.get_model().load_weights(load_file(f"{model}/model.safetensors").items())
+
+
+def _transfer(llm: Any, model: str) -> None:
+    """Weights from a trainer, in two parts: on a GPU from memory that two processes share, else from a file."""
+    path = f"{model}/model.safetensors"
+    parts, kept = by_ipc(path, 2) if CUDA else (parts_of(path, 2), [])
+    llm.start_weight_update()
+    for part in parts:
+        llm.update_weights({"update_info": part})
+    llm.finish_weight_update()
+    kept.clear()  # vLLM has looked at all of it
+
+
 def _ask(llm: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
@@ -115,9 +137,10 @@ def main(folder: Path, way: str, model: str) -> None:
     from bench.dummy import dictionary_file
     from saesteer import LLM
 
-    models = {"model": tiny_llama(folder), "other": _other(folder)}
+    models = {"model": tiny_llama(folder), "other": other_llama(folder)}
     np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
     options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enable_sleep_mode": True} if CUDA else {}
+    options["weight_transfer_config"] = {"backend": "ipc" if CUDA else BACKEND}
     if way == "graphs":
         options["cudagraph_capture_sizes"] = [1, 2, 4]
     llm = LLM(
@@ -131,6 +154,7 @@ def main(folder: Path, way: str, model: str) -> None:
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=4,
+        worker_extension_cls=EXTENSION,
         seed=0,
         **({"kv_cache_memory_bytes": 64 << 20} | options),
     )
@@ -141,6 +165,10 @@ def main(folder: Path, way: str, model: str) -> None:
         found["reloaded"] = _ask(llm)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": models["model"]})
         found["back"] = _ask(llm)
+        llm.init_weight_transfer_engine({"init_info": {}})
+        for name, other in (("transferred", "other"), ("transferred back", "model")):
+            _transfer(llm, models[other])
+            found[name] = _ask(llm)
         if CUDA:
             llm.sleep(level=1)
             llm.wake_up()
@@ -152,6 +180,8 @@ def main(folder: Path, way: str, model: str) -> None:
             found["slept deeply"] = _ask(llm)
             llm.collective_rpc(put)
             found["in place"] = _ask(llm)
+            llm.collective_rpc(load, args=(models["model"],))
+            found["loaded in place"] = _ask(llm)
     tell(found)
 
 

@@ -59,7 +59,7 @@ function answer(state, turn, side, most) {
 }
 
 function effect({ dose, applied }) {
-  const edited = applied.map((one) => `${one.tokens_edited + one.tokens_cached} by edit ${edits(one)} at ${one.site}`);
+  const edited = applied.map((one) => `${countOf(one)} by edit ${edits(one)} at ${one.site}`);
   return html`
     <dl class="quiet">
       ${dose.map(
@@ -71,6 +71,11 @@ function effect({ dose, applied }) {
       <div><dt>Tokens changed</dt><dd>${edited.join("; ") || "none: there is no slider"}</dd></div>
     </dl>
   `;
+}
+
+// An answer that the operator aborts has no counts.
+function countOf(one) {
+  return "tokens_edited" in one ? one.tokens_edited + one.tokens_cached : "an unknown number";
 }
 
 // Without a token that was changed, as behind a condition or from the prefix cache, there is no dose.
