@@ -56,11 +56,11 @@ def fetch(place: str | Path) -> Path:
             ``np:MODEL/SOURCE`` for a place on the hub.
 
     Raises:
-        LoadError: it is neither, or the hub does not deliver it.
+        LoadError: it is neither, this user may not read it, or the hub does not deliver it.
     """
     place = resolved(place)
     path = Path(place).expanduser()
-    if path.exists():
+    if there(path):
         return path
     base, mark, name = str(place).rpartition("#")
     if mark and "/" not in name and is_id(base) and not Path(base).exists():
@@ -75,6 +75,24 @@ def fetch(place: str | Path) -> Path:
     if isinstance(place, Path) or "*" in place or not is_id(place):
         raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
     return download(place)
+
+
+def there(path: Path) -> bool:
+    """Whether there is such a file or folder.
+
+    Raises:
+        LoadError: this user may not read it, so no format would accept it.
+    """
+    reason = "Permission denied"
+    try:
+        if not path.exists():
+            return False
+        may = os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
+    except OSError as exc:
+        may, reason = False, exc.strerror or str(exc)
+    if not may:
+        raise LoadError(f"{path}: cannot be read ({reason}); expected a file or folder that this user may read")
+    return True
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import LoadError
 from saesteer.loaders import hub
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import fetch, wrong
+from saesteer.loaders.files import fetch, there, wrong
 from saesteer.loaders.hub import WEIGHT_SUFFIXES
 from saesteer.loaders.neuronpedia import resolved
 
@@ -77,7 +77,7 @@ def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple
     if mark and get is not fetch and hub.is_id(repo) and not whole.exists() and not Path(repo).exists():
         path = get(f"{repo}/{name}.safetensors")
         return path, [path]
-    if whole.exists() or ("*" not in text and ("#" in text or not hub.is_id(text))):
+    if there(whole) or ("*" not in text and ("#" in text or not hub.is_id(text))):
         path = fetch(place)
         return path, [path]
     first = next((n for n, part in enumerate(whole.parts) if "*" in part), len(whole.parts))

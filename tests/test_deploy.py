@@ -207,6 +207,23 @@ def test_the_values_of_the_production_stack() -> None:
     assert str(values["servingEngineSpec"]["securityContext"]["runAsUser"]) == user.partition(":")[0]
 
 
+def test_what_the_page_starts_reaches_its_port_and_has_shared_memory() -> None:
+    """Docker gives 64 MB, and an executor of several processes wants 160; the demo listens to the container alone."""
+    page = (ROOT / "docs/operating.md").read_text().replace("\\\n", " ")
+    [command] = re.findall(r"^docker run .*$", page, re.MULTILINE)
+    size = COMPOSE["services"]["saesteer"]["shm_size"]
+    assert f"--shm-size {size.removesuffix('b')} " in command
+    assert f"-p 127.0.0.1:{words('EXPOSE')[0]}:{words('EXPOSE')[0]} " in command
+    assert "-v saesteer:/cache " in command, "or each start fetches and compiles again"
+    assert "`demo --host 0.0.0.0`" in page
+
+
+def test_the_image_can_serve_the_embedded_model() -> None:
+    """`demo` converts a GGUF file, for which vLLM's image lacks packages."""
+    [installed] = [rest for rest in words("RUN") if "uv pip install" in rest]
+    assert installed.endswith("'/src[demo]'")
+
+
 def test_commands_of_the_page_name_files_that_are_there() -> None:
     page = (ROOT / "docs/operating.md").read_text()
     named = set(re.findall(r"(?<![\w/])(deploy/[\w./-]+\w)", page))

@@ -1,9 +1,12 @@
 """Files that are not what they should be: each is refused by a LoadError with the file, the key and the expectation."""
 
 import json
+import os
 import struct
+import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from safetensors.numpy import save_file
 from saesteer.errors import LoadError
 from saesteer.loaders import describe, load
 from saesteer.loaders.arrays import open_arrays
+from saesteer.loaders.sets import members
 from tests.loaders import writers
 from tests.loaders.every import ROWS, SAMPLES, every_sample
 from tests.loaders.writers import D
@@ -169,3 +173,40 @@ def test_folders_and_files_of_no_format(tmp_path: Path) -> None:
     for place in (tmp_path / "ae.pt", tmp_path / "model.safetensors"):
         with pytest.raises(LoadError, match="a file of no known format"):
             load(place)
+
+
+@contextmanager
+def as_a_user() -> Iterator[None]:
+    """Not as root, who may read everything."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("closed", [".", "sae", "sae/one.safetensors"])
+def test_what_the_user_may_not_read_is_no_question_of_its_format(closed: str) -> None:
+    """As where a container's user looks at files that root has written."""
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are closed to others
+        root = Path(made)
+        (root / "sae").mkdir()
+        file = root / "sae/one.safetensors"
+        save_file({"lm_head.weight": R["W_enc"]}, file)
+        for path in (root, root / "sae", file):
+            path.chmod(0o755)
+        (root / closed).chmod(0)
+        try:
+            with as_a_user():
+                place = file if closed.endswith("one.safetensors") else root / "sae"
+                for look in (load, members):
+                    with pytest.raises(
+                        LoadError, match=r"sae.*: cannot be read \(Permission denied\); expected a file"
+                    ):
+                        look(place)
+        finally:
+            root.chmod(0o755)
+            (root / "sae").chmod(0o755)
