@@ -26,7 +26,7 @@ from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
 from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
-from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
+from saesteer.loaders.draft import Draft, facts, later_of, row_of
 from saesteer.loaders.files import State, fetch, state_of
 
 _FLOAT32 = Struct("<f").unpack
@@ -132,7 +132,7 @@ class RowFile:
     def _max_act(self) -> Tensor:
         with self._lock:
             if self._beside is None:
-                self._beside = max_act.values(self._path, self._own, *thresholds(self._draft, self._own))
+                self._beside = max_act.values(self._path, self._own, self._draft)
                 self.check()
             if self._beside is None:
                 raise LoadError(f"{max_act.beside(self._path)}: has vanished; expected the file that was there before")

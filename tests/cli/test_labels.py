@@ -22,7 +22,7 @@ from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.labels import places, store
 from saesteer.labels.store import About, Entry, Labels, Spot
-from saesteer.loaders import describe, load, max_act
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.planning.plan import Catalog
 
@@ -141,7 +141,7 @@ def test_labels_of_a_text_are_saved_and_found(
     label.run(Console(), "any", config, file, max_tokens=500, examples=2)
     assert load(place).info.max_act_from == "labels"
     # What calibrate saves next to it changes no label; other weights do.
-    max_act.write(Path(place), load(place), torch.ones(40), tokens=1)
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
     with places.opened(describe(place)) as labels:  # type: ignore[union-attr]
         assert labels.feature(100) is not None
     oracle._coder = load(place)
