@@ -68,10 +68,10 @@ def run(
                 gathered[key].add(number, active)
     saved = []
     for key, one in asked.items():
-        place, whose = place_of(one.info)
+        place, whose, site = place_of(one.info)
         tokens = gathered[key].tokens
         _keep_unit(one.coder.info, drafts[key], gathered[key].max_act, tokens, one.info.site_in)
-        about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens)
+        about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens, site)
         store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
         _say(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
@@ -134,7 +134,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         largest[info.row_of(one.feature)] = one.max_act or 0.0
     if bool(largest.any()):
         _keep_unit(info, draft, largest, None, None)
-    place, whose = place_of(info)
+    place, whose, _ = place_of(info)  # Neuronpedia says no site
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     store.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)

@@ -155,6 +155,27 @@ def test_labels_of_a_text_are_saved_and_found(
         find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
 
 
+def test_labels_are_about_the_site_that_was_read(oracle: Oracle, place: str, tmp_path: Path) -> None:
+    """An operator who named a wrong site, made labels there, and now names the right one."""
+    config = read_settings([f"d={place}@resid_post.15"])
+    file = write(tmp_path / "text", TEXT)
+    label.run(Console(), "any", config, file, max_tokens=500, examples=2)
+
+    def found(site: str) -> None:
+        find.run(Console(), read_settings([f"d={place}@{site}"]), "", feature=100, most=1, as_json=False)
+
+    found("resid_pre.16")  # the same place
+    told = r"\.labels: is about what the dictionary reads at resid_post\.15, but it is at resid_post\.3 here"
+    with pytest.raises(LoadError, match=told + ".*run `saesteer label` again"):
+        found("resid_post.3")
+    info = replace(describe(place), site_in="resid_post.3")
+    with pytest.raises(LoadError, match=told):
+        places.opened(info)
+    # Labels of unknown origin, such as Neuronpedia's, are taken for right.
+    store.write(Path(f"{place}.labels"), About(places.place_of(info).dictionary, 40, ""), [], [Entry(100, "x")])
+    found("resid_post.3")
+
+
 def test_what_tells_two_texts_apart(
     oracle: Oracle, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,7 +219,7 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    file, whose = places.place_of(describe(place))
+    file, whose, _ = places.place_of(describe(place))
     evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
     entry = Entry(100, evil, evil, None, None, (evil,), (evil,), (Spot(1.0, 0, 0, len(evil)),))
     store.write(file, About(whose, 40, evil), [evil], [entry])
