@@ -91,6 +91,7 @@ class Draft:
     model: str | None = None
     addresses: tuple[str, ...] = ()
     l0: float | None = None
+    max_act_gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present

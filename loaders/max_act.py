@@ -11,9 +11,11 @@ format.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -25,7 +27,7 @@ from saesteer.loaders.files import fingerprint, wrong
 from saesteer.loaders.sample import sample
 from saesteer.loaders.write import write_arrays
 
-_KEY = "max_act"
+_KEY, GAPS = "max_act", "max_act_gaps"
 CALIBRATION, LABELS = "calibration", "labels"  # what made the values
 _AGAIN = {  # a stale file of ``calibrate`` does not keep it from running
     CALIBRATION: "one made for this dictionary: run `saesteer calibrate` again",
@@ -46,6 +48,7 @@ def write(
     tokens: int | None,
     by: str = CALIBRATION,
     site: str | None = None,
+    gaps: Sequence[int] = (),
 ) -> Path:
     """Saves the values and replaces older ones.
 
@@ -56,6 +59,7 @@ def write(
         tokens: how many tokens they were measured on; None: unknown.
         by: what made them.
         site: where the dictionary read when they were measured; None: unknown.
+        gaps: features whose values are unknown, as ``CoderInfo.max_act_gaps`` has them.
 
     Raises:
         LoadError: the file cannot be written, or the weights have changed since the draft was made.
@@ -65,7 +69,8 @@ def write(
         {_KEY: max_act},
         {"weights": sample(draft), "by": by}
         | ({} if tokens is None else {"tokens": str(tokens)})
-        | ({} if site is None else {"site": place_of(site)}),
+        | ({} if site is None else {"site": place_of(site)})
+        | ({GAPS: json.dumps([*gaps])} if gaps else {}),
     )
     return beside(path)
 
@@ -105,7 +110,21 @@ def known(path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
     if by == LABELS and info.has_max_act:
         return info
     both = hashlib.sha256(f"{info.fingerprint} {fingerprint([beside(path)])}".encode()).hexdigest()
-    return replace(info, has_max_act=True, max_act_by=by, fingerprint=both)
+    gaps = gaps_in(beside(path), about)
+    return replace(info, has_max_act=True, max_act_by=by, fingerprint=both, max_act_gaps=gaps)
+
+
+def gaps_in(file: Path, about: Mapping[str, str]) -> tuple[int, ...]:
+    """The features without a value, as a file's metadata has them; raises LoadError."""
+    try:
+        found = json.loads(about.get(GAPS, "[]"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found) or len(found) % 2:
+        raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers")
+    if not all(one < other for one, other in pairwise(found)):
+        raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers, ascending")
+    return tuple(found)
 
 
 def added(path: Path, coder: SparseCoder, site: str | None, draft: Draft) -> SparseCoder:

@@ -36,7 +36,7 @@ _NUMBERS = ("b_enc", "threshold", "max_act")
 _HARMLESS = {
     *("weights", "keys", "optional", "ignored", "transposed", "configs", "sizes", "unmistakable", "below_zero"),
     *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model"),
-    *("addresses", "l0"),
+    *("addresses", "l0", "max_act_gaps"),
 }
 
 
@@ -50,7 +50,7 @@ class RowFile:
     def __init__(self, path: Path, draft: Draft, info: CoderInfo) -> None:
         self.info = info
         self._path, self._draft = path, draft
-        self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None)
+        self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None, max_act_gaps=())
         self._plain = _plain(draft, info)
         self._beside: Tensor | None = None  # the maximum activations next to the file, once somebody needs them
         self._lock = Lock()

@@ -4,7 +4,7 @@ No language model explains features here: what is found in a text gets its label
 An engine reads the text, or Transformers; the model's last layers are read in Transformers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +129,20 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
 
     limit = info.features if info.feature_ids is None else MOST_FEATURES
     entries = list(export.entries(limit, length))
-    largest = torch.zeros(info.features)
+    largest, known = torch.zeros(info.features), {one.feature for one in entries if one.max_act is not None}
     for one in entries:
         largest[info.row_of(one.feature)] = one.max_act or 0.0
+    gaps = _gaps(range(info.features) if info.feature_ids is None else info.feature_ids, known)
     if bool(largest.any()):
-        _keep_unit(info, draft, largest, None, None)
+        _keep_unit(info, draft, largest, None, None, gaps)
     place, whose, _ = place_of(info)  # Neuronpedia says no site
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     store.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)
     _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
-    if bool(largest.any()) and (never := int((largest == 0).sum())):
-        note = f"{never:,} features have no maximum activation there: in unit max_act their values are 0"
+    if bool(largest.any()) and gaps:
+        unknown = info.features - len(known)
+        note = f"{unknown:,} features have no maximum activation there: unit max_act is refused for them"
         console.print(f"{name}: {note}", soft_wrap=True, highlight=False, markup=False)
     if export.mismeasured:
         note = "its maximum activations are left out: Neuronpedia read them from another tensor"
@@ -148,10 +150,21 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     return place
 
 
-def _keep_unit(info: CoderInfo, draft: Draft, largest: Tensor, tokens: int | None, site: str | None) -> None:
+def _gaps(features: Iterable[int], known: Collection[int]) -> tuple[int, ...]:
+    """The features that are not known, as ``CoderInfo.max_act_gaps`` has them."""
+    found: list[int] = []
+    for one in sorted(features):
+        if one not in known:
+            found[-1:] = [one + 1] if found[-1:] == [one] else [*found[-1:], one, one + 1]
+    return tuple(found)
+
+
+def _keep_unit(
+    info: CoderInfo, draft: Draft, largest: Tensor, tokens: int | None, site: str | None, gaps: Sequence[int] = ()
+) -> None:
     """Let requests use the unit max_act: save it where neither the dictionary's file nor ``calibrate`` has it."""
     if info.max_act_from in (None, max_act.LABELS):
-        max_act.write(fetch(info.source), draft, largest, tokens=tokens, by=max_act.LABELS, site=site)
+        max_act.write(fetch(info.source), draft, largest, tokens=tokens, by=max_act.LABELS, site=site, gaps=gaps)
 
 
 def _lengths(coder: SparseCoder) -> list[float]:

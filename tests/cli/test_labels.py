@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import find, label, reads
+from saesteer.commands import convert, find, label, reads
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
@@ -24,6 +24,7 @@ from saesteer.labels import places, store
 from saesteer.labels.store import About, Entry, Labels, Spot
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
+from saesteer.loaders.rows import open_rows
 from saesteer.planning.plan import Catalog
 
 WIDE = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
@@ -205,7 +206,7 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
     saved = label.run_import(Console(width=200), config, tmp_path)
     said = capsys.readouterr().out
     assert "d: 1 of 40 features, 1 with a label; saved in" in said
-    assert "d: 39 features have no maximum activation there: in unit max_act their values are 0" in said
+    assert "d: 39 features have no maximum activation there: unit max_act is refused for them" in said
     with Labels.open(saved) as labels:
         one = labels.feature(101)
         assert labels.about.source == "Neuronpedia, m/15-res"
@@ -214,6 +215,12 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
     info, known = load(place).info, load(place).max_act
     assert info.max_act_from == "labels" and known is not None
     assert known.tolist() == pytest.approx([0.0, 2.0] + [0.0] * 38)
+    assert [one for one in info.feature_ids or () if info.knows_max_act(one)] == [101]
+    convert.run(f"{place}@resid_post.15", tmp_path / "copy.safetensors", dtype=None)
+    for copied in (load(tmp_path / "copy.safetensors").info, open_rows(place).info):
+        assert copied.max_act_gaps == info.max_act_gaps == (100, 101, 102, 140)
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
+    assert load(place).info.max_act_gaps == ()
     with pytest.raises(ConfigError, match="0 dictionaries were named; expected one"):
         label.run_import(Console(), SaesteerConfig(), tmp_path)
 

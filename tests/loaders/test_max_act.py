@@ -183,6 +183,13 @@ def test_wrong_files(tensors: dict[str, torch.Tensor], words: str, place: Path) 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("gaps", ["x", "[1]", "[2, 1]", "[1.5, 2]", "[-1, 3]", "{}"])
+def test_wrong_gaps(gaps: str, place: Path) -> None:
+    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {max_act.GAPS: gaps})
+    with pytest.raises(LoadError, match=r"saesteer\.max_act: max_act_gaps: .*; expected pairs of whole numbers"):
+        describe(place)
+
+
 @pytest.mark.parametrize(("value", "words"), [(-1.0, "holds -1.0"), (np.nan, "holds nan"), (np.inf, "holds inf")])
 def test_wrong_values(value: float, words: str, place: Path) -> None:
     wrong = values(writers.F)
