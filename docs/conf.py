@@ -30,7 +30,13 @@ NAVIGATION = {
         "notebooks/golden_gate",
         "notebooks/transcoder",
     ],
-    "Say what to edit and read": ["docs/requests", "notebooks/reading", "docs/names-and-modules", "docs/api"],
+    "Say what to edit and read": [
+        "docs/requests",
+        "docs/reads-and-rules",
+        "notebooks/reading",
+        "docs/names-and-modules",
+        "docs/api",
+    ],
     "Find features, and prove them": ["docs/labels", "docs/proof", "notebooks/find_and_prove", "docs/reading-files"],
     "Run a server": [
         "docs/serving",

@@ -75,7 +75,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
     if found.later is not None:
         what = "is a cross-layer transcoder, whose decoders stay in their files"
         raise LoadError(f"{place}: {what}; expected a request that names its features, or another dictionary")
-    coder = max_act.added(path, build(found, name, dtype), site)
+    coder = max_act.added(path, build(found, name, dtype), site, found)
     return replace(coder, info=_placed(place, coder.info))
 
 
@@ -113,26 +113,30 @@ def _placed(place: str | Path, info: CoderInfo) -> CoderInfo:
 
 def choose(path: Path, site: str | None) -> tuple[str, Draft]:
     """The name of the format that accepts a file or folder, and its draft; of several, the one that reads the site."""
+    name, found = _drafts(path)
+    return name, found if isinstance(found, Draft) else _chosen(path, found, site)
+
+
+def _drafts(path: Path) -> tuple[str, Draft | Sequence[Draft]]:
     for name, form in FORMATS.items():
         if (found := form.draft(path)) is not None:
-            return name, found if isinstance(found, Draft) else _chosen(path, found, site)
+            return name, found
     inside = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else []
     what = f"a folder with {', '.join(inside) or 'nothing'}" if path.is_dir() else "a file of no known format"
     raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
 
 
-def check_alone(path: Path) -> None:
-    """Refuses a file of several dictionaries, next to which there is one place for what is found of one.
+def alone(path: Path) -> Draft:
+    """The draft of the only dictionary at a path, next to which there is one place for what is found of one.
 
     Raises:
-        LoadError: it holds several, or is wrong.
+        LoadError: the path holds several, or is wrong.
     """
-    for form in FORMATS.values():
-        if (found := form.draft(path)) is not None:
-            if not isinstance(found, Draft) and len(found) > 1:
-                hint = f"`saesteer convert {path}@{found[0].sites[0]} FILE` makes such a file"
-                raise LoadError(f"{path}: holds {len(found)} dictionaries; expected a file of its own for each: {hint}")
-            return
+    _, found = _drafts(path)
+    if not isinstance(found, Draft) and len(found) > 1:
+        hint = f"`saesteer convert {path}@{found[0].sites[0]} FILE` makes such a file"
+        raise LoadError(f"{path}: holds {len(found)} dictionaries; expected a file of its own for each: {hint}")
+    return found if isinstance(found, Draft) else found[0]
 
 
 def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:

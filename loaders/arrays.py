@@ -203,7 +203,7 @@ class Arrays:
         assert array.pitch is None, key
         step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
         progress = shown(f"{self.path.name}: {key}", rows * columns * dtype.itemsize)
-        with readable(f"{self.path}: {key}", _COMPLETE), self._open(array) as stream, progress as read:
+        with readable(f"{self.path}: {key}", _COMPLETE), self.opened(array) as stream, progress as read:
             for start in range(0, rows, step):
                 buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
                 _fill(stream, buffer)
@@ -213,7 +213,8 @@ class Arrays:
                 stream.read(1)  # the end of a zip member is where its checksum is compared
 
     @contextmanager
-    def _open(self, array: StoredArray) -> Iterator[IO[bytes]]:
+    def opened(self, array: StoredArray) -> Iterator[IO[bytes]]:
+        """The file or zip member that holds an array, at the array's first byte."""
         if array.member is None:
             with self.path.open("rb") as stream:
                 stream.seek(array.start)

@@ -91,6 +91,7 @@ class Draft:
     model: str | None = None
     addresses: tuple[str, ...] = ()
     l0: float | None = None
+    max_act_gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.present.keys() <= ROLES.keys(), self.present
@@ -260,17 +261,6 @@ def _alone(draft: Draft, info: CoderInfo, row: int, descriptors: Mapping[Path, i
         feature_ids=None,
     )
     return one, replace(info, features=1, feature_ids=None, skip=False, has_max_act="max_act" in keys)
-
-
-def thresholds(draft: Draft, info: CoderInfo) -> tuple[Tensor, Tensor | None]:
-    """b_dec [d_out] and the thresholds [F] of ``build(draft, ...)``, without its matrices.
-
-    Raises:
-        LoadError: as ``build``.
-    """
-    vectors = {role: _vector(draft, role) for role in draft.present if role not in (*MATRICES, "skip")}
-    found, order = _folded(draft, info, vectors), draft.order
-    return found.b_dec, found.threshold if found.threshold is None or order is None else found.threshold[order]
 
 
 def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCoder:

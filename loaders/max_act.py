@@ -1,30 +1,38 @@
 """The largest activation of each feature, which ``saesteer calibrate`` or ``label`` saves next to a dictionary.
 
 They are in ``FILE.max_act`` next to a file, or ``saesteer.max_act`` in a folder: a safetensors file with max_act [F],
-whose metadata names the dictionary that was measured, so other weights under the same name do not get its values, and
-says what made them. Those of ``calibrate`` count most, then those in the dictionary's own file, then those of
-``label``: ``calibrate`` replaces what ``label`` made, never the other way around. Values that were measured at another
-site, where the files do not name one, do not count. No weight file has this suffix. Knows no format.
+whose metadata has a digest of the weights that were measured (``loaders/sample.py``), so other weights under the same
+name do not get these values, and says what made them. Those of ``calibrate`` count most, then those in the dictionary's
+own file, then those of ``label``: ``calibrate`` replaces what ``label`` made, never the other way around. Values that
+were measured at another site, where the files do not name one, do not count. No weight file has this suffix. Knows no
+format.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, place_of
 from saesteer.loaders.arrays import Arrays, open_arrays
+from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fingerprint, wrong
+from saesteer.loaders.sample import sample
 from saesteer.loaders.write import write_arrays
 
-_KEY = "max_act"
+_KEY, GAPS = "max_act", "max_act_gaps"
 CALIBRATION, LABELS = "calibration", "labels"  # what made the values
-_AGAIN = "one made for this dictionary: run `saesteer calibrate` again"
+_AGAIN = {  # a stale file of ``calibrate`` does not keep it from running
+    CALIBRATION: "one made for this dictionary: run `saesteer calibrate` again",
+    LABELS: "one made for this dictionary: delete it, and run `saesteer label` again or `saesteer calibrate`",
+}
 
 
 def beside(path: Path) -> Path:
@@ -34,33 +42,35 @@ def beside(path: Path) -> Path:
 
 def write(
     path: Path,
-    coder: SparseCoder,
+    draft: Draft,
     max_act: Tensor,
     *,
     tokens: int | None,
     by: str = CALIBRATION,
     site: str | None = None,
+    gaps: Sequence[int] = (),
 ) -> Path:
     """Saves the values and replaces older ones.
 
     Args:
         path: the dictionary's path.
-        coder: the dictionary.
+        draft: the dictionary's draft, made before it was measured.
         max_act: [F] float32, 0 or more, in the dictionary's unit.
         tokens: how many tokens they were measured on; None: unknown.
         by: what made them.
         site: where the dictionary read when they were measured; None: unknown.
+        gaps: features whose values are unknown, as ``CoderInfo.max_act_gaps`` has them.
 
     Raises:
-        LoadError: the file cannot be written.
+        LoadError: the file cannot be written, or the weights have changed since the draft was made.
     """
-    assert tuple(max_act.shape) == (coder.info.features,)
     write_arrays(
         beside(path),
         {_KEY: max_act},
-        {"dictionary": _digest(coder.info, coder.b_dec, coder.threshold), "by": by}
+        {"weights": sample(draft), "by": by}
         | ({} if tokens is None else {"tokens": str(tokens)})
-        | ({} if site is None else {"site": place_of(site)}),
+        | ({} if site is None else {"site": place_of(site)})
+        | ({GAPS: json.dumps([*gaps])} if gaps else {}),
     )
     return beside(path)
 
@@ -100,38 +110,51 @@ def known(path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
     if by == LABELS and info.has_max_act:
         return info
     both = hashlib.sha256(f"{info.fingerprint} {fingerprint([beside(path)])}".encode()).hexdigest()
-    return replace(info, has_max_act=True, max_act_by=by, fingerprint=both)
+    gaps = gaps_in(beside(path), about)
+    return replace(info, has_max_act=True, max_act_by=by, fingerprint=both, max_act_gaps=gaps)
 
 
-def added(path: Path, coder: SparseCoder, site: str | None) -> SparseCoder:
+def gaps_in(file: Path, about: Mapping[str, str]) -> tuple[int, ...]:
+    """The features without a value, as a file's metadata has them; raises LoadError."""
+    try:
+        found = json.loads(about.get(GAPS, "[]"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found) or len(found) % 2:
+        raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers")
+    if not all(one < other for one, other in pairwise(found)):
+        raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers, ascending")
+    return tuple(found)
+
+
+def added(path: Path, coder: SparseCoder, site: str | None, draft: Draft) -> SparseCoder:
     """The dictionary, with the values next to it if there are any that count; arguments and errors as of ``known``."""
     info = known(path, coder.info, site)
     if info is coder.info:
         return coder
-    arrays = _open(path, info)
-    return replace(coder, info=info, max_act=_values(arrays, _digest(coder.info, coder.b_dec, coder.threshold)))
+    return replace(coder, info=info, max_act=_values(_open(path, info), draft))
 
 
-def values(path: Path, info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> Tensor | None:
-    """The values [F] next to a dictionary whose other weights nobody loads; None if there are none.
+def values(path: Path, info: CoderInfo, draft: Draft) -> Tensor | None:
+    """The values [F] next to a dictionary whose weights nobody loads; None if there are none.
 
     Args:
         path: the dictionary's path.
         info: its facts without the values.
-        b_dec: [d_out], as the loader makes it.
-        threshold: [F], as the loader makes it.
+        draft: its draft.
 
     Raises:
         LoadError: the values were measured on other weights, or cannot be read.
     """
-    if not beside(path).is_file():
-        return None
-    return _values(_open(path, info), _digest(info, b_dec, threshold))
+    return _values(_open(path, info), draft) if beside(path).is_file() else None
 
 
-def _values(arrays: Arrays, digest: str) -> Tensor:
-    if arrays.metadata.get("dictionary") != digest:
-        raise wrong(arrays.path, "dictionary", "measured on other weights", _AGAIN)
+def _values(arrays: Arrays, draft: Draft) -> Tensor:
+    about = arrays.metadata
+    if about.get("weights") != sample(draft):
+        old = "dictionary" in about and "weights" not in about
+        found = "made by an older version, which did not look at the encoder" if old else "measured on other weights"
+        raise wrong(arrays.path, "weights", found, _again(arrays))
     return arrays.vector(_KEY, negative=False)
 
 
@@ -139,15 +162,10 @@ def _open(path: Path, info: CoderInfo) -> Arrays:
     arrays = open_arrays(beside(path))
     arrays.expect({_KEY})
     if arrays.shape(_KEY, 1) != (info.features,):
-        raise wrong(arrays.path, _KEY, f"{arrays.shape(_KEY, 1)[0]} values for {info.features} features", _AGAIN)
+        found = f"{arrays.shape(_KEY, 1)[0]} values for {info.features} features"
+        raise wrong(arrays.path, _KEY, found, _again(arrays))
     return arrays
 
 
-def _digest(info: CoderInfo, b_dec: Tensor, threshold: Tensor | None) -> str:
-    """Hex digest of a few KB that every loader reads unchanged, whatever the dtype; and of what decides the unit."""
-    facts = info.features, info.d_in, info.feature_ids, info.activation, info.in_norm
-    of = hashlib.sha256(repr(facts).encode())
-    of.update(b_dec.cpu().numpy().tobytes())
-    if threshold is not None:
-        of.update(threshold.cpu().numpy().tobytes())
-    return of.hexdigest()
+def _again(arrays: Arrays) -> str:
+    return _AGAIN[LABELS if arrays.metadata.get("by") == LABELS else CALIBRATION]

@@ -26,7 +26,7 @@ from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
 from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
-from saesteer.loaders.draft import Draft, facts, later_of, row_of, thresholds
+from saesteer.loaders.draft import Draft, facts, later_of, row_of
 from saesteer.loaders.files import State, fetch, state_of
 
 _FLOAT32 = Struct("<f").unpack
@@ -36,7 +36,7 @@ _NUMBERS = ("b_enc", "threshold", "max_act")
 _HARMLESS = {
     *("weights", "keys", "optional", "ignored", "transposed", "configs", "sizes", "unmistakable", "below_zero"),
     *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model"),
-    *("addresses", "l0"),
+    *("addresses", "l0", "max_act_gaps"),
 }
 
 
@@ -50,7 +50,7 @@ class RowFile:
     def __init__(self, path: Path, draft: Draft, info: CoderInfo) -> None:
         self.info = info
         self._path, self._draft = path, draft
-        self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None)
+        self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None, max_act_gaps=())
         self._plain = _plain(draft, info)
         self._beside: Tensor | None = None  # the maximum activations next to the file, once somebody needs them
         self._lock = Lock()
@@ -132,7 +132,7 @@ class RowFile:
     def _max_act(self) -> Tensor:
         with self._lock:
             if self._beside is None:
-                self._beside = max_act.values(self._path, self._own, *thresholds(self._draft, self._own))
+                self._beside = max_act.values(self._path, self._own, self._draft)
                 self.check()
             if self._beside is None:
                 raise LoadError(f"{max_act.beside(self._path)}: has vanished; expected the file that was there before")

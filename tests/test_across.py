@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from saesteer import hf
 from saesteer.config.assets import Assets
-from saesteer.dictionaries.coder import SparseCoder
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import LoadError, SpecError
 from saesteer.language.spec import from_json
-from saesteer.loaders import describe, max_act
+from saesteer.loaders import alone, max_act
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
 from tests import tiny
@@ -53,11 +52,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("across")
     place = across.circuit_tracer(folder / "clt", CLT, first=1)
     for layer, largest in enumerate(LARGEST, 1):
-        file, one = place / f"W_enc_{layer}.safetensors", CLT[layer - 1]
-        info, matrix = replace(describe(file), targets=None), torch.zeros(FEATURES, WIDTH)
-        threshold, b_dec = torch.from_numpy(one.threshold), torch.from_numpy(one.b_dec)
-        coder = SparseCoder(matrix, torch.zeros(FEATURES), matrix, b_dec, info, threshold)
-        max_act.write(file, coder, torch.from_numpy(largest), tokens=1)
+        file = place / f"W_enc_{layer}.safetensors"
+        max_act.write(file, alone(file), torch.from_numpy(largest), tokens=1)
     dictionaries = {name: f"{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()}
     modules = {**MODULES, "all": ALL}
     return make_engine(folder, inline_rows=64, dictionaries={**dictionaries, "clt": str(place)}, modules=modules)

@@ -206,6 +206,8 @@ def test_a_coder_that_contradicts_itself_is_refused(words: str, change: dict[str
         {"feature_ids": (1, 2)},
         {"feature_ids": (1, 2, 3, 4, 4)},
         {"feature_ids": (5, 6, 7, 8, 9), "activation": "topk", "k": 2},
+        {"max_act_gaps": (3,)},
+        {"max_act_gaps": (3, 3)},
     ],
     ids=str,
 )
@@ -214,8 +216,21 @@ def test_an_info_that_contradicts_itself_is_refused(change: dict[str, Any]) -> N
         info(**change)
 
 
+@given(st.sets(st.integers(0, 20)))
+def test_gaps_are_the_features_without_a_maximum(unknown: set[int]) -> None:
+    edges = [at for at in range(22) if (at in unknown) != (at - 1 in unknown)]
+    about = info(features=20, has_max_act=True, max_act_gaps=tuple(edges))
+    assert {feature for feature in range(21) if not about.knows_max_act(feature)} == unknown
+    assert not info(features=20).knows_max_act(0)
+
+
 def test_info_as_json() -> None:
-    for about in (info(), info(feature_ids=(9, 1, 2, 3, 7), site_in="resid_post.1", model="m"), info("topk", k=2)):
+    for about in (
+        info(),
+        info(feature_ids=(9, 1, 2, 3, 7), site_in="resid_post.1", model="m"),
+        info("topk", k=2),
+        info(max_act_gaps=(0, 2)),
+    ):
         assert CoderInfo.from_json(json.loads(json.dumps(about.to_json()))) == about
     good = info().to_json()
     wrongs: list[object] = [[], "x", {}, good | {"more": 1}, good | {"features": "many"}, good | {"feature_ids": 3}]

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS, ROOT / "bench/LOG.md"]
 PAGES += [ROOT / name for name in ("DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-REQUESTS = (ROOT / "docs/requests.md").read_text()
+READS = (ROOT / "docs/reads-and-rules.md").read_text()
+REQUESTS = (ROOT / "docs/requests.md").read_text() + READS
 START = (ROOT / "docs/start.md").read_text()
 
 ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the messages in the prompt
@@ -144,16 +145,16 @@ def test_every_field_of_an_edit_is_described(op: str) -> None:
 
 
 def test_every_field_of_a_rule_is_described() -> None:
-    [section] = re.findall(r"^## Rules\n(.*?)^##", REQUESTS, re.DOTALL | re.MULTILINE)
+    [section] = re.findall(r"^## Rules\n(.*)", READS, re.DOTALL | re.MULTILINE)
     rows = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
     own = {one.name for one in fields(Watched)} - {one.name for one in fields(Gate)}
     assert all({one.metadata["key"] or one.name for one in fields(rule)} | own == set(rows) for rule in RULES.values())
 
 
-READS = [FeatureRead, ProbeRead, ActivationRead, HiddenRead]
+KINDS = [FeatureRead, ProbeRead, ActivationRead, HiddenRead]
 
 
-@pytest.mark.parametrize("record", [Spec, Return, *READS, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
+@pytest.mark.parametrize("record", [Spec, Return, *KINDS, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
 def test_every_field_of_a_record_is_described(record: Any) -> None:
     known = {one.metadata["key"] or one.name for one in fields(record)}
     assert {name for name in known if not re.search(rf'[`"]{name}[`"]', REQUESTS)} == set()

@@ -5,9 +5,9 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct; and measured, which nothing reads. A file
-without metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it is not
-transposed like other formats with the same keys.
+feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct, max_act_gaps; and measured, which nothing
+reads. A file without metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it
+is not transposed like other formats with the same keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from saesteer.errors import LoadError
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import wrong
+from saesteer.loaders.max_act import GAPS, gaps_in
 from saesteer.loaders.neuronpedia import addresses
 from saesteer.loaders.write import write_arrays
 
@@ -84,6 +85,7 @@ def _one(file: Path) -> Draft | None:
         can_reconstruct=_one_of(file, about, "can_reconstruct", ("true", "false"), "true") == "true",
         model=about.get("model"),
         addresses=addresses(about.get("addresses")),
+        max_act_gaps=gaps_in(file, about),
     )
 
 
@@ -123,6 +125,7 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
         "feature_unit": info.feature_unit,
         "in_norm": info.in_norm,
         "k": None if info.k is None else str(info.k),
+        GAPS: json.dumps(info.max_act_gaps) if info.max_act_gaps else None,
         "model": info.model,
         "site_in": info.site_in,
         "site_out": info.site_out,

@@ -19,7 +19,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
-from saesteer.loaders import check_alone, max_act
+from saesteer.loaders import alone, max_act
 from saesteer.loaders.files import fetch
 
 WINDOW = 512  # tokens read at once, each window as a text of its own
@@ -64,9 +64,8 @@ def run(
 def _measure_all(
     console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
 ) -> dict[str, Measured]:
+    drafts = {key: alone(path) for key, path in paths.items()}
     oracle, names = open_model(model, config)
-    for path in paths.values():
-        check_alone(path)
     asked = {
         oracle.engine.catalog.key(name, layer): (name, layer) for name in names for layer in oracle.layers_of(name)
     }
@@ -75,8 +74,8 @@ def _measure_all(
         task = progress.add_task("Reading", total=len(windows))
         found = measure(oracle, asked, windows, lambda: progress.advance(task))
     for name, measured in found.items():
-        coder, site = oracle.coder(*asked[name]), oracle.info(*asked[name]).site_in
-        place = max_act.write(paths[name], coder, measured.max_act, tokens=measured.tokens, site=site)
+        site = oracle.info(*asked[name]).site_in
+        place = max_act.write(paths[name], drafts[name], measured.max_act, tokens=measured.tokens, site=site)
         console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
     return found
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from saesteer.config.assets import sited
 from saesteer.config.config import DictionarySource
+from saesteer.config.sets import opened
 from saesteer.errors import ConfigError
 from saesteer.loaders import load
 from saesteer.loaders.formats import own
 
+_HERE = "PLACE"  # what a refusal calls the dictionary, which has no name yet
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -18,12 +22,13 @@ def run(place: str, target: Path, *, dtype: str | None) -> str:
     """Write a dictionary so that the numbers of a feature lie next to each other; say what was written.
 
     Args:
-        place: of the dictionary, as ``PATH_OR_REPO[@SITE]``.
+        place: of the dictionary, as ``PATH_OR_REPO[@SITE]``; the file names this site.
         target: a new file, ``*.safetensors``.
         dtype: of its two matrices; None: as stored.
 
     Raises:
-        ConfigError: the target is not such a file, or exists; or the dtype is another.
+        ConfigError: the target is not such a file, or exists; the dtype is another; or the place holds several
+            dictionaries, or none that belongs at the site.
         LoadError: the dictionary cannot be read, or the target cannot be written.
     """
     if dtype not in (None, *DTYPES):
@@ -32,8 +37,12 @@ def run(place: str, target: Path, *, dtype: str | None) -> str:
         raise ConfigError(f"{target}: expected the name of a new file that ends in .safetensors")
     if target.exists():
         raise ConfigError(f"{target}: exists; expected the name of a new file")
-    source = DictionarySource.from_argument(place)
+    sources, _ = opened({_HERE: DictionarySource.from_argument(place)})
+    if len(sources) > 1:
+        known = ", ".join(f"{one.path}@{one.site}" if one.site else one.path for one in sources.values())
+        raise ConfigError(f"{place}: holds {len(sources)} dictionaries; expected one of {known}")
+    [source] = sources.values()
     coder = load(source.path, dtype=None if dtype is None else DTYPES[dtype], site=source.reads)
-    own.write(target, coder)
-    info = coder.info
+    info = sited(_HERE, source, coder.info)
+    own.write(target, replace(coder, info=info))
     return f"{target}: {info.features:,} features of {info.format}, {target.stat().st_size / 1e6:,.1f} MB"

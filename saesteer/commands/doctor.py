@@ -296,8 +296,8 @@ def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]
     row = int(active.amax(dim=0).argmax())
     strongest = row if info.feature_ids is None else info.feature_ids[row]
     chosen = strongest if feature is None else feature
-    value = 2.0 if info.has_max_act else 2 * float(active.max())
-    unit = "max_act" if info.has_max_act else "raw"
+    known = info.knows_max_act(chosen)
+    value, unit = (2.0, "max_act") if known else (2 * float(active.max()), "raw")
     where = {"dictionary": dictionary} if layer is None else {"dictionary": dictionary, "layer": layer}
     return {"edits": [{"op": "clamp", **where, "feature": chosen, "value": value, "unit": unit}]}
 

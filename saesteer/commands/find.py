@@ -110,12 +110,13 @@ def _opened(config: SaesteerConfig) -> Iterator[tuple[str, Labels]]:
         for name, file in DICTIONARIES.items():  # they and their labels come in one package
             yield name, Labels.open(file.with_name(f"{file.name}.labels"))
         return
+    from saesteer.config.assets import sited
     from saesteer.config.sets import opened as sources_of
     from saesteer.labels import places
     from saesteer.loaders import describe
 
     for key, source in sources_of(config.dictionaries)[0].items():
-        found = places.opened(describe(source.path, site=source.reads, hashed=False))
+        found = places.opened(sited(key, source, describe(source.path, site=source.reads, hashed=False)))
         if found is None:
             raise ConfigError(f"dictionary {key!r} at {source.path} has no labels; `saesteer label` makes them")
         yield key, found

@@ -4,7 +4,7 @@ No language model explains features here: what is found in a text gets its label
 An engine reads the text, or Transformers; the model's last layers are read in Transformers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from saesteer.commands.features import Backend, open_model
 from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
-from saesteer.dictionaries.coder import SparseCoder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
 from saesteer.labels import store
 from saesteer.labels.gather import Gathered
@@ -25,7 +25,8 @@ from saesteer.labels.lens import lens
 from saesteer.labels.neuronpedia import MOST_FEATURES, Export
 from saesteer.labels.places import place_of
 from saesteer.labels.store import About, Entry
-from saesteer.loaders import check_alone, load, max_act
+from saesteer.loaders import alone, load, max_act
+from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
@@ -59,8 +60,7 @@ def run(
     """
     oracle, names = open_model(model, config)
     asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
-    for one in asked.values():
-        check_alone(fetch(one.info.source))
+    drafts = {key: alone(fetch(one.info.source)) for key, one in asked.items()}
     gathered = {key: Gathered(one.info.features, examples) for key, one in asked.items()}
     with reads(backend, model, oracle, asked, texts) as told:
         for number, found in enumerate(track(told, "Reading", len(texts), console=console, transient=True)):
@@ -68,10 +68,10 @@ def run(
                 gathered[key].add(number, active)
     saved = []
     for key, one in asked.items():
-        place, whose = place_of(one.info)
+        place, whose, site = place_of(one.info)
         tokens = gathered[key].tokens
-        _keep_unit(one.coder, gathered[key].max_act, tokens, one.info.site_in)
-        about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens)
+        _keep_unit(one.coder.info, drafts[key], gathered[key].max_act, tokens, one.info.site_in)
+        about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens, site)
         store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
         _say(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
@@ -118,7 +118,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         found = f"{len(sources)} dictionaries were named"
         raise ConfigError(f"--from-neuronpedia holds the labels of one dictionary, but {found}; expected one")
     [(name, source)] = sources.items()
-    check_alone(fetch(source.path))
+    draft = alone(fetch(source.path))
     coder = load(source.path, site=source.reads)
     info, export = coder.info, Export(folder)
     lengths = _lengths(coder)
@@ -129,18 +129,20 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
 
     limit = info.features if info.feature_ids is None else MOST_FEATURES
     entries = list(export.entries(limit, length))
-    largest = torch.zeros(info.features)
+    largest, known = torch.zeros(info.features), {one.feature for one in entries if one.max_act is not None}
     for one in entries:
         largest[info.row_of(one.feature)] = one.max_act or 0.0
+    gaps = _gaps(range(info.features) if info.feature_ids is None else info.feature_ids, known)
     if bool(largest.any()):
-        _keep_unit(coder, largest, None, None)
-    place, whose = place_of(info)
+        _keep_unit(info, draft, largest, None, None, gaps)
+    place, whose, _ = place_of(info)  # Neuronpedia says no site
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     store.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)
     _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
-    if bool(largest.any()) and (never := int((largest == 0).sum())):
-        note = f"{never:,} features have no maximum activation there: in unit max_act their values are 0"
+    if bool(largest.any()) and gaps:
+        unknown = info.features - len(known)
+        note = f"{unknown:,} features have no maximum activation there: unit max_act is refused for them"
         console.print(f"{name}: {note}", soft_wrap=True, highlight=False, markup=False)
     if export.mismeasured:
         note = "its maximum activations are left out: Neuronpedia read them from another tensor"
@@ -148,10 +150,21 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     return place
 
 
-def _keep_unit(coder: SparseCoder, largest: Tensor, tokens: int | None, site: str | None) -> None:
+def _gaps(features: Iterable[int], known: Collection[int]) -> tuple[int, ...]:
+    """The features that are not known, as ``CoderInfo.max_act_gaps`` has them."""
+    found: list[int] = []
+    for one in sorted(features):
+        if one not in known:
+            found[-1:] = [one + 1] if found[-1:] == [one] else [*found[-1:], one, one + 1]
+    return tuple(found)
+
+
+def _keep_unit(
+    info: CoderInfo, draft: Draft, largest: Tensor, tokens: int | None, site: str | None, gaps: Sequence[int] = ()
+) -> None:
     """Let requests use the unit max_act: save it where neither the dictionary's file nor ``calibrate`` has it."""
-    if coder.info.max_act_from in (None, max_act.LABELS):
-        max_act.write(fetch(coder.info.source), coder, largest, tokens=tokens, by=max_act.LABELS, site=site)
+    if info.max_act_from in (None, max_act.LABELS):
+        max_act.write(fetch(info.source), draft, largest, tokens=tokens, by=max_act.LABELS, site=site, gaps=gaps)
 
 
 def _lengths(coder: SparseCoder) -> list[float]:

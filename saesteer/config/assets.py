@@ -251,18 +251,24 @@ def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderI
     return ChainMap(known, rows) if len(rows) > len(rows.named) else known  # type: ignore[arg-type]  # it is only read
 
 
+def sited(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:
+    """The facts with the operator's sites, if there are any; ConfigError where one site cannot stand for both."""
+    if not source.site:
+        return info
+    reads, both, writes = source.site.partition(":")
+    for site in (reads, writes) if both else (reads,):
+        parse(site)
+    if not both and info.site_in is not None and info.site_in != info.site_out:
+        raise ConfigError(
+            f"dictionary {name!r} reads {info.site_in} and writes {info.site_out or 'another place'}; "
+            f"it cannot be moved to one site, got @{source.site}; expected two, such as @mlp_in.20:mlp_out.20"
+        )
+    return replace(info, site_in=reads, site_out=writes or reads)
+
+
 def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:
     """The facts with the operator's sites; ConfigError where they have none, or cannot be served."""
-    reads, both, writes = (source.site or "").partition(":")
-    if source.site:
-        for site in (reads, writes) if both else (reads,):
-            parse(site)
-        if not both and info.site_in is not None and info.site_in != info.site_out:
-            raise ConfigError(
-                f"dictionary {name!r} reads {info.site_in} and writes {info.site_out or 'another place'}; "
-                f"it cannot be moved to one site, got @{source.site}; expected two, such as @mlp_in.20:mlp_out.20"
-            )
-        info = replace(info, site_in=reads, site_out=writes or reads)
+    info = sited(name, source, info)
     if info.site_in is None or info.site_out is None:
         raise ConfigError(
             f"dictionary {name!r}: the files in {source.path} do not say where they belong; "

@@ -57,7 +57,8 @@ def nearest(info: CoderInfo, vector: NDArray[np.float32], most: int) -> list[tup
     Raises:
         LoadError: the files cannot be read.
     """
-    coder, unit = _whole(info), torch.nn.functional.normalize(torch.from_numpy(vector).float(), dim=0)
+    # In float64, which holds the square of every float32.
+    coder, unit = _whole(info), torch.nn.functional.normalize(torch.from_numpy(vector).double(), dim=0).float()
     rows = (coder.w_dec[block].float() for block in blocks(len(coder.w_dec)))
     cosines = torch.cat([torch.nn.functional.normalize(one, dim=1) @ unit for one in rows])
     order = torch.argsort(cosines, descending=True, stable=True)[:most].tolist()

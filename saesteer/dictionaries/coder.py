@@ -6,8 +6,10 @@ Its plain torch methods define what the fields mean, in fp32; only memory is sav
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -66,6 +68,8 @@ class CoderInfo:
     targets: int | None = None  # of a cross-layer transcoder: layers that a feature writes, site_out's and those behind
     max_act_by: str | None = None  # what made the max_act next to its files: calibration or labels; None: there is none
     by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
+    # The features without a known max_act though others have one: first, one after the last, first, ..., ascending.
+    max_act_gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.activation in get_args(Activation), self.activation
@@ -78,6 +82,8 @@ class CoderInfo:
         assert self.activation != "groupmax" or self.features % (self.k or 1) == 0, groups
         assert self.in_norm == "none" or self.d_in == self.d_out, "a transcoder's output has no input statistics"
         assert self.skip_first >= 0, self.skip_first
+        gaps = self.max_act_gaps
+        assert len(gaps) % 2 == 0 and all(one < next_ for one, next_ in pairwise(gaps)), "gaps that are not ascending"
         assert self.targets is None or (self.targets > 0 and not self.can_reconstruct), self.targets
         if self.feature_ids is not None:
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
@@ -87,6 +93,10 @@ class CoderInfo:
     def max_act_from(self) -> str | None:
         """Where its maximum activations come from: ``file``, ``calibration`` or ``labels``; None: they are unknown."""
         return (self.max_act_by or "file") if self.has_max_act else None
+
+    def knows_max_act(self, feature: int) -> bool:
+        """Whether the largest activation of a feature, by its original index, is known."""
+        return self.has_max_act and bisect_right(self.max_act_gaps, feature) % 2 == 0
 
     @property
     def kind(self) -> str:
@@ -124,6 +134,7 @@ class CoderInfo:
         document = {field.name: getattr(self, field.name) for field in fields(self)}
         document["feature_ids"] = None if self.feature_ids is None else list(self.feature_ids)
         document["addresses"] = list(self.addresses)
+        document["max_act_gaps"] = list(self.max_act_gaps)
         return document
 
     @classmethod
@@ -139,7 +150,8 @@ class CoderInfo:
         try:
             if (ids := values.get("feature_ids")) is not None:
                 values["feature_ids"] = tuple(ids)
-            values["addresses"] = tuple(values.get("addresses", ()))
+            for name in ("addresses", "max_act_gaps"):
+                values[name] = tuple(values.get(name, ()))
             return cls(**values)
         except (TypeError, AssertionError) as exc:
             raise LoadError(f"dictionary info: {exc}; expected the fields of CoderInfo") from exc

@@ -61,6 +61,7 @@ class About:
     source: str  # where the labels come from, for a person to read
     model: str | None = None
     tokens: int | None = None  # of the text that was read
+    site: str | None = None  # where the dictionary read it, by the site's one name; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,13 @@ class Labels:
         self.about = self._about()
 
     @classmethod
-    def open(cls, path: Path, *, dictionary: str | None = None) -> Self:
+    def open(cls, path: Path, *, dictionary: str | None = None, site: str | None = None) -> Self:
         """Open a file, after a check that it is one and belongs to a dictionary.
 
         Args:
             path: the file.
             dictionary: the fingerprint of the dictionary's own files; None: do not compare.
+            site: where the dictionary reads, by the site's one name; None: do not compare.
 
         Raises:
             LoadError: naming the file and what was expected.
@@ -207,9 +209,14 @@ class Labels:
             except BaseException:
                 base.close()
                 raise
-        if dictionary not in (None, found.about.dictionary):
+        about, other = found.about, None
+        if dictionary not in (None, about.dictionary):
+            other = "belongs to other weights"
+        elif None not in (site, about.site) and site != about.site:
+            other = f"is about what the dictionary reads at {about.site}, but it is at {site} here"
+        if other is not None:
             found.close()
-            raise _wrong(path, "belongs to other weights", "labels of this dictionary: run `saesteer label` again")
+            raise _wrong(path, other, "labels of this dictionary: run `saesteer label` again")
         return found
 
     def close(self) -> None:
@@ -292,7 +299,7 @@ class Labels:
         if not re.fullmatch("[0-9]{1,8}", features or "") or not re.fullmatch("[0-9]{0,12}", tokens or ""):
             raise _wrong(self.path, "does not say how many features it is about")
         whose = found.get("dictionary", ""), int(features or 0), found.get("source", "")
-        return About(*whose, found.get("model"), int(tokens) if tokens else None)
+        return About(*whose, found.get("model"), int(tokens) if tokens else None, found.get("site"))
 
     def _ask(self, sql: str, *values: object) -> list[Any]:
         until = time.monotonic() + _SECONDS

@@ -63,6 +63,9 @@ class Dictionary(Protocol):
     def has_max_act(self) -> bool:
         """Whether the largest activation of each feature is known."""
 
+    def knows_max_act(self, feature: int) -> bool:
+        """Whether the largest activation of this feature is known."""
+
     @property
     def skip_first(self) -> int:
         """How many first positions its format leaves alone."""

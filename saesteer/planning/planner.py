@@ -119,9 +119,10 @@ class _Planner:
         name, info = known[:2] if known else dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
         check_feature(name, info, edit.feature, f"{at}.feature")
         target = Feature(name, edit.feature)
-        if edit.unit == "max_act" and not info.has_max_act:
-            hint = "" if info.targets else ", `saesteer calibrate` finds them"
-            expected = f"raw: the max activations of {name!r} are not known{hint}"
+        if edit.unit == "max_act" and not info.knows_max_act(edit.feature):
+            some, hint = info.has_max_act, "" if info.targets else ", `saesteer calibrate` finds them"
+            what = f"activation of feature {edit.feature} of {name!r} is" if some else f"activations of {name!r} are"
+            expected = f"raw: the max {what} not known{hint}"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")
         if known is None:
             reads, sites = reading_site(self.catalog, name, info, at), writing_sites(self.catalog, name, info, at)
@@ -165,6 +166,8 @@ class _Planner:
         most = len(step.edits) * len(self._windows(step.edit.scope, step.at, info.skip_first))
         most += self.entries + len(self.reads) + len(step.edit.when) + (step.strength is not None)
         edits: Sequence[Any] = step.edits
+        if edits[0].unit == "max_act" and not all(info.knows_max_act(one.feature) for one in edits):
+            return False
         return most <= self.catalog.max_entries and max(one.feature for one in edits) < info.features
 
     def add(self, step: Step) -> None:

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from saesteer.commands.cli import app
 from saesteer.commands.convert import run
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import load
 from saesteer.loaders.rows import open_rows
@@ -33,6 +35,47 @@ def test_the_copy_is_the_dictionary_and_its_rows_are_read_at_once(dtype: str | N
     assert (header["W_enc"]["shape"], header["W_dec"]["shape"]) == ([40, 24], [40, 24])
 
 
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        ("resid_post.12", ("resid_post.12", "resid_post.12")),
+        ("mlp_in.12:mlp_out.12", ("mlp_in.12", "mlp_out.12")),
+        (None, (None, None)),
+    ],
+)
+def test_the_copy_names_the_site_that_the_operator_gave(
+    site: str | None, expected: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    place, target = writers.gemma_scope(tmp_path / "copied", writers.raw()), tmp_path / "copy.safetensors"
+    run(f"{place}@{site}" if site else str(place), target, dtype=None)
+    info = load(target).info
+    assert (info.site_in, info.site_out) == expected
+    if site:
+        served = Assets.open(SaesteerConfig.from_json({"dictionaries": {"gs": str(target)}})).infos["gs"]
+        assert (served.site_in, served.site_out) == expected
+
+
+def test_the_operators_site_counts_more_than_that_of_the_files(tmp_path: Path) -> None:
+    """As on a server."""
+    arrays = {key: array for key, array in writers.raw().items() if key != "threshold"}
+    place = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
+    assert load(place).info.site_in not in (None, "resid_pre.7")
+    run(f"{place}@resid_pre.7", tmp_path / "copy.safetensors", dtype=None)
+    info = load(tmp_path / "copy.safetensors").info
+    assert (info.site_in, info.site_out) == ("resid_pre.7", "resid_pre.7")
+
+
+def test_one_of_a_set_is_chosen_as_on_a_server(tmp_path: Path) -> None:
+    for layer in (3, 4):
+        writers.gemma_scope(tmp_path / "set" / f"layer_{layer}", writers.raw(seed=layer))
+    with pytest.raises(ConfigError, match=r"set: holds 2 dictionaries; expected one of \S*layer_3, \S*layer_4"):
+        run(str(tmp_path / "set"), tmp_path / "copy.safetensors", dtype=None)
+    run(f"{tmp_path / 'set'}@resid_post.4", tmp_path / "copy.safetensors", dtype=None)
+    copy = load(tmp_path / "copy.safetensors")
+    assert copy.info.site_in == "resid_post.4"
+    assert torch.equal(copy.w_enc, load(tmp_path / "set" / "layer_4").w_enc)
+
+
 def test_what_is_not_written(tmp_path: Path) -> None:
     place = str(writers.gemma_scope(tmp_path / "layer_3", writers.raw()))
     there = tmp_path / "there.safetensors"
@@ -44,5 +87,8 @@ def test_what_is_not_written(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             run(place, target, dtype=dtype)
+    for site, words in [("nowhere.3", "nowhere"), ("resid_post.3:", "expected"), ("17-20", "no dictionary of layer")]:
+        with pytest.raises(ConfigError, match=words):
+            run(f"{place}@{site}", tmp_path / "x.safetensors", dtype=None)
     with pytest.raises(LoadError, match="cannot be written"):
         run(place, tmp_path / "nowhere" / "x.safetensors", dtype=None)

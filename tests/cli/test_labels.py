@@ -15,15 +15,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import find, label, reads
+from saesteer.commands import convert, find, label, reads
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.labels import places, store
 from saesteer.labels.store import About, Entry, Labels, Spot
-from saesteer.loaders import describe, load, max_act
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
+from saesteer.loaders.rows import open_rows
 from saesteer.planning.plan import Catalog
 
 WIDE = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
@@ -141,7 +142,7 @@ def test_labels_of_a_text_are_saved_and_found(
     label.run(Console(), "any", config, file, max_tokens=500, examples=2)
     assert load(place).info.max_act_from == "labels"
     # What calibrate saves next to it changes no label; other weights do.
-    max_act.write(Path(place), load(place), torch.ones(40), tokens=1)
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
     with places.opened(describe(place)) as labels:  # type: ignore[union-attr]
         assert labels.feature(100) is not None
     oracle._coder = load(place)
@@ -153,6 +154,27 @@ def test_labels_of_a_text_are_saved_and_found(
     Path(f"{place}.max_act").unlink()
     with pytest.raises(LoadError, match="belongs to other weights"):
         find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
+
+
+def test_labels_are_about_the_site_that_was_read(oracle: Oracle, place: str, tmp_path: Path) -> None:
+    """An operator who named a wrong site, made labels there, and now names the right one."""
+    config = read_settings([f"d={place}@resid_post.15"])
+    file = write(tmp_path / "text", TEXT)
+    label.run(Console(), "any", config, file, max_tokens=500, examples=2)
+
+    def found(site: str) -> None:
+        find.run(Console(), read_settings([f"d={place}@{site}"]), "", feature=100, most=1, as_json=False)
+
+    found("resid_pre.16")  # the same place
+    told = r"\.labels: is about what the dictionary reads at resid_post\.15, but it is at resid_post\.3 here"
+    with pytest.raises(LoadError, match=told + ".*run `saesteer label` again"):
+        found("resid_post.3")
+    info = replace(describe(place), site_in="resid_post.3")
+    with pytest.raises(LoadError, match=told):
+        places.opened(info)
+    # Labels of unknown origin, such as Neuronpedia's, are taken for right.
+    store.write(Path(f"{place}.labels"), About(places.place_of(info).dictionary, 40, ""), [], [Entry(100, "x")])
+    found("resid_post.3")
 
 
 def test_what_tells_two_texts_apart(
@@ -184,7 +206,7 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
     saved = label.run_import(Console(width=200), config, tmp_path)
     said = capsys.readouterr().out
     assert "d: 1 of 40 features, 1 with a label; saved in" in said
-    assert "d: 39 features have no maximum activation there: in unit max_act their values are 0" in said
+    assert "d: 39 features have no maximum activation there: unit max_act is refused for them" in said
     with Labels.open(saved) as labels:
         one = labels.feature(101)
         assert labels.about.source == "Neuronpedia, m/15-res"
@@ -193,12 +215,18 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
     info, known = load(place).info, load(place).max_act
     assert info.max_act_from == "labels" and known is not None
     assert known.tolist() == pytest.approx([0.0, 2.0] + [0.0] * 38)
+    assert [one for one in info.feature_ids or () if info.knows_max_act(one)] == [101]
+    convert.run(f"{place}@resid_post.15", tmp_path / "copy.safetensors", dtype=None)
+    for copied in (load(tmp_path / "copy.safetensors").info, open_rows(place).info):
+        assert copied.max_act_gaps == info.max_act_gaps == (100, 101, 102, 140)
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
+    assert load(place).info.max_act_gaps == ()
     with pytest.raises(ConfigError, match="0 dictionaries were named; expected one"):
         label.run_import(Console(), SaesteerConfig(), tmp_path)
 
 
 def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    file, whose = places.place_of(describe(place))
+    file, whose, _ = places.place_of(describe(place))
     evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
     entry = Entry(100, evil, evil, None, None, (evil,), (evil,), (Spot(1.0, 0, 0, len(evil)),))
     store.write(file, About(whose, 40, evil), [evil], [entry])

@@ -22,7 +22,7 @@ from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
-from saesteer.loaders import describe, load, max_act
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.planning.plan import Catalog
 from tests.loaders.formats import apollo
@@ -124,7 +124,7 @@ def test_largest_activations_are_found_saved_and_used(
 
 
 def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    max_act.write(Path(place), load(place), torch.ones(40), tokens=1)
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
 
     def fail(model: str, config: SaesteerConfig) -> Any:
         raise ConfigError("no such model")
@@ -219,7 +219,7 @@ ROWS = [
 def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str], tmp_path: Path) -> None:
     largest = torch.zeros(40)
     largest[7], largest[39] = 8.0, 4.0  # 9 was never active, so its share is unknown
-    max_act.write(Path(place), load(place), largest, tokens=1)
+    max_act.write(Path(place), alone(Path(place)), largest, tokens=1)
     said = spoken(ROWS, html=tmp_path / "page.html")
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     assert table == [

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from saesteer.commands.inspect import report
 from saesteer.errors import LoadError
-from saesteer.loaders import FORMATS, describe, load, max_act
+from saesteer.loaders import FORMATS, alone, describe, load, max_act
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import read_json, whole_number
@@ -127,7 +127,7 @@ def test_it_is_inspected_and_calibrated(tmp_path: Path) -> None:
     assert "format        toy\n" in before
     assert "site          mlp_in.3 -> mlp_out.3\n" in before
     assert f"shapes        w_enc [{F}, {D}]  w_dec [{F}, 12]\n" in before
-    max_act.write(place, load(place), torch.ones(F), tokens=1)
+    max_act.write(place, alone(place), torch.ones(F), tokens=1)
     assert "max_act       known" in report(place)
     assert load(place).max_act is not None
 

@@ -20,7 +20,7 @@ from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
-from saesteer.loaders import arrays, describe, files, load, max_act, progress
+from saesteer.loaders import alone, arrays, describe, files, load, max_act, progress
 from saesteer.loaders.files import fetch
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
@@ -133,7 +133,7 @@ def test_fake_hub_keeps_what_was_calibrated(fake_hub: FakeHub) -> None:
     writers.gemma_scope(fake_hub.root / "org" / "sae", writers.raw())
     coder = load("org/sae")
     assert not coder.info.has_max_act
-    max_act.write(fetch("org/sae"), coder, torch.ones(coder.info.features), tokens=1)
+    max_act.write(fetch("org/sae"), alone(fetch("org/sae")), torch.ones(coder.info.features), tokens=1)
     assert describe("org/sae").has_max_act
     assert load("org/sae").max_act is not None
 
@@ -229,7 +229,7 @@ def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("saesteer.loaders.draft.UNASKED", 0)
     assert "fingerprint   not computed: it takes" in report(places[0])
     assert f"fingerprint   {name[:16]}" in report(places[1])
-    max_act.write(places[0], load(places[0]), torch.ones(writers.F), tokens=1)
+    max_act.write(places[0], alone(places[0]), torch.ones(writers.F), tokens=1)
     said = describe(places[0], hashed=False)
     assert (said.fingerprint, said.has_max_act) == ("", True)
     assert replace(describe(places[0]), fingerprint="") == said

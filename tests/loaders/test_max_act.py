@@ -1,5 +1,6 @@
 """What calibrate saves beside a dictionary: found for every format, only for the weights it was measured on."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load, max_act
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
@@ -29,7 +30,7 @@ def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
     place = case.write(tmp_path)  # type: ignore[attr-defined]
     before, coder = describe(place), load(place)
     path = fetch(place)
-    max_act.write(path, coder, values(coder.info.features), tokens=1000)
+    max_act.write(path, alone(path), values(coder.info.features), tokens=1000)
     after = describe(place)
     assert after.max_act_from == max_act.CALIBRATION
     assert after.has_max_act
@@ -40,7 +41,7 @@ def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
         assert found.info.fingerprint == after.fingerprint
     assert "max_act       known" in report(place)
     # Those of labels count only where the file has none of its own.
-    max_act.write(path, coder, values(coder.info.features), tokens=None, by=max_act.LABELS)
+    max_act.write(path, alone(path), values(coder.info.features), tokens=None, by=max_act.LABELS)
     if before.has_max_act:
         assert describe(place) == before
         assert torch.equal(load(place).max_act, coder.max_act)  # type: ignore[arg-type]
@@ -59,7 +60,7 @@ def test_rows_have_the_values_that_count(tmp_path: Path) -> None:
     own.write(tmp_path / "d.safetensors", coder)
     for by, expected in ((None, 9.0), (max_act.LABELS, 9.0), (max_act.CALIBRATION, 1.0)):
         if by is not None:
-            max_act.write(tmp_path / "d.safetensors", coder, measured, tokens=None, by=by)
+            max_act.write(tmp_path / "d.safetensors", alone(tmp_path / "d.safetensors"), measured, tokens=None, by=by)
         file = open_rows(tmp_path / "d.safetensors")
         row = file.row(2, None)
         assert row.max_act is not None and row.max_act.item() == expected
@@ -73,19 +74,17 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_another_measurement_is_another_fingerprint(place: Path) -> None:
-    coder = load(place)
     seen = set()
     for factor in (1.0, 2.0, 3.0):
-        max_act.write(place, coder, values(writers.F) * factor, tokens=1000)
+        max_act.write(place, alone(place), values(writers.F) * factor, tokens=1000)
         seen.add(describe(place).fingerprint)
     assert len(seen) == 3
 
 
 def test_it_says_what_made_it(place: Path) -> None:
-    coder = load(place)
     assert describe(place).max_act_from is None
     for by in (max_act.LABELS, max_act.CALIBRATION):
-        max_act.write(place, coder, values(writers.F), tokens=None, by=by)
+        max_act.write(place, alone(place), values(writers.F), tokens=None, by=by)
         assert describe(place).max_act_from == load(place).info.max_act_from == by
         assert open_rows(str(place)).info.max_act_from == by
     save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"by": "nobody"})
@@ -94,16 +93,15 @@ def test_it_says_what_made_it(place: Path) -> None:
 
 
 def test_it_lies_beside_a_file_and_inside_a_folder(place: Path) -> None:
-    coder = load(place)
-    assert max_act.write(place, coder, values(writers.F), tokens=1) == place / "saesteer.max_act"
+    assert max_act.write(place, alone(place), values(writers.F), tokens=1) == place / "saesteer.max_act"
     file = place / "params.npz"
     assert not describe(file).has_max_act
-    assert max_act.write(file, coder, values(writers.F), tokens=1) == place / "params.npz.max_act"
+    assert max_act.write(file, alone(file), values(writers.F), tokens=1) == place / "params.npz.max_act"
     assert describe(file).has_max_act
 
 
 def test_other_weights_do_not_get_the_values(place: Path) -> None:
-    max_act.write(place, load(place), values(writers.F), tokens=1)
+    max_act.write(place, alone(place), values(writers.F), tokens=1)
     writers.gemma_scope(place, writers.raw(seed=9))
     with pytest.raises(LoadError, match="measured on other weights; expected one made for this dictionary"):
         load(place)
@@ -113,10 +111,44 @@ def test_other_weights_do_not_get_the_values(place: Path) -> None:
             read(place)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("key", ["W_enc", "b_enc", "W_dec"])
+def test_weights_that_were_trained_further_do_not_get_them(key: str, save: Callable[..., None], place: Path) -> None:
+    """Equal thresholds and b_dec, so only the rest tells."""
+    arrays = writers.raw()
+    save(place / "params.npz", **arrays)
+    max_act.write(place, alone(place), values(writers.F), tokens=1)
+    assert load(place).max_act is not None
+    save(place / "params.npz", **{**arrays, key: arrays[key] * np.float32(1.25)})
+    with pytest.raises(LoadError, match=r"weights: measured on other weights.*run `saesteer calibrate` again"):
+        load(place)
+    if save is np.savez:
+        with pytest.raises(LoadError, match="measured on other weights"):
+            open_rows(place).row(7, None)
+
+
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [("calibration", "run `saesteer calibrate` again"), ("labels", "delete it, and run `saesteer label`")],
+)
+def test_a_file_of_an_older_version_is_refused(by: str, words: str, place: Path) -> None:
+    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"dictionary": "ab" * 32, "by": by})
+    with pytest.raises(LoadError, match=f"older version, which did not look at the encoder; expected .*{words}"):
+        load(place)
+
+
+def test_weights_that_change_while_they_are_measured_are_not_given_the_values(place: Path) -> None:
+    draft = alone(place)
+    np.savez(place / "params.npz", **writers.raw(seed=9))  # type: ignore[arg-type]
+    with pytest.raises(LoadError, match=r"params\.npz: weights: changed since they were opened"):
+        max_act.write(place, draft, values(writers.F), tokens=1)
+    assert not max_act.beside(place).exists()
+
+
 def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> None:
     arrays = {key: array for key, array in writers.raw().items() if key != "threshold"}
     place = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
-    max_act.write(place, load(place), values(writers.F), tokens=1)
+    max_act.write(place, alone(place), values(writers.F), tokens=1)
     writers.saelens(tmp_path, writers.saelens_cfg("standard", normalize_activations="layer_norm"), arrays)
     with pytest.raises(LoadError, match="measured on other weights"):
         load(place)
@@ -125,7 +157,7 @@ def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> Non
 def test_values_of_another_site_do_not_count(tmp_path: Path) -> None:
     """An operator who named a wrong site, calibrated there, and now names the right one."""
     place = writers.gemma_scope(tmp_path / "copied", writers.raw())
-    max_act.write(place, load(place), values(writers.F), tokens=1, site="resid_pre.13")
+    max_act.write(place, alone(place), values(writers.F), tokens=1, site="resid_pre.13")
     for site, counts in (("resid_post.12", True), ("resid_pre.13", True), (None, True), ("resid_post.20", False)):
         coder = load(place, site=site)
         assert (coder.max_act is not None) == coder.info.has_max_act == counts
@@ -151,11 +183,18 @@ def test_wrong_files(tensors: dict[str, torch.Tensor], words: str, place: Path) 
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("gaps", ["x", "[1]", "[2, 1]", "[1.5, 2]", "[-1, 3]", "{}"])
+def test_wrong_gaps(gaps: str, place: Path) -> None:
+    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {max_act.GAPS: gaps})
+    with pytest.raises(LoadError, match=r"saesteer\.max_act: max_act_gaps: .*; expected pairs of whole numbers"):
+        describe(place)
+
+
 @pytest.mark.parametrize(("value", "words"), [(-1.0, "holds -1.0"), (np.nan, "holds nan"), (np.inf, "holds inf")])
 def test_wrong_values(value: float, words: str, place: Path) -> None:
     wrong = values(writers.F)
     wrong[3] = value
-    max_act.write(place, load(place), wrong, tokens=1)
+    max_act.write(place, alone(place), wrong, tokens=1)
     with pytest.raises(LoadError, match=words):
         load(place)
     (place / "saesteer.max_act").write_bytes(b"x")
@@ -164,8 +203,8 @@ def test_wrong_values(value: float, words: str, place: Path) -> None:
 
 
 def test_old_values_are_set_aside_while_new_ones_are_made(place: Path) -> None:
-    coder, old = load(place), values(writers.F)
-    max_act.write(place, coder, old, tokens=1)
+    old = values(writers.F)
+    max_act.write(place, alone(place), old, tokens=1)
 
     def fail() -> None:
         with max_act.set_aside(place):
@@ -176,7 +215,7 @@ def test_old_values_are_set_aside_while_new_ones_are_made(place: Path) -> None:
         fail()
     assert torch.equal(load(place).max_act, old)  # type: ignore[arg-type]
     with max_act.set_aside(place):
-        max_act.write(place, coder, old + 1, tokens=1)
+        max_act.write(place, alone(place), old + 1, tokens=1)
     assert torch.equal(load(place).max_act, old + 1)  # type: ignore[arg-type]
     assert sorted(path.name for path in place.iterdir()) == ["params.npz", "saesteer.max_act"]
     (place / "saesteer.max_act").unlink()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saesteer.dictionaries.coder import RANKED, SparseCoder
 from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load, max_act
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import RowFile, open_rows
 from saesteer.loaders.write import write_arrays
@@ -164,12 +164,12 @@ def test_a_row_takes_no_more_bytes_than_its_own(case: Case, tmp_path: Path, monk
 def test_maximum_activations_next_to_a_dictionary_belong_to_its_rows(tmp_path: Path) -> None:
     place = writers.gemma_scope(tmp_path / "layer_3", writers.raw())
     coder = load(place)
-    max_act.write(place, coder, torch.arange(coder.info.features).float(), tokens=9)
+    max_act.write(place, alone(place), torch.arange(coder.info.features).float(), tokens=9)
     found = open_rows(place)
     same_row(found.row(7, None), load(place), 7)
     assert found.row(7, None).max_act == torch.tensor([7.0])
     max_act.write(
-        place, load(writers.gemma_scope(tmp_path / "layer_4", writers.raw(seed=2))), coder.b_enc.abs(), tokens=9
+        place, alone(writers.gemma_scope(tmp_path / "layer_4", writers.raw(seed=2))), coder.b_enc.abs(), tokens=9
     )
     same_feature(found, 7, torch.bfloat16)
     with pytest.raises(LoadError, match="measured on other weights"):

@@ -18,6 +18,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.messages import resolve
 from saesteer.plugin.door import frontend
+from saesteer.plugin.door.admission import located
 from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
 from saesteer.plugin.results.failures import SpecRefused
 from tests.spec.test_plan import CATALOG
@@ -103,6 +104,25 @@ def test_a_template_that_cannot_tell_is_asked_once() -> None:
     assert chat.told(ids) is chat.told(ids) is None and rendered == [1, 2]
 
 
+def test_a_long_chat_is_read_without_its_messages_and_never_by_message() -> None:
+    chat, ids, rendered = conversation(260, 64)
+    read = {"site": "resid_post.15"}
+    spec = from_json({"return": {"activations": [read]}})
+    assert located(spec, CATALOG, ids, chat) == (spec, None)
+    with pytest.raises(SpecError, match="asks for 260 places where messages begin or end") as error:
+        located(
+            from_json({"return": {"activations": [read, {**read, "at": "after", "reduce": "message"}]}}),
+            CATALOG,
+            ids,
+            chat,
+        )
+    assert (error.value.field, error.value.code) == ("saesteer.return.activations[1].reduce", "too_many")
+    assert not rendered
+    first = {"return": {"activations": [{**read, "scope": {"messages": [0]}}]}}
+    found, messages = located(from_json(first), CATALOG, ids, chat)
+    assert messages is None and found.returns.activations[0].scope.positions == ((0, 64),), "what is named is found"
+
+
 CLAMP = {"op": "clamp", "dictionary": "gs15", "feature": 7, "value": 2.0}
 CHAT = {"scope": {"messages": "user"}}
 
@@ -128,7 +148,7 @@ def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages_or_r
     async def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
         return params.extra_args["saesteer"]
 
-    def located(*asked: Any) -> None:
+    def seen(*asked: Any) -> None:
         threads.append(current_thread())
 
     door = SimpleNamespace(fetching=None, consumers=Consumers({}))
@@ -139,7 +159,7 @@ def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages_or_r
     for written in (wire, json.dumps(wire), from_json(wire)):
         params = SimpleNamespace(extra_args={"saesteer": written})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frontend, "located", located)
+            patch.setattr(frontend, "located", seen)
             patch.setattr(frontend, "conversation_of", lambda prompt: chat)
             sent = asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
         assert sent == from_json(wire), "it is parsed once, and travels on"

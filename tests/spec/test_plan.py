@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -35,13 +35,17 @@ class Info:
     feature_ids: tuple[int, ...] | None = None
     targets: int | None = None
     in_norm: str = "none"
+    unknown: tuple[int, ...] = ()  # features without a maximum activation
+
+    def knows_max_act(self, feature: int) -> bool:
+        return self.has_max_act and feature not in self.unknown
 
 
 INFOS = {
     "gs15": Info("resid_post.15"),
     "pre16": Info("resid_pre.16"),
     "gs20": Info("resid_post.20", has_max_act=False, skip_first=3),
-    "few": Info("resid_post.7", features=3, feature_ids=(5, 900, 40_000)),
+    "few": Info("resid_post.7", features=3, feature_ids=(5, 900, 40_000), unknown=(900,)),
 }
 CATALOG = Catalog(INFOS, frozenset({"resid_post.15", "resid_post.20", "resid_post.7"}), 64)
 
@@ -251,6 +255,15 @@ def test_duplicates_are_found_position_by_position(drawn: list[tuple[int, Scope,
         assert sum(len(group.changes) for group in found) == len(clamps) - len(alike)
 
 
+def test_one_of_many_clamps_whose_maximum_is_unknown_is_refused_by_name() -> None:
+    catalog = replace(CATALOG, dictionaries={"gs15": replace(INFOS["gs15"], unknown=(7,))})
+    clamps = [clamp("gs15", feature, 1, unit="max_act") for feature in range(9)]
+    with pytest.raises(SpecError, match="feature 7 of 'gs15' is not known") as error:
+        plan(Spec(tuple(clamps)), catalog, P)
+    assert (error.value.field, error.value.code) == ("saesteer.edits[7].unit", "unknown_max_act")
+    assert plan(Spec(tuple(replace(one, unit="raw") for one in clamps)), catalog, P)
+
+
 @pytest.mark.parametrize(
     ("edit", "field", "code", "words"),
     [
@@ -263,10 +276,19 @@ def test_duplicates_are_found_position_by_position(drawn: list[tuple[int, Scope,
         (clamp("gs15", 100, 1), ".feature", "out_of_range", ["got 100", "0 to 99"]),
         (clamp("few", 6, 1), ".feature", "out_of_range", ["got 6", "3 features", "5, 900, 40000"]),
         (clamp("gs20", 1, 1, unit="max_act"), ".unit", "unknown_max_act", ["saesteer calibrate", "'gs20'"]),
+        (clamp("few", 900, 1, unit="max_act"), ".unit", "unknown_max_act", ["feature 900 of 'few' is not known"]),
         (clamp("gs15", 1, 1, scope={"prompt": True, "skip_first": P}), ".scope", "empty_scope", ["10 tokens"]),
         (clamp("gs15", 1, 1, scope={"positions": [[-1, None]], "generated": True}), ".scope", "empty_scope", []),
     ],
-    ids=["dictionary", "feature", "feature-not-held", "max_act", "scope-skips-all", "scope-meets-nothing"],
+    ids=[
+        "dictionary",
+        "feature",
+        "feature-not-held",
+        "max_act",
+        "max_act-of-one",
+        "scope-skips-all",
+        "scope-meets-nothing",
+    ],
 )
 def test_refusals(edit: Clamp, field: str, code: str, words: list[str]) -> None:
     found = refusal(clamp("gs15", 7, 1), edit)

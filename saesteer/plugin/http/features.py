@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.labels.places import place_of
-from saesteer.labels.store import MAX_QUERY, MOST, Labels, words_of
+from saesteer.labels.store import MAX_QUERY, MOST, words_of
 from saesteer.language.fields import MAX_NAME, fail
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import dictionary_of, feature_of
@@ -153,10 +153,9 @@ def list_features(
     if key not in places:
         assert isinstance(info, CoderInfo)
         places[key] = place_of(info)
-    file, whose = places[key]
-    if not file.is_file():
+    if not places[key].file.is_file():
         raise _Missing(f"dictionary {key!r} has no labels, expected one for which `saesteer label` has made them")
-    with Labels.open(file, dictionary=whose) as labels:
+    with places[key].open() as labels:
         if q is not None:
             found = [one.to_json() | {"score": score} for score, one in labels.find(q, limit)]
         else:

@@ -40,6 +40,7 @@ class StandIn:
         self.catalog, self.tokenizer = catalog, tokenizer
         self.asked: list[Namespace] = []
         self.closed = 0
+        self.spoilt: float | None = None  # what the tensors and feature 5 of the last position, and logprobs, become
         self.model_config = Namespace(
             max_model_len=LONGEST,
             model="base",
@@ -66,6 +67,7 @@ class StandIn:
             positions = [at for lo, hi in one.windows for at in range(lo, len(ids) if hi == END else hi)]
             if one.kind == "activation":
                 rows = np.stack([stream(str(one.site), at) for at in positions])
+                rows[-1] = rows[-1] if self.spoilt is None else self.spoilt
                 data = b64encode(rows.astype("<f4").tobytes()).decode()
                 entry = {"positions": positions, "dtype": "float32", "shape": [*rows.shape], "data": data}
                 report["activations"].append({"site": one.site, "at": "before", **entry})
@@ -84,10 +86,12 @@ class StandIn:
         rows = []
         for at in positions:
             values = act(at, self.catalog.dictionaries[one.dictionary].features)
+            if self.spoilt is not None and at == positions[-1]:
+                values[5] = self.spoilt
             row: dict[str, Any] = {"position": at}
             if one.top_k:
-                order = np.argsort(-values, kind="stable")[: one.top_k].tolist()
-                row["top"] = [[index, float(values[index])] for index in order if values[index] > 0]
+                order = np.argsort(np.where(np.isnan(values), -np.inf, -values), kind="stable")[: one.top_k].tolist()
+                row["top"] = [[index, float(values[index])] for index in order if not values[index] <= 0]
             if one.features:
                 row["features"] = {str(index): float(values[index]) for index in one.features}
             rows.append(row)
@@ -95,7 +99,8 @@ class StandIn:
 
     def _choice(self, ids: list[int], params: Any, report: Any) -> Any:
         rival = Namespace(logprob=-np.inf, decoded_token="x")
-        held = [{one: Namespace(logprob=-0.5, decoded_token=None), 7: rival} for one in ids]
+        own = -0.5 if self.spoilt is None else self.spoilt
+        held = [{one: Namespace(logprob=own, decoded_token=None), 7: rival} for one in ids]
         logprobs = held if params.logprobs else None
         text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
         return Namespace(text=text, token_ids=ids, logprobs=logprobs, saesteer=report)

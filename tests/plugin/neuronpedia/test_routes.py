@@ -112,8 +112,9 @@ def test_wrong_bodies_are_refused_as_published(client: TestClient) -> None:
         found = ask(client, path, body, 422)
         check(f"/v1/{path}", found, status="422")
     infinite = json.dumps(COMPLETION).replace('"seed": 16', '"seed": 1e999')
-    assert client.post("/v1/steer/completion", content=infinite).status_code == 422
-    assert client.post("/v1/steer/completion", content="{").status_code == 422
+    for content in (infinite, "{"):
+        found = client.post("/v1/steer/completion", content=content, headers={"Content-Type": "application/json"})
+        assert found.status_code == 422
     error = client.post("/v1/tokenize", json={"saesteer": {}, "model": "m", "text": "a"})
     assert error.status_code == 400, "a spec has no place here"
 

@@ -16,7 +16,7 @@ from saesteer.language.fields import fail, listing, show
 from saesteer.language.sites import canonical
 from saesteer.plugin.http.neuronpedia import activation_shapes as shapes
 from saesteer.plugin.http.neuronpedia.host import Host
-from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, place_of, sources_of
+from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, check_finite, place_of, sources_of
 
 MOST = 1000  # results of a request for the strongest features, as at Neuronpedia
 MOST_ACTIVE = 1024  # features of a token that one read lists
@@ -65,6 +65,8 @@ async def _products(host: Host, prompt: Prompt, vector: Sequence[float], hook: s
     [entry] = _tensors(await host.read(prompt, {"activations": [{"site": site, "scope": _PROMPT}]}))
     if entry.shape[1] != len(vector):
         fail("vector", "conflict", f"is {len(vector)} wide, expected {entry.shape[1]}, the width of {site}")
+    if not np.all(np.abs(vector) <= np.finfo(np.float32).max):
+        fail("vector", "not_finite", "has a number that float32 does not hold, expected one that float32 holds")
     found: list[float] = (entry.astype(np.float64) @ np.array(vector)).tolist()
     return found
 
@@ -75,7 +77,9 @@ def _tensors(report: Json) -> list[Any]:
 
 
 def _tensor(entry: Json) -> Any:
-    return numbers_of(entry["dtype"], b64decode(entry["data"])).reshape(entry["shape"])
+    found = numbers_of(entry["dtype"], b64decode(entry["data"])).reshape(entry["shape"])
+    check_finite(found.ravel(), f"the tensor at {entry['site']}")
+    return found
 
 
 def _column(rows: Sequence[Json], feature: int, prompt: Prompt) -> list[float]:

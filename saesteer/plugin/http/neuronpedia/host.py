@@ -22,7 +22,7 @@ from saesteer.errors import LoadError, SpecError
 from saesteer.language.fields import fail
 from saesteer.planning.lookup import check_feature
 from saesteer.planning.plan import Catalog
-from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt
+from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, check_finite
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -149,6 +149,9 @@ class Host:
                 one for one in report["features"] if self.catalog.key(one["dictionary"], one.get("layer")) == place.key
             ]
             rows[place] = [row for entry in entries for row in entry["rows"]]
+            for row in rows[place]:
+                values = [*row.get("features", {}).values(), *(value for _, value in row.get("top", ()))]
+                check_finite(values, f"features of {place.source} at token {row['position']}")
         return rows
 
     async def row_of(self, place: Place, index: int, at: str) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ u is d at length 1, and ``normalizeSteering`` puts u in the place of d. Unlike o
 
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,7 +155,8 @@ def edits_of(given: Sequence[Steered], asked: Steer, scope: Json) -> list[Json]:
         if len(before) != len(added):
             message = f"is {len(added)} wide, expected {len(before)}, like another vector for {one.site}"
             fail(one.at, "conflict", message)
-        sums[one.site] = before + added
+        with np.errstate(invalid="ignore"):
+            sums[one.site] = before + added
     # A sum of 0 changes nothing, and has no direction.
     held = {site: one for site, one in sums.items() if one.any()}
     return [{"op": "add", "vector": inline(one), "site": site, "scope": scope} for site, one in held.items()]
@@ -175,6 +176,16 @@ def _length(vector: Vector, at: str) -> float:
     if found == 0:
         fail(at, "zero_vector", "is a vector of zeros, which has no direction, expected another")
     return found
+
+
+def check_finite(numbers: Iterable[float], what: str) -> None:
+    """Refuse an answer with numbers that JSON has not: the model's weights or a kernel may make them.
+
+    Raises:
+        SpecError: there is NaN or infinity among them.
+    """
+    if not all(map(math.isfinite, numbers)):
+        fail("prompt", "not_finite", f"gives NaN or infinity in {what}, expected finite numbers, as JSON has no others")
 
 
 def inline(vector: NDArray[Any]) -> Json:

@@ -1,5 +1,6 @@
 """What Neuronpedia's steering routes answer: the texts so far, steered and not. Knows no route."""
 
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from saesteer.plugin.http.neuronpedia.meaning import (
     Prompt,
     Steered,
     but_special,
+    check_finite,
     edits_of,
     everywhere,
     place_of,
@@ -137,10 +139,17 @@ def _logprobs(host: Host, choice: Any, most: int) -> list[shapes.Logprob] | None
     found = []
     for token, held in zip(choice.token_ids, choice.logprobs, strict=False):
         best = sorted(held.items(), key=lambda one: -one[1].logprob)[:most]
-        tops = [shapes.LogprobTop(token=_word(host, one, held), logprob=max(of.logprob, _LEAST)) for one, of in best]
-        own = max(held[token].logprob, _LEAST)
+        tops = [shapes.LogprobTop(token=_word(host, one, held), logprob=_logprob(of)) for one, of in best]
+        own = _logprob(held[token])
         found.append(shapes.Logprob(token=_word(host, token, held), logprob=own, top_logprobs=tops))
     return found
+
+
+def _logprob(of: Any) -> float:
+    if of.logprob == -math.inf:
+        return _LEAST
+    check_finite([of.logprob], "logprobs")
+    return max(of.logprob, _LEAST)
 
 
 def _word(host: Host, token: int, held: Mapping[int, Any]) -> str:
