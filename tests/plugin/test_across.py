@@ -79,10 +79,13 @@ def test_requests_beside_it_are_left_alone(llm: Any) -> None:
     for one, other in zip(alone, together, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         assert [said for _, said in one] == pytest.approx([said for _, said in other], abs=TOLERANCE)
-    plain = [said for _, said in together[1]]
+    noise = _far(alone[1], together[1])  # of a GPU's arithmetic in batches of two shapes
     for steered in (together[0], together[2]):
-        far = max(abs(said - other) for (_, said), other in zip(steered, plain, strict=True))
-        assert far > 3 * TOLERANCE, "it is steered"
+        assert _far(steered, together[1]) > 3 * max(noise, 1e-3), "it is steered"
+
+
+def _far(one: Any, other: Any) -> float:
+    return max(abs(said - found) for (_, said), (_, found) in zip(one, other, strict=True))
 
 
 def test_an_answer_names_every_site(llm: Any) -> None:
