@@ -41,7 +41,7 @@ from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.reasoning import has_parser
 from saesteer.plugin.results import consuming, metrics
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.failures import WORDS, SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 
@@ -276,7 +276,7 @@ async def _shaking_hands_async(original: Original, self: Any) -> Any:
     assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
     if assets is not None:
         contract.install("http")  # whoever calls this answers over HTTP
-        metrics.install()
+        metrics.install(WORDS)
         logs.filter_streams()
         metrics.pools(self.input_processor.saesteer_names.usage())
         try:

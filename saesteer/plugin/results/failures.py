@@ -34,6 +34,7 @@ SPACE = "no_space"  # what it has read could not be written to the disk; only th
 SHARED = "shared"  # it used cached blocks of a request that failed
 NON_FINITE = "non_finite"  # --fail-fast; after a colon, the word says what was not finite
 COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the token that was repeated
+WORDS = (GONE, DOSE, BROKEN, SPACE, SHARED, NON_FINITE, COLLAPSED)  # each also the code of its SpecError
 _ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
 

@@ -7,12 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from saesteer.language.fields import CODES
+from saesteer.language.rules import RULES
+
 _families: dict[str, Any] = {}  # empty in processes that serve no metrics
 
 
 @cache
-def install() -> None:
-    """Starts counting in this process, which answers HTTP; safe to call again."""
+def install(codes: tuple[str, ...] = ()) -> None:
+    """Starts counting in this process, which answers HTTP; safe to call again.
+
+    Args:
+        codes: of refusals, beside those of a wrong spec.
+    """
     from prometheus_client import Counter, Gauge
 
     _families["edited"] = Counter(
@@ -35,6 +42,10 @@ def install() -> None:
         "Share of the machine's or container's memory in use, with --memory-guard.",
         multiprocess_mode="mostrecent",
     )
+    # Known from the start, since a rate counts from a series' first value: it would miss what made the series.
+    for family, known in (("refusals", (*CODES, *codes)), ("rules", RULES)):
+        for label in known:
+            _families[family].labels(label)
     for name, of, what in (
         ("slots", "saesteer_pool_rows", "Slots for named vectors at a site."),
         ("slots_in_use", "saesteer_pool_rows_in_use", "Slots that named vectors hold, also older ones still in use."),
