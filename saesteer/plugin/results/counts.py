@@ -277,8 +277,11 @@ class Report:
             self.counted = several[max(1, tokens - before) - 1]
 
     def forget(self) -> None:
-        """Deletes what its request has kept, of which nobody will learn."""
-        for room in self.kept:
+        """Deletes what its request has kept, of which nobody will learn, and gives its own rooms up.
+
+        They would be given up as soon as nobody holds them, but an exception's frames may, until garbage is collected.
+        """
+        for room in (*self.kept, *self.rooms):
             room.remove()
         self.kept.clear()
 
