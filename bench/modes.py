@@ -22,6 +22,7 @@ Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4
     --model gemma-3-27b --modes inline-4 inline-16 --share 2                               480
     --model gemma-2-2b --modes idle clamp --concurrency 1 16 64     5 rounds of 12         270
     --modes clamps-32 --burst --concurrency 64 --tokens 32          first tokens of 64 that come at once
+    --modes idle captures --concurrency 64 --spy DIR                where each mode's host time goes, by py-spy
 
 Lengths of answers, requests and graphs are swept by `make bench-sweeps`, in commands of 250 seconds with two engines:
 with --prompts 16, a run of 16 at a time takes 6 ms for each token of an answer on the 4B, and 22 on the 27B.
@@ -39,11 +40,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench import engines, streams
+from bench import engines, spy, streams
 from bench.asks import MODES, STOCK, USUAL, VARIED, Load, reads
 from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
@@ -72,6 +74,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in which the last round has to end")
     where = "folder of modes.jsonl, modes_read.jsonl if one reads, or bursts.jsonl; nothing is written without it"
     parser.add_argument("--out", type=Path, help=where)
+    parser.add_argument("--spy", type=Path, help="folder of samples of each mode's processes, taken behind the rounds")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     given = parser.parse_args(words)
     if len(set(given.modes)) < len(given.modes):
@@ -82,6 +85,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--prompts is {given.prompts}, expected at least {max(given.concurrency)}, as --concurrency")
     if given.burst and given.prompts is not None:
         parser.error("--burst is given with --prompts: all requests begin together, as many as --concurrency")
+    if given.spy is not None:
+        spy.refuse_without()
     if given.whole and given.way != "llm":
         parser.error(f"--whole is given with --way {given.way}, expected llm")
     return given
@@ -147,6 +152,19 @@ class Bench:
             for name in names if runs else (STOCK.name, *names):
                 runs.append(self._run(name, at_once, self._requests(at_once), tokens))
 
+    def spy(self, folder: Path) -> str:
+        """Run every mode once more while its engine is sampled; a table of where the host's time goes."""
+        at_once, tokens = next(iter(self.runs))
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {}
+        for name in (STOCK.name, *self.given.modes):
+            runs: list[Run] = []
+            run = partial(self._run, name, at_once, self._requests(at_once), tokens)
+            pid = self.running[_engine(name)].process.pid
+            seen = spy.sampled(pid, folder / f"{name}.txt", lambda runs=runs, run=run: runs.append(run()))  # type: ignore[misc]
+            found[name] = runs[0].figures.per_token, seen
+        return spy.table(found, STOCK.name if "idle" not in found else "idle")
+
     def rows(self) -> list[dict[str, Any]]:
         """A line of the results for each mode, number of requests at a time and length of their answers."""
         given, found = self.given, []
@@ -173,7 +191,7 @@ class Bench:
         return at_once if self.given.burst else self.given.prompts or PLACES * at_once
 
     def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
-        kind = STOCK.engine if name == STOCK.name else (MODES | VARIED)[name].engine
+        kind = _engine(name)
         if kind in self._had:  # as when modes share a run of stock: the second would find them cached
             self._seed += 1
             self._had.clear()
@@ -184,6 +202,10 @@ class Bench:
         times = self.running[kind].run(load)
         end = time.monotonic()
         return Run(name, (begin + end) / 2, figures(times.first, times.whole, tokens))
+
+
+def _engine(mode: str) -> str:
+    return STOCK.engine if mode == STOCK.name else (MODES | VARIED)[mode].engine
 
 
 class Results:
@@ -265,6 +287,8 @@ def measure(given: argparse.Namespace, folder: Path, results: Results, since: fl
                 last = "/".join(f"{row[metric]['each_percent'][-1]:+.1f}" for metric in METRICS)
                 deltas.append(f"{row['mode']} {row['at_once']} x {row['tokens']} {last}")
             say(f"round {turn + 1}, % over stock: {', '.join(deltas)}")
+        if given.spy is not None:
+            print(bench.spy(given.spy), flush=True)
         return bench.rows()
     finally:
         engines.stop(list(running.values()))
