@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import prometheus_client
 import typer
@@ -265,10 +265,11 @@ def metric_table() -> str:
     """The metrics, as they are registered with prometheus_client."""
     found: list[tuple[str, str, str]] = []
 
-    def recorder(kind: str) -> Callable[..., None]:
-        def record(name: str, about: str, labels: Iterable[str] = (), **_: object) -> None:
+    def recorder(kind: str) -> Callable[..., Mock]:
+        def record(name: str, about: str, labels: Iterable[str] = (), **_: object) -> Mock:
             labels = f"{{{','.join(labels)}}}" if labels else ""
             found.append((code(f"{name}{'_total' if kind == 'counter' else ''}{labels}"), kind, about))
+            return Mock()
 
         return record
 
