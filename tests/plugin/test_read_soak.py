@@ -104,7 +104,7 @@ def check(server: Served, place: Path, count: int) -> list[dict[str, int]]:
         told = (status, text[-2000:], asked)
         at_rows = re.search(rb'fail\\*": \\*"take', asked.body)
         if asked.kind == "ill" and at_rows and '"positions":[],"kinds":[]' in text:
-            return "ill"  # its answer ended with its first token, so there was no row to fail at
+            return "ill"  # it has read no row that it could fail at
         if asked.kind == "ill":
             assert "the judge is ill" in text and status == (200 if asked.stream else 400), told
             return "ill"
