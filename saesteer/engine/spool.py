@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.saesteer")
 SPOOLS = f"{KEY}_spools"  # next to a plan in extra_args, as ``address`` makes it
 THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
-PAUSE = 0.25  # seconds at most that rows wait for those of later steps: each call takes the interpreter from the steps
+PAUSE = 0.25  # seconds that rows wait for those of later steps: each call takes the interpreter from the steps
 LACKING = 0o400  # mode of a file that lacks rows
 _PIECES = 512  # that are written by one call; a system takes 1,024
 
@@ -160,9 +160,9 @@ class Writer:
         self._events: deque[tuple[int, Any]] = deque()  # of the device, by step, behind those that have landed
         self._waiting: dict[Sink, None] = {}  # files with rows, the longest waiting first
         self._ready: dict[Sink, None] = {}  # of them, those that threads should take
-        self._held = self._fresh = 0  # bytes that wait, and those put since all files were handed over
         self._busy = 0  # files that somebody writes now
-        self._due = 0.0  # when they are next, of time.monotonic
+        self._held = self._fresh = 0  # bytes that wait, and those put since all files were handed over
+        self._due = 0.0  # when all files are handed over next, of time.monotonic
         self._lock = Lock()
         self._work, self._done = Condition(self._lock), Condition(self._lock)  # what threads wait for, and others
         self._threads: list[Thread] = []
