@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from saesteer.commands.embedded import ensure_model
+from saesteer.errors import SpecError
+from saesteer.language.spec import from_json
 from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
 from tests.plugin import test_soak as storm
 from tests.plugin.conftest import BRIDGE, PROMPTS, flags_of, write_dictionaries
 from tests.plugin.serving import Served, served
 
 ROUND = 100  # requests
+LONG = 1 << 10  # tokens of a prompt that has all positions which a storm names
 READS: list[dict[str, Any]] = [
     {"features": [{"dictionary": "demo", "top_k": 4}]},
     {"activations": [{"site": "resid_post.15", "scope": {"generated": True}, "reduce": "mean"}]},
@@ -37,8 +41,8 @@ GROWTH = 12 * storm.MIB
 FEWEST = 30  # rounds in which growth can be told: one of them may hold 40 MiB more than its neighbours
 
 
-def with_reads(draw: random.Random, asked: storm.Asked) -> storm.Asked:
-    """A third of the right requests, reading something as well."""
+def with_reads(draw: random.Random, asked: storm.Asked, catalog: Catalog) -> storm.Asked:
+    """A third of the right requests, reading something as well, unless the server cannot read it beside their edits."""
     if asked.kind != "right" or draw.random() > 1 / 3:
         return asked
     body = json.loads(asked.body)
@@ -46,6 +50,10 @@ def with_reads(draw: random.Random, asked: storm.Asked) -> storm.Asked:
     if spec is None:  # it stands in vllm_xargs, as text
         return asked
     body["saesteer"] = {**spec, "return": {**spec.get("return", {}), **draw.choice(READS)}}
+    try:
+        plan(from_json(body["saesteer"]), catalog, LONG)
+    except SpecError:  # before edits of a sum and after those of one of its parts, where there is no op
+        return asked
     return replace(asked, body=json.dumps(body).encode())
 
 
@@ -80,7 +88,7 @@ def soak(server: Served, log: Path, catalog: Catalog, minutes: float, seed: int)
     before, said = storm.settled(server), len(log.read_text())
     begun = time.monotonic()
     while time.monotonic() < begun + 60 * minutes:
-        asked = [with_reads(draw, one) for one in storm.requests(draw, catalog, ROUND)]
+        asked = [with_reads(draw, one, catalog) for one in storm.requests(draw, catalog, ROUND)]
         counts += storm.storm(server, asked, draw)
         fetch(server)
         held = storm.settled(server)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from saesteer.planning.plan import Catalog
 from tests.plugin import test_soak as storm
 from tests.plugin.conftest import BRIDGE
 from tools import soak
@@ -19,15 +20,18 @@ def right(**body: Any) -> storm.Asked:
     return storm.Asked("completions", json.dumps(body).encode(), False, "right", "")
 
 
-def test_a_third_of_the_right_requests_read() -> None:
-    draw = random.Random(3)
+def test_a_third_of_the_right_requests_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, catalog = random.Random(3), Catalog({}, frozenset(), 4)
+    monkeypatch.setattr(soak, "plan", lambda *_: None)
     asked = right(prompt="x", saesteer={"edits": [BRIDGE], "return": {"dose": True}})
-    found = [json.loads(soak.with_reads(draw, asked).body)["saesteer"] for _ in range(300)]
+    found = [json.loads(soak.with_reads(draw, asked, catalog).body)["saesteer"] for _ in range(300)]
     reading = [one["return"] for one in found if one["return"] != {"dose": True}]
     assert 70 < len(reading) < 130 and all(one["dose"] and len(one) > 1 for one in reading)
     assert all(one["edits"] == [BRIDGE] for one in found)
     others = [right(prompt="x"), storm.Asked("completions", b"{", False, "wrong", "")]
-    assert all(soak.with_reads(draw, one) == one for one in others for _ in range(20))
+    assert all(soak.with_reads(draw, one, catalog) == one for one in others for _ in range(20))
+    monkeypatch.undo()
+    assert all(soak.with_reads(draw, asked, catalog) == asked for _ in range(20)), "this server could not read that"
 
 
 def test_growth_is_of_the_last_third() -> None:
