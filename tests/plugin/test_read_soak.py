@@ -96,8 +96,8 @@ def files(place: Path) -> list[Path]:
     return [path for path in place.glob("temporary/saesteer-*/**/*") if re.match("[0-9a-f]{32}", path.name)]
 
 
-def check(server: Served, place: Path, count: int) -> list[dict[str, int]]:
-    """Two halves of a storm, and what is left; the server's memory after each half."""
+def check(server: Served, place: Path, count: int, parts: int) -> list[dict[str, int]]:
+    """A storm in parts, and what is left; the server's memory after each of them."""
     draw, handles, kept = random.Random(SEED), list[str](), list[dict[str, int]]()
 
     def ended(asked: Asked, status: int, text: str) -> str:
@@ -119,8 +119,8 @@ def check(server: Served, place: Path, count: int) -> list[dict[str, int]]:
     logged = len((place / "log").read_text())  # another test's 507 may stand there
     alone = [answer(server, edits) for edits in ([], [BRIDGE])]
     before = settled(server)
-    for half in (1, 2):
-        counts = storm(server, requests(draw, count // 2), draw, ended)
+    for part in range(parts):
+        counts = storm(server, requests(draw, count // parts), draw, ended)
         fetched = [server.get(f"/v1/saesteer/results/{handle}") for handle in handles[-3:]]
         assert any(one.status_code == 200 and len(one.content) > 100 for one in fetched)
         time.sleep(SECONDS + 3)  # the server looks each second
@@ -129,10 +129,10 @@ def check(server: Served, place: Path, count: int) -> list[dict[str, int]]:
         assert files(place) == [], "no result, and no room for one"
         held = settled(server)
         kept.append(memory(server))
-        print(f"\nseed {SEED}, half {half}: {dict(counts)}, {len(handles)} handles, {held}")
+        print(f"\nseed {SEED}, part {part + 1}: {dict(counts)}, {len(handles)} handles, {held}")
         assert held == before
         assert set(counts) >= {"right", "plain", "cut off", "ill"}
-        assert counts["cut off"] > count // 12, "most of those that were to be cut off were"
+        assert counts["cut off"] > count // parts // 6, "most of those that were to be cut off were"
     assert held["requests"] == held["with a row"] == held["slots of requests"] == 0
     assert [*(place / "asked").rglob(f"{WRITING}*")] == [], "no shard is half written"
     assert [answer(server, edits) for edits in ([], [BRIDGE])] == alone
@@ -172,15 +172,16 @@ def test_a_disk_without_room_fails_who_asked_for_a_handle(server: Served, place:
 
 def test_hundreds_of_reads_leave_nothing_behind(server: Served, place: Path, capsys: Any) -> None:
     with capsys.disabled():
-        check(server, place, 200)
+        check(server, place, 200, 2)
 
 
 @pytest.mark.long
 def test_thousands_of_reads_leave_nothing_behind(server: Served, place: Path, capsys: Any) -> None:
     fill_cache(server)
     with capsys.disabled():
-        first, second = check(server, place, 2000)
-        print({name: f"{first[name] / MIB:.1f} -> {second[name] / MIB:.1f} MiB" for name in second})
-    assert first.keys() == second.keys()
-    # Bytes of what one request of a hundred has read would be more.
-    assert sum(second.values()) - sum(first.values()) < 12 * MIB
+        kept = check(server, place, 2000, 4)
+    assert len({tuple(one) for one in kept}) == 1, "the same processes"
+    totals = [sum(one.values()) for one in kept]
+    print(*(f"{total / MIB:.1f} MiB" for total in totals))
+    # What libraries keep goes up and down by 40 MiB. Bytes of what one request of a hundred has read would be more.
+    assert min(totals[2:]) - min(totals[:2]) < 12 * MIB
