@@ -47,10 +47,11 @@ def sample(draft: Draft) -> str:
 def _pieces(file: Arrays, key: str) -> Iterator[bytes]:
     """All bytes of a small array; of a large one, as many pieces as fit, from its first byte on."""
     array = file.find(key)
-    size, rows = math.prod(array.shape) * DTYPES[array.dtype].itemsize, array.shape[-1 if array.fortran else 0]
+    size = math.prod(array.shape) * DTYPES[array.dtype].itemsize
     if array.pitch is None:
         line, pitch, lines = PIECE_BYTES, PIECE_BYTES, -(-size // PIECE_BYTES)
     else:
+        rows = array.shape[-1 if array.fortran else 0]
         line, pitch, lines = min(PIECE_BYTES, size // rows), array.pitch, rows
     with readable(f"{file.path}: {key}", "a complete file"), file.opened(array) as stream:
         for number in range(0, lines, -(-lines // PIECES)):

@@ -51,6 +51,15 @@ def test_a_change_everywhere_and_at_either_end_is_noticed(row: int, tmp_path: Pa
     assert sample(draft_of(tmp_path / "d.safetensors", there)) != before
 
 
+def test_a_number_in_an_array_of_its_own_counts(tmp_path: Path) -> None:
+    found = set()
+    for value in (0.5, 0.25):
+        tensors = {"enc": WIDE[:4], "threshold": np.array(value, dtype=np.float32)}
+        file = writers.tensors(tmp_path / f"{value}.safetensors", tensors)
+        found.add(sample(Draft(open_arrays(file), {"w_enc": "enc", "threshold": "threshold"}, "relu")))
+    assert len(found) == 2
+
+
 def test_what_the_config_says_counts(tmp_path: Path) -> None:
     one = draft_of(tmp_path / "a.safetensors", WIDE)
     told = [{}, {"threshold": 0.5}, {"lengths": (2.0, 1.0)}, {"decoder_norm": "values"}, {"centred": True}]
