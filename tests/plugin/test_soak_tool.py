@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from saesteer.errors import SpecError
 from saesteer.planning.plan import Catalog
 from tests.plugin import test_soak as storm
 from tests.plugin.conftest import BRIDGE
@@ -30,7 +31,11 @@ def test_a_third_of_the_right_requests_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(one["edits"] == [BRIDGE] for one in found)
     others = [right(prompt="x"), storm.Asked("completions", b"{", False, "wrong", "")]
     assert all(soak.with_reads(draw, one, catalog) == one for one in others for _ in range(20))
-    monkeypatch.undo()
+
+    def refuse(*_: Any) -> None:
+        raise SpecError("has no op there", field="saesteer.return", code="not_served")
+
+    monkeypatch.setattr(soak, "plan", refuse)
     assert all(soak.with_reads(draw, asked, catalog) == asked for _ in range(20)), "this server could not read that"
 
 
