@@ -158,12 +158,10 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         found = {}
         for name in (STOCK.name, *self.given.modes):
-            runs: list[Run] = []
-            run = partial(self._run, name, at_once, self._requests(at_once), tokens)
-            pid = self.running[_engine(name)].process.pid
-            seen = spy.sampled(pid, folder / f"{name}.txt", lambda runs=runs, run=run: runs.append(run()))  # type: ignore[misc]
-            found[name] = runs[0].figures.per_token, seen
-        return spy.table(found, STOCK.name if "idle" not in found else "idle")
+            work = partial(self._run, name, at_once, self._requests(at_once), tokens)
+            run, seen = spy.sampled(self.running[_engine(name)].process.pid, folder / f"{name}.txt", work)
+            found[name] = run.figures.per_token, seen
+        return spy.table(found, "idle" if "idle" in found else STOCK.name)
 
     def rows(self) -> list[dict[str, Any]]:
         """A line of the results for each mode, number of requests at a time and length of their answers."""

@@ -14,29 +14,36 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 RATE = 200  # samples a second
 ROWS = 40  # functions of a table
 _LINE = re.compile(r":\d+\)$")
 
+T = TypeVar("T")
 Shares = Mapping[str, float]  # of the run's time, by process and function
 
 
 def refuse_without() -> None:
-    """Raises:
-    SystemExit: there is no py-spy.
+    """Refuse what cannot be sampled before a minute is spent on starting engines.
+
+    Raises:
+        SystemExit: there is no py-spy.
     """
     if shutil.which("py-spy") is None:
         raise SystemExit("--spy is given and there is no py-spy; expected it on the path, as by pip install py-spy")
 
 
-def sampled(pid: int, place: Path, work: Callable[[], object]) -> Shares:
+def sampled(pid: int, place: Path, work: Callable[[], T]) -> tuple[T, Shares]:
     """Do something while a process and those that it has started are sampled.
 
     Args:
         pid: of the process.
         place: where the samples go, in the form that flame graphs are drawn from.
         work: what is done meanwhile.
+
+    Returns:
+        What the work returns, and the shares of its time.
 
     Raises:
         SystemExit: py-spy may not look into the process, or failed otherwise.
@@ -47,13 +54,13 @@ def sampled(pid: int, place: Path, work: Callable[[], object]) -> Shares:
     assert spy.stdout is not None
     said = spy.stdout.readline()  # once it samples
     begin = perf_counter()
-    work()
+    done = work()
     seconds = perf_counter() - begin
     spy.send_signal(signal.SIGINT)  # it writes what it has
     said += spy.communicate(timeout=60)[0]
     if not place.exists():
         raise SystemExit(f"py-spy has written no samples: {said[-500:]}")
-    return shares(place.read_text().splitlines(), seconds)
+    return done, shares(place.read_text().splitlines(), seconds)
 
 
 def shares(lines: Iterable[str], seconds: float) -> Shares:
