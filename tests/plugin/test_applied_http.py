@@ -268,6 +268,8 @@ def test_metrics_count_tokens_and_refusals(server: httpx.Client) -> None:  # noq
     assert metric(server, "saesteer_edited_tokens_total") - before == edited > 0
     names = ['saesteer_refusals_total{code="unknown_name"}', 'saesteer_refusals_total{code="not_served"}']
     counts = [metric(server, name) for name in names]
+    for code in ("memory", "consumer", "dose", "too_large"):
+        assert f'saesteer_refusals_total{{code="{code}"}} ' in server.get("/metrics").text, "from the start"
     assert complete(server, "demo", saesteer={"edits": [{**BRIDGE, "dictionary": "demon"}]}).status_code == 400
     assert complete(server, "demo", use_beam_search=True, n=2, saesteer=STEERED).status_code == 400
     assert [metric(server, name) for name in names] == [counts[0] + 1, counts[1] + 1]
