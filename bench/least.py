@@ -1,0 +1,308 @@
+"""Kernels that do only what no kernel for the same case can leave out. Knows no tables of ours and no clocks.
+
+Each has its numbers as arguments or constants instead of entries, and one law: f is raised to RAISED. A program that
+needs what others find waits for it: each number travels in one 64-bit word with the launch's tag, so whoever reads the
+right tag has the number, and neither fences nor counters stand between the two.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, unreachable"
+# (a jitted function's arguments have no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from saesteer.kernels.edit.row import columns, plus, put, times, total
+
+RAISED = tl.constexpr(3.0)
+
+
+@triton.jit
+def _follow(start, list_, HOPS: tl.constexpr):
+    """What a list says of `start`, then of that, and so on: loads that wait for one another, as list and entry."""
+    at = start
+    for _ in tl.static_range(HOPS):
+        at = tl.load(list_ + at, eviction_policy="evict_last")
+    return at
+
+
+@triton.jit
+def one_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], its norm
+    norm_weight,  # [WIDTH]
+    list_,  # [rows] int32: each number's successor; what is found last is a row of the weights
+    w_enc,  # [rows, WIDTH]
+    w_dec,  # [rows, WIDTH]
+    first,  # row of token 0, if all hops are identities
+    gain,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # 256 a warp
+    HOPS: tl.constexpr,
+    ENCODES: tl.constexpr,  # else the row is just added
+    ABSENT: tl.constexpr,  # a kernel that finds nothing to do behind its hops
+):
+    """A token for each program: one row of weights is added, with a dot product of another first, then the norm."""
+    gdc_wait()
+    token = tl.program_id(0)
+    row = _follow(first + token, list_, HOPS)
+    if ABSENT:  # noqa: SIM102 (the compiler knows this one, not the next)
+        if row >= 0:
+            return
+    cols = columns(WIDTH, BLOCK)
+    masks = [col < WIDTH for col in cols]
+    at = token.to(tl.int64) * WIDTH
+    x = [tl.load(stream + at + col, mask=col < WIDTH, other=0.0).to(tl.float32) for col in cols]
+    place = row.to(tl.int64) * WIDTH
+    if ENCODES:
+        encoder = [tl.load(w_enc + place + col, mask=col < WIDTH, other=0.0) for col in cols]
+    decoder = [tl.load(w_dec + place + col, mask=col < WIDTH, other=0.0) for col in cols]
+    factors = [tl.load(norm_weight + col, mask=col < WIDTH, other=0.0) for col in cols]
+    delta = gain * RAISED
+    if ENCODES:
+        dot = tl.sum(total(times(x, [block.to(tl.float32) for block in encoder])), axis=0)
+        delta = gain * (RAISED - tl.maximum(dot, 0.0))
+    y = [block.to(stream.dtype.element_ty) for block in plus(x, [delta * block.to(tl.float32) for block in decoder])]
+    put(stream + at, cols, y, masks)
+    z = [block.to(tl.float32) for block in y]
+    scale = tl.rsqrt(tl.sum(total(times(z, z)), axis=0) / WIDTH + eps)
+    put(
+        second + at,
+        cols,
+        times([block * scale for block in z], [block.to(tl.float32) + 1.0 for block in factors]),
+        masks,
+    )
+
+
+@triton.jit
+def _tag(count, SHARES: tl.constexpr):
+    """The number of this launch, which all programs of a place know alike: each counts when it leaves."""
+    return (tl.load(count, volatile=True) // SHARES).to(tl.int32) + 1
+
+
+@triton.jit
+def _tell(place, value, tag):
+    """Store a float32 with the launch's tag for whoever waits for it."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(place, bits | (tag.to(tl.int64) << 32), cache_modifier=".cg")
+
+
+@triton.jit
+def _hear(place, tag, SHARES: tl.constexpr, STRIDE: tl.constexpr):
+    """The sum, in order, of what all shares tell there."""
+    total = tl.zeros(place.shape, tl.float32)
+    late = 1
+    while late > 0:
+        total = tl.zeros(place.shape, tl.float32)
+        wrong = tl.zeros(place.shape, tl.int32)
+        for share in tl.static_range(SHARES):
+            word = tl.load(place + share * STRIDE, volatile=True)
+            wrong |= (word >> 32).to(tl.int32) ^ tag
+            total += (word & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        late = tl.max(tl.reshape((wrong != 0).to(tl.int32), [wrong.numel]), axis=0)
+    return total
+
+
+@triton.jit
+def few_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], its norm
+    norm_weight,  # [WIDTH]
+    list_,  # [rows] int32, as of one_kernel
+    ids,  # [T, ENTRIES] int32: each token's rows of the weights
+    w_enc,  # [rows, WIDTH]
+    w_dec,  # [rows, WIDTH]
+    words,  # [T, SHARES, ENTRIES] int64
+    squares,  # [T, SHARES] int64
+    counts,  # [T] int64
+    gain,
+    eps,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,  # columns of a share
+    BLOCK: tl.constexpr,  # a power of two from COLS on
+    SHARES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HOPS: tl.constexpr,
+    MEETS: tl.constexpr,  # how often the programs of a token wait for each other; below 2 the answer is wrong
+):
+    """A share of a token's columns for each program, all rows there: only numbers travel between programs."""
+    gdc_wait()
+    token = tl.program_id(0)
+    share = tl.program_id(1)
+    tag = _tag(counts + token, SHARES)
+    lanes = tl.arange(0, ENTRIES)
+    cols = share * COLS + tl.arange(0, BLOCK)
+    inside = (cols < WIDTH) & (tl.arange(0, BLOCK) < COLS)
+    at = token.to(tl.int64) * WIDTH + cols
+    place = _follow(token, list_, HOPS)
+    starts = tl.load(ids + place * ENTRIES + lanes, eviction_policy="evict_last").to(tl.int64) * WIDTH
+    x = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+    encoder = tl.load(w_enc + starts[:, None] + cols[None, :], mask=inside[None, :], other=0.0)
+    decoder = tl.load(w_dec + starts[:, None] + cols[None, :], mask=inside[None, :], other=0.0)
+    factor = tl.load(norm_weight + cols, mask=inside, other=0.0).to(tl.float32)
+    dots = tl.sum(encoder.to(tl.float32) * x[None, :], axis=1)
+    if MEETS > 0:
+        told = words + token * (SHARES * ENTRIES) + lanes
+        _tell(told + share * ENTRIES, dots, tag)
+        dots = _hear(told, tag, SHARES, ENTRIES)
+    delta = gain * (RAISED - tl.maximum(dots, 0.0))
+    y = (x + tl.sum(decoder.to(tl.float32) * delta[:, None], axis=0)).to(stream.dtype.element_ty)
+    tl.store(stream + at, y, mask=inside)
+    z = y.to(tl.float32)
+    square = tl.sum(z * z, axis=0)
+    if MEETS > 1:
+        told = squares + token * SHARES + tl.arange(0, 1)
+        _tell(told + share, tl.zeros([1], tl.float32) + square, tag)
+        square = tl.sum(_hear(told, tag, SHARES, 1), axis=0)
+    scale = tl.rsqrt(square / WIDTH + eps)
+    tl.store(second + at, z * scale * (1.0 + factor), mask=inside)
+    tl.atomic_add(counts + token, 1, sem="relaxed")
+
+
+@triton.jit
+def _tiles(tensor, starts, want, first, WIDTH: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensor[start + column] of a share's columns, as a tuple of tiles."""
+    found = ()
+    for at in tl.static_range(0, COLS, BLOCK):
+        cols = first + at + tl.arange(0, BLOCK)
+        mask = want[:, None] & (cols < WIDTH)[None, :]
+        found = found + (tl.load(tensor + starts[:, None] + cols[None, :], mask=mask, other=0.0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def turn_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], its norm
+    norm_weight,  # [WIDTH]
+    items,  # [turns, 4] int32: first token, tokens, the number of its ids
+    ids,  # [requests, ENTRIES] int32
+    w_enc,  # [rows, WIDTH]
+    w_dec,  # [rows, WIDTH]
+    words,  # [turns, SHARES, TOKENS, ENTRIES] int64
+    squares,  # [turns, SHARES, TOKENS] int64
+    counts,  # [turns] int64
+    gain,
+    eps,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,  # columns of a share, a multiple of BLOCK
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """A share of the columns of a turn, some tokens of one request, for each program; x is read once and stays here.
+
+    Shares of a turn are neighbours, and programs begin in order, so whoever is waited for has begun.
+    """
+    gdc_wait()
+    turn = tl.program_id(0) // SHARES
+    share = tl.program_id(0) % SHARES
+    tag = _tag(counts + turn, SHARES)
+    token = tl.load(items + turn * 4).to(tl.int64)
+    many = tl.load(items + turn * 4 + 1)
+    number = tl.load(items + turn * 4 + 2)
+    lanes = tl.arange(0, ENTRIES)
+    rows = tl.arange(0, TOKENS)
+    starts = tl.load(ids + number * ENTRIES + lanes).to(tl.int64) * WIDTH
+    x_at = (token + rows) * WIDTH
+    exists = rows < many
+    first = share * COLS
+    x = _tiles(stream, x_at, exists, first, WIDTH, COLS, BLOCK)
+    encoder = _tiles(w_enc, starts, lanes >= 0, first, WIDTH, COLS, BLOCK)
+    even = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    odd = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    for at in tl.static_range(len(x)):
+        if at % 2 == 0:
+            even = tl.dot(x[at], tl.trans(encoder[at]), even)
+        else:
+            odd = tl.dot(x[at], tl.trans(encoder[at]), odd)
+    dots = even + odd
+    size: tl.constexpr = TOKENS * ENTRIES
+    if SHARES > 1:
+        told = words + turn.to(tl.int64) * (SHARES * size) + rows[:, None] * ENTRIES + lanes[None, :]
+        _tell(told + share * size, dots, tag)
+    decoder = _tiles(w_dec, starts, lanes >= 0, first, WIDTH, COLS, BLOCK)
+    if SHARES > 1:
+        dots = _hear(told, tag, SHARES, size)
+    delta = gain * (RAISED - tl.maximum(dots, 0.0))
+    high = delta.to(stream.dtype.element_ty)
+    low = (delta - high.to(tl.float32)).to(stream.dtype.element_ty)
+    square = tl.zeros([TOKENS, BLOCK], tl.float32)
+    y = ()
+    for at in tl.static_range(len(x)):
+        cols = first + at * BLOCK + tl.arange(0, BLOCK)
+        here = tl.dot(low, decoder[at], tl.dot(high, decoder[at], x[at].to(tl.float32)))
+        here = here.to(stream.dtype.element_ty)
+        tl.store(stream + x_at[:, None] + cols[None, :], here, mask=exists[:, None] & (cols < WIDTH)[None, :])
+        square += here.to(tl.float32) * here.to(tl.float32)
+        y = y + (here,)  # noqa: RUF005
+    lengths = tl.sum(square, axis=1)
+    if SHARES > 1:
+        met = squares + turn * (SHARES * TOKENS) + rows
+        _tell(met + share * TOKENS, lengths, tag)
+        lengths = _hear(met, tag, SHARES, TOKENS)
+    scale = tl.rsqrt(lengths / WIDTH + eps)
+    for at in tl.static_range(len(x)):
+        cols = first + at * BLOCK + tl.arange(0, BLOCK)
+        factor = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+        z = y[at].to(tl.float32) * scale[:, None] * (1.0 + factor)[None, :]
+        tl.store(second + x_at[:, None] + cols[None, :], z, mask=exists[:, None] & (cols < WIDTH)[None, :])
+    if SHARES > 1:
+        tl.atomic_add(counts + turn, 1, sem="relaxed")
+
+
+@triton.jit
+def pass_kernel(
+    stream,
+    second,
+    norm_weight,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Read each token once, write it and its norm once: what is left of an edit without its entries."""
+    gdc_wait()
+    cols = tl.arange(0, BLOCK)
+    mask = (cols < WIDTH)[None, :]
+    token = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    at = token.to(tl.int64)[:, None] * WIDTH + cols[None, :]
+    x = tl.load(stream + at, mask=mask, other=0.0)
+    factor = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    z = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(z * z, axis=1) / WIDTH + eps)
+    tl.store(stream + at, x, mask=mask)
+    tl.store(second + at, z * scale[:, None] * (1.0 + factor)[None, :], mask=mask)
+
+
+@triton.jit
+def listed_kernel(
+    out,  # [T, WIDTH]
+    values,  # [T, MOST] fp32
+    ids,  # [T, MOST] int32
+    counts,  # [T] int32
+    w_dec,  # [features, WIDTH]
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,  # rows in flight
+    BLOCK: tl.constexpr,  # columns: 256 a warp, so that no sum leaves its thread
+):
+    """The sum of the listed rows of weights, times their values, for a token and some columns."""
+    gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, CHUNK)
+    count = tl.load(counts + token)
+    total = tl.zeros([CHUNK, BLOCK], tl.float32)
+    for start in range(0, count, CHUNK):
+        real = start + lane < count
+        row = tl.load(ids + token * MOST + start + lane, mask=real, other=0).to(tl.int64)
+        value = tl.load(values + token * MOST + start + lane, mask=real, other=0.0)
+        mask = real[:, None] & (cols < WIDTH)[None, :]
+        rows = tl.load(w_dec + row[:, None] * WIDTH + cols[None, :], mask=mask, other=0.0)
+        total += rows.to(tl.float32) * value[:, None]
+    tl.store(out + token * WIDTH + cols, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=cols < WIDTH)

@@ -1,0 +1,313 @@
+"""The least kernels' launches and checks for each case that bench.limits times. Knows no clocks and no graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.batch import EPS, TINY
+from bench.cases import FEATURES, THRESHOLD
+from bench.timing import DEVICE, DTYPE, Launch
+from saesteer.kernels.edit.configs import block
+
+_TOLERANCE = 4e-3  # both sides round once to bf16, where a sum may fall on the other side of a tie
+ENTRIES = 32
+MOST = 256  # active features of a token that are looked at
+EARLY = {"launch_pdl": True}
+
+
+def same(launch: Launch, times: int) -> list[Launch]:
+    """One launch again and again."""
+    return [launch] * times
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A kernel to be timed: `launches` in one graph, cold. `check` says what is wrong with its answer, if anything."""
+
+    case: str
+    width: int
+    how: str
+    launches: Callable[[], Sequence[Launch]]
+    check: Callable[[], str | None] = field(default=lambda: None)
+
+
+class Weights:
+    """The dictionary, and a stream with its norm."""
+
+    def __init__(self, width: int, features: int = FEATURES) -> None:
+        torch.manual_seed(width)
+        self.width, self.features = width, features
+        w = torch.randn(features, width, device=DEVICE)
+        self.w_enc = (w / w.norm(dim=1, keepdim=True)).to(DTYPE)
+        self.w_dec = self.w_enc.flip(0).contiguous()
+        self.norm_weight = torch.rand(width, device=DEVICE).to(DTYPE)
+        self.list = torch.arange(features, dtype=torch.int32, device=DEVICE)
+
+    def streams(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Stream and its norm."""
+        both = torch.randn(2, tokens, self.width, device=DEVICE).to(DTYPE)
+        return both[0], both[1]
+
+    def ids(self, many: int, requests: int, entries: int) -> list[Tensor]:
+        """[requests, entries] for each of `many` launches: no row twice before the dictionary is through."""
+        rounds = -(-many * requests * entries // self.features)
+        order = torch.cat([torch.randperm(self.features) for _ in range(rounds)])[: many * requests * entries]
+        return list(order.int().view(many, requests, entries).to(DEVICE).unbind())
+
+    def wrong(self, x: Tensor, rows: Tensor, got: tuple[Tensor, Tensor], encodes: bool = True) -> str | None:
+        """What is wrong with an answer; rows are each token's, [T, entries]."""
+        x = x.float()
+        enc, dec = self.w_enc[rows.long()].float(), self.w_dec[rows.long()].float()
+        delta = (
+            3.0 - torch.einsum("tw,tew->te", x, enc).clamp_min(0.0) if encodes else torch.full_like(enc[..., 0], 3.0)
+        )
+        y = (x + torch.einsum("te,tew->tw", delta, dec)).to(DTYPE)
+        z = y.float()
+        z = z * torch.rsqrt(z.square().mean(1, keepdim=True) + EPS) * (1.0 + self.norm_weight.float())
+        for name, ours, want in (("stream", got[0], y.float()), ("second", got[1], z)):
+            error = float(torch.linalg.vector_norm(ours.float() - want) / torch.linalg.vector_norm(want))
+            if not error < _TOLERANCE:
+                return f"{name} is off by {error:.1e}"
+        return None
+
+
+def ones(own: Weights) -> Iterator[Limit]:
+    """16 tokens with one edit: chains of 0 to 3 loads in front of the rows; a vector; and nothing found."""
+    from bench.least import one_kernel
+
+    warps = 4 if own.width <= 3072 else 8
+    x, second = own.streams(16)
+
+    def launch(first: int, gain: float, stream: Tensor, out: Tensor, at: int = warps, **kind: Any) -> object:
+        return one_kernel[(16,)](
+            *(stream, out, own.norm_weight, own.list, own.w_enc, own.w_dec, first, gain, EPS),
+            **{"WIDTH": own.width, "BLOCK": block(at), "num_warps": at, "ABSENT": False, **kind, **EARLY},
+        )
+
+    def check(**kind: Any) -> str | None:
+        stream, out = x.clone(), torch.empty_like(x)
+        launch(32, 1.0, stream, out, **kind)
+        return own.wrong(x, torch.arange(32, 48, device=DEVICE)[:, None], (stream, out), kind["ENCODES"])
+
+    def all_of(**kind: Any) -> list[Launch]:
+        return [partial(launch, 16 * at, TINY, x, second, **kind) for at in range(own.features // 16)]
+
+    for encodes, case in ((True, "16 x 1"), (False, "16 x add")):
+        for hops in (0, 1, 3):
+            kind = {"HOPS": hops, "ENCODES": encodes}
+            yield Limit(case, own.width, f"{hops} hops", partial(all_of, **kind), partial(check, **kind))
+    for at in {4, 8, 16} - {warps}:
+        kind = {"HOPS": 3, "ENCODES": True, "at": at}
+        yield Limit("16 x 1", own.width, f"3 hops, {at} warps", partial(all_of, **kind), partial(check, **kind))
+    for hops in (0, 1, 3):
+        kind = {"HOPS": hops, "ENCODES": False, "ABSENT": True}
+        yield Limit("16 x 1", own.width, f"part: nothing behind {hops} hops", partial(all_of, **kind))
+
+
+_FEW = {
+    2304: ((256, 256, 4), (288, 512, 4), (512, 512, 8), (144, 256, 4)),
+    5376: ((256, 256, 4), (512, 512, 8), (672, 1024, 8), (384, 512, 8)),
+}
+
+
+def fews(own: Weights) -> Iterator[Limit]:
+    """16 tokens with 32 edits: each program has some columns of a token, and dots and squares meet."""
+    from bench.least import few_kernel
+
+    x, second = own.streams(16)
+    ids = own.ids(own.features // (16 * ENTRIES), 16, ENTRIES)
+    for cols, wide, warps in _FEW[own.width]:
+        shares = -(-own.width // cols)
+        words = torch.zeros(16, shares, ENTRIES, dtype=torch.int64, device=DEVICE)
+        squares = torch.zeros(16, shares, dtype=torch.int64, device=DEVICE)
+        counts = torch.zeros(16, dtype=torch.int64, device=DEVICE)
+
+        def launch(
+            rows: Tensor,
+            gain: float,
+            stream: Tensor,
+            out: Tensor,
+            met: tuple[Tensor, ...] = (words, squares, counts),
+            shape: tuple[int, ...] = (cols, wide, shares, warps),
+            **kind: Any,
+        ) -> object:
+            constants = {"WIDTH": own.width, "COLS": shape[0], "BLOCK": shape[1], "SHARES": shape[2]}
+            return few_kernel[(16, shape[2])](
+                *(stream, out, own.norm_weight, own.list, rows, own.w_enc, own.w_dec, *met, gain, EPS),
+                **{**constants, "ENTRIES": ENTRIES, "num_warps": shape[3], **kind, **EARLY},
+            )
+
+        def check(run: Any = launch, **kind: Any) -> str | None:
+            wrong = None
+            for rows in ids[:4]:
+                stream, out = x.clone(), torch.empty_like(x)
+                run(rows, 1.0, stream, out, **kind)
+                wrong = wrong or own.wrong(x, rows, (stream, out))
+            return wrong
+
+        def all_of(run: Any = launch, **kind: Any) -> list[Launch]:
+            return [partial(run, rows, TINY, x, second, **kind) for rows in ids * 2]
+
+        for meets, name in ((2, "dots and squares meet"), (1, "part: dots meet"), (0, "part: nobody waits")):
+            if meets < 2 and cols != 256:
+                continue
+            kind = {"MEETS": meets, "HOPS": 2}
+            how = f"{shares} x {cols} columns, {warps} warps, {name}"
+            yield Limit(
+                "16 x 32",
+                own.width,
+                how,
+                partial(all_of, **kind),
+                partial(check, **kind) if meets == 2 else lambda: None,
+            )
+
+
+# Columns of a share, tokens of a turn, columns at once, warps, most registers.
+RUNS = {
+    2304: ((768, 16, 128, 8, 128), (384, 16, 128, 4, None), (256, 16, 128, 4, None)),
+    5376: ((768, 16, 128, 8, 128), (896, 16, 128, 8, 128), (1408, 16, 128, 8, None)),
+}
+LONG = {
+    2304: ((768, 32, 128, 8, None), (384, 32, 128, 8, 128), (768, 32, 128, 16, None), (256, 64, 128, 8, None)),
+    5376: ((768, 32, 128, 8, None), (896, 32, 128, 8, None), (896, 32, 128, 16, None), (384, 32, 128, 8, 128)),
+}
+
+
+def turns(own: Weights, case: str, lengths: Sequence[int], shapes: Sequence[tuple[Any, ...]]) -> Iterator[Limit]:
+    """Many tokens with 32 edits: tensor cores, each program some columns of a turn, which stay in registers."""
+    from bench.least import turn_kernel
+
+    many = 56 if sum(lengths) <= 512 else 16
+    ids = own.ids(min(many, own.features // (len(lengths) * ENTRIES)), len(lengths), ENTRIES)
+    streams = [own.streams(sum(lengths)) for _ in range(1 if sum(lengths) <= 512 else 4)]
+    of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
+    for cols, tokens, at_once, warps, most in shapes:
+        shares = -(-own.width // cols)
+        items, first = [], 0
+        for number, length in enumerate(lengths):
+            items += [[first + at, min(tokens, length - at), number, 0] for at in range(0, length, tokens)]
+            first += length
+        listed = torch.tensor(items, dtype=torch.int32, device=DEVICE)
+        size = len(items) * shares * tokens
+        words, squares, counts = (
+            torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (size * ENTRIES, size, len(items))
+        )
+
+        def launch(
+            rows: Tensor,
+            gain: float,
+            stream: Tensor,
+            out: Tensor,
+            met: tuple[Tensor, ...] = (words, squares, counts),
+            places: Tensor = listed,
+            shape: tuple[Any, ...] = (cols, at_once, shares, tokens, warps, most),
+        ) -> object:
+            constants = {"WIDTH": own.width, "COLS": shape[0], "BLOCK": shape[1], "SHARES": shape[2]}
+            return turn_kernel[(len(places) * shape[2],)](
+                *(stream, out, own.norm_weight, places, rows, own.w_enc, own.w_dec, *met, gain, EPS),
+                **{
+                    **constants,
+                    "TOKENS": shape[3],
+                    "ENTRIES": ENTRIES,
+                    "num_warps": shape[4],
+                    "maxnreg": shape[5],
+                    **EARLY,
+                },
+            )
+
+        def check(run: Callable[..., object] = launch) -> str | None:
+            wrong = None
+            for rows in ids[:2]:
+                stream, out = streams[0][0].clone(), torch.empty_like(streams[0][1])
+                run(rows, 1.0, stream, out)
+                some = torch.randperm(len(stream), device=DEVICE)[:256]
+                wrong = wrong or own.wrong(streams[0][0][some], rows[of_token[some]], (stream[some], out[some]))
+            return wrong
+
+        def all_of(run: Callable[..., object] = launch) -> list[Launch]:
+            pairs = [streams[at % len(streams)] for at in range(len(ids))]
+            return [partial(run, rows, TINY, *pair) for rows, pair in zip(ids, pairs, strict=True)]
+
+        how = f"{len(items)} turns of {tokens}, {shares} x {cols} columns, {warps} warps, {most or 255} registers"
+        yield Limit(case, own.width, how, all_of, check)
+
+
+def passes(own: Weights) -> Iterator[Limit]:
+    """8192 tokens read once and written twice."""
+    from bench.least import pass_kernel
+
+    streams = [own.streams(8192) for _ in range(4)]
+    wide = 1 << (own.width - 1).bit_length()
+
+    def all_of(at_once: int, warps: int) -> list[Launch]:
+        constants = {"WIDTH": own.width, "BLOCK": wide, "AT_ONCE": at_once, "num_warps": warps}
+        return [
+            partial(pass_kernel[(8192 // at_once,)], *pair, own.norm_weight, EPS, **constants, **EARLY)
+            for pair in streams * 4
+        ]
+
+    for warps in (4, 8):
+        yield Limit("8192 x 32", own.width, f"part: read once, written twice, {warps} warps", partial(all_of, 1, warps))
+
+
+def rebuilds(own: Weights) -> Iterator[Limit]:
+    """Reconstructions in parts: the encoder's product, the decoder's, and the rows of a list of what is active."""
+    from bench.least import listed_kernel
+
+    for tokens, shapes in (
+        (16, ((8, 256, 1), (32, 256, 4), (64, 128, 4), (16, 128, 2), (64, 256, 8))),
+        (8192, ((8, 256, 1), (16, 256, 1), (8, 512, 2), (16, 512, 2), (8, 1024, 4))),
+    ):
+        case = f"{tokens} x reconstruct"
+        times = 64 if tokens <= 512 else 3
+        x, _ = own.streams(tokens)
+        exact = torch.empty(tokens, own.features, device=DEVICE)
+        half = torch.empty(tokens, own.features, device=DEVICE, dtype=DTYPE)
+        out = torch.empty_like(x)
+
+        def product(rows: int = tokens, a: Tensor = x, into: Tensor = exact) -> None:
+            for at in range(0, len(a), rows):
+                torch.mm(a[at : at + rows], own.w_enc.T, out_dtype=torch.float32, out=into[at : at + rows])
+
+        def rounded(a: Tensor = x, into: Tensor = half) -> None:
+            torch.mm(a, own.w_enc.T, out=into)
+
+        def dense(a: Tensor = half, into: Tensor = out) -> None:
+            torch.mm(a, own.w_dec, out=into)
+
+        yield Limit(case, own.width, "part: torch.mm encodes, bf16", partial(same, rounded, times))
+        yield Limit(case, own.width, "part: torch.mm encodes, fp32", partial(same, product, times))
+        if tokens > 512:
+            for rows in (512, 2048):
+                run = partial(product, rows)
+                yield Limit(case, own.width, f"part: torch.mm encodes {rows} at once, fp32", partial(same, run, times))
+            yield Limit(case, own.width, "part: torch.mm decodes, bf16", partial(same, dense, times))
+        torch.mm(x.float(), own.w_enc.float().T, out=exact)
+        counts = (exact > THRESHOLD).sum(1).clamp_max(MOST).int()
+        found = exact.topk(MOST, dim=1)
+        values, ids = found.values.contiguous(), found.indices.int().contiguous()
+        truth = torch.where(exact[:16] > THRESHOLD, exact[:16], 0.0) @ own.w_dec.float()
+        for chunk, wide, warps in shapes:
+
+            def decode(
+                shape: tuple[int, ...] = (chunk, wide, warps),
+                given: tuple[Tensor, ...] = (out, values, ids, counts, own.w_dec),
+            ) -> object:
+                chunk, wide, warps = shape
+                constants = {"WIDTH": own.width, "MOST": MOST, "CHUNK": chunk, "BLOCK": wide, "num_warps": warps}
+                return listed_kernel[(len(given[0]), -(-own.width // wide))](*given, **constants, **EARLY)
+
+            def check(run: Callable[[], object] = decode, out: Tensor = out, truth: Tensor = truth) -> str | None:
+                out.fill_(float("nan"))
+                run()
+                off = float(torch.linalg.vector_norm(out[:16].float() - truth) / torch.linalg.vector_norm(truth))
+                return None if off < 1e-2 else f"off by {off:.1e}"
+
+            how = f"part: listed rows, {chunk} x {wide} at once, {warps} warps"
+            yield Limit(case, own.width, how, partial(same, decode, times), check)

@@ -1,0 +1,131 @@
+"""How near the hardware lets any kernel come to what is asked for: each case with kernels that do no more than needed.
+
+    python -m bench.limits --out DIR          all cases; the kernels are in bench/least.py
+    python -m bench.limits --only "16 x 32"   those whose name begins so
+
+Weights come from memory and norms are included, as in bench.kernels' cold lines. An answer that should be right and is
+not is not timed; a kernel that leaves out what the answer needs (programs that do not wait for each other) is marked
+`part`, and its time is a floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.batch import EPS, TINY
+from bench.cases import MIXED, WIDTHS
+from bench.limiting import EARLY, LONG, RUNS, Limit, Weights, fews, ones, passes, rebuilds, turns
+from bench.timing import capture, machine, spread
+from saesteer.kernels.edit.configs import block
+
+
+def all_limits(width: int, only: str = "") -> Iterator[Limit]:
+    """Those of a width whose case begins so."""
+    own = Weights(width)
+    wanted = {
+        "16 x 1": partial(ones, own),
+        "16 x 32": partial(fews, own),
+        "8 + 504 x 32": partial(turns, own, "8 + 504 x 32", MIXED, RUNS[width]),
+        "8192 x 32": partial(turns, own, "8192 x 32", (512,) * 16, LONG[width]),
+        "8192 x 32, pass": partial(passes, own),
+        "reconstruct": partial(rebuilds, own),
+    }
+    for name, of in wanted.items():
+        if name.startswith(only) and (name != "reconstruct" or width == WIDTHS[0]):
+            yield from of()
+
+
+def layers_limits(width: int, layers: int = 12) -> dict[str, tuple[Any, int]]:
+    """Graphs of some layers as in bench.layers, and their number: without ops, with ours, and with the least kernel."""
+    from bench.layers import BARE, CASES, TOKENS, Layers
+    from bench.least import one_kernel
+
+    model = Layers(width, layers)
+    own = Weights(width, layers * TOKENS)
+    warps = 4 if width <= 3072 else 8
+
+    def run(kernel: Callable[[int], object]) -> None:
+        for layer, product in enumerate(model._products):
+            torch.mm(model._second, product)
+            model._stream.copy_(model._came)
+            model._second.copy_(torch.nn.functional.rms_norm(model._stream, model._gain.shape, model._gain, EPS))
+            kernel(layer)
+
+    def kernel(layer: int, at: int = warps, programs: int = TOKENS, **kind: Any) -> object:
+        return one_kernel[(programs,)](
+            *(model._stream, model._second, own.norm_weight, own.list, own.w_enc, own.w_dec, layer * TOKENS, TINY, EPS),
+            **{"WIDTH": width, "BLOCK": block(at), "num_warps": at, "ABSENT": False, **kind, **EARLY},
+        )
+
+    steps = {BARE: model.step(BARE)[0]}
+    for case in (CASES[0], CASES[2], CASES[3]):
+        steps[f"ours: {case}"] = model.step(case)[0]
+    for hops in (0, 3):
+        steps[f"nothing behind {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=False, ABSENT=True))
+        steps[f"a vector, {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=False))
+        steps[f"a clamp, {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=True))
+    twice = 2 * warps
+    steps[f"a vector, 3 hops, {twice} warps"] = partial(run, partial(kernel, at=twice, HOPS=3, ENCODES=False))
+    graphs = {}
+    for name, step in steps.items():
+        step()
+        graphs[name] = (capture([step]), layers)
+    return graphs
+
+
+class Timed:
+    """A limit whose graph is captured."""
+
+    def __init__(self, limit: Limit) -> None:
+        launches = limit.launches()
+        launches[0]()
+        self.graph, self.many = capture(launches), len(launches)
+
+    def once(self, replays: int) -> list[float]:
+        """Microseconds of a launch in each of some replays."""
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]  # type: ignore[no-untyped-call]
+        self.graph.replay()
+        for begin, end in marks:
+            begin.record()
+            self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e3 / self.many for begin, end in marks]
+
+
+def main() -> int:
+    """Check, time in turns, print a table, write JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of limits.jsonl")
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--only", default="", help="cases that begin so")
+    parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
+    given = parser.parse_args()
+    about, rows = machine(given.commit), []
+    for width in given.widths:
+        for limit in all_limits(width, given.only):
+            wrong = limit.check()
+            named = {"case": limit.case, "width": limit.width, "how": limit.how}
+            if wrong is not None:
+                rows.append({**about, **named, "wrong": wrong})
+                continue
+            us = spread(Timed(limit).once(15))
+            rows.append({**about, **named, "us": round(us.median, 3), "p20": round(us.p20, 3), "p80": round(us.p80, 3)})
+        torch.cuda.empty_cache()
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "limits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row in rows:
+        print(f"{row['case']:18}{row['width']:6}{row.get('us', 'WRONG')!s:>10}  {row['how']} {row.get('wrong', '')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
