@@ -1,7 +1,10 @@
 """The steering kernels of a published fork of vLLM, from a checkout, next to ours at the same shapes.
 
-    git clone https://github.com/RhizoNymph/vllm CHECKOUT
+    git clone --branch feat/sae-steering https://github.com/RhizoNymph/vllm CHECKOUT
     python -m bench.fork CHECKOUT --out DIR
+
+Clamps of an SAE's features are in that branch only. Three files are enough, below the paths that they have there: the
+two that CASES names, and intervention_kernel_common.py; --fork-commit says then which commit they are from.
 
 Its files of kernels are loaded by their paths, over the vLLM that is installed: the fork itself need not be built. Its
 kernels write a tensor of their own, ours edit in place; neither computes a norm here. Its clamp knows a fixed list of
@@ -167,6 +170,14 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
             yield row
 
 
+def commit_of(checkout: Path) -> str:
+    """What is checked out there; empty if it is no checkout, even if it lies in one of another repository."""
+    if not (checkout / ".git").exists():
+        return ""
+    ask = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def table(rows: Sequence[Row]) -> str:
     """For people: µs of the fork's kernel and of ours."""
     lines = [f"{'case':14}{'width':>6}{'fork us':>10}{'ours us':>10}"]
@@ -185,9 +196,9 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--out", type=Path, help="folder of rivals.jsonl, which grows; nothing is written without it")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
+    parser.add_argument("--fork-commit", default="", help="of the checkout, where it has no .git")
     given = parser.parse_args()
-    ask = ["git", "-C", str(given.checkout), "rev-parse", "HEAD"]
-    head = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    head = given.fork_commit or commit_of(given.checkout)
     rows = list(measure(given.checkout, given.widths))
     print(f"\nthe fork's kernels at {head or 'an unknown commit'}, without a norm\n{table(rows)}")
     if given.out is not None:
