@@ -143,9 +143,10 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
     """Lines of the results: the fork's time and ours; or why one is not timed."""
     from bench.batch import Batches
     from bench.cases import CASES as OURS
-    from bench.kernels import launches
+    from bench.kernels import compile_errors, launches
     from bench.timing import DEVICE, DTYPE, in_graph
 
+    untimed: tuple[type[Exception], ...] = (OSError, ImportError, AttributeError, TypeError, *compile_errors())
     by_name = {case.name: case for case in OURS}
     for width in widths:
         batches = Batches(width)
@@ -157,7 +158,7 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
             try:
                 function = bound(load(checkout, file, name), given)
                 why = wrong(function, given, features)
-            except (OSError, ImportError, AttributeError, TypeError) as error:
+            except untimed as error:
                 why = f"{type(error).__name__}: {error}"
             if why is not None:
                 yield row | {"not_run": why}
