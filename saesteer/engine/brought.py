@@ -53,7 +53,7 @@ class Brought:
     """What the requests of one step read, on its way to the host or there."""
 
     made: list[Made]
-    event: Any = None  # of the device, behind the copies
+    event: Any = None  # of the device, behind the copies of arrays
     spooling: Spooling | None = None  # what goes into files
 
     def __reduce__(self) -> tuple[type["Brought"], tuple[list[Made]]]:
@@ -63,7 +63,7 @@ class Brought:
 
     def _settle(self, ending: Collection[str] | None = None) -> None:
         """Wait for the copies, and for what is written for these requests; None: for all."""
-        if self.event is not None and any(one.arrays for one in self.made):
+        if self.event is not None:
             self.event.synchronize()
         if self.spooling is not None:
             self.spooling.settle(ending)
