@@ -1,7 +1,10 @@
 """The steering kernels of a published fork of vLLM, from a checkout, next to ours at the same shapes.
 
-    git clone https://github.com/RhizoNymph/vllm CHECKOUT
+    git clone --branch feat/sae-steering https://github.com/RhizoNymph/vllm CHECKOUT
     python -m bench.fork CHECKOUT --out DIR
+
+Clamps of an SAE's features are in that branch only. Three files are enough, below the paths that they have there: the
+two that CASES names, and intervention_kernel_common.py; --fork-commit says then which commit they are from.
 
 Its files of kernels are loaded by their paths, over the vLLM that is installed: the fork itself need not be built. Its
 kernels write a tensor of their own, ours edit in place; neither computes a norm here. Its clamp knows a fixed list of
@@ -140,9 +143,10 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
     """Lines of the results: the fork's time and ours; or why one is not timed."""
     from bench.batch import Batches
     from bench.cases import CASES as OURS
-    from bench.kernels import launches
+    from bench.kernels import compile_errors, launches
     from bench.timing import DEVICE, DTYPE, in_graph
 
+    untimed: tuple[type[Exception], ...] = (OSError, ImportError, AttributeError, TypeError, *compile_errors())
     by_name = {case.name: case for case in OURS}
     for width in widths:
         batches = Batches(width)
@@ -154,7 +158,7 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
             try:
                 function = bound(load(checkout, file, name), given)
                 why = wrong(function, given, features)
-            except (OSError, ImportError, AttributeError, TypeError) as error:
+            except untimed as error:
                 why = f"{type(error).__name__}: {error}"
             if why is not None:
                 yield row | {"not_run": why}
@@ -165,6 +169,14 @@ def measure(checkout: Path, widths: Sequence[int]) -> Iterator[Row]:
             for who, timing in (("", theirs), ("saesteer_", ours)):
                 row |= {f"{who}{key}": round(value, 3) for key, value in timing._asdict().items()}
             yield row
+
+
+def commit_of(checkout: Path) -> str:
+    """What is checked out there; empty if it is no checkout, even if it lies in one of another repository."""
+    if not (checkout / ".git").exists():
+        return ""
+    ask = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -185,9 +197,9 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--out", type=Path, help="folder of rivals.jsonl, which grows; nothing is written without it")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
+    parser.add_argument("--fork-commit", default="", help="of the checkout, where it has no .git")
     given = parser.parse_args()
-    ask = ["git", "-C", str(given.checkout), "rev-parse", "HEAD"]
-    head = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    head = given.fork_commit or commit_of(given.checkout)
     rows = list(measure(given.checkout, given.widths))
     print(f"\nthe fork's kernels at {head or 'an unknown commit'}, without a norm\n{table(rows)}")
     if given.out is not None:

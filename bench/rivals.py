@@ -70,9 +70,17 @@ class Process(engines.Offline):
         print(f"--- {why}\n{self.log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
         raise Failed(why)
 
-    def ready(self) -> None:
-        """Wait until it serves."""
-        self._judge()
+    def wait(self, seconds: float) -> None:
+        """Wait until it serves.
+
+        Raises:
+            Failed: it died, or does not serve after so many seconds.
+        """
+        assert self.process.stdout is not None
+        if not select([self.process.stdout], [], [], max(seconds, 0.0))[0]:
+            self.signal(signal.SIGKILL)
+            self.fail("did not start in time")
+        self._line()
 
     def ask(self, burst: Burst) -> Told:
         """Run one.
@@ -118,9 +126,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--start", type=float, default=engines.START_S, help="seconds after which none may start")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds after which no burst begins")
     parser.add_argument("--any-vllm", action="store_true", help="start what pins another vLLM, too")
     parser.add_argument("--fork", type=Path, metavar="CHECKOUT", help="time the kernels of this checkout at the end")
+    parser.add_argument("--fork-commit", default="", help="of that checkout, where it has no .git")
     parser.add_argument("--out", type=Path, help="folder of rivals.jsonl, which grows; nothing is written without it")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     return parser.parse_args(words)
@@ -180,12 +190,13 @@ def measure(given: argparse.Namespace, folder: Path, results: Results, since: fl
             running[name] = Process(name, given.model, shared, settings, folder)
         for name, process in running.items():
             try:
-                process.ready()
+                process.wait(since + given.start - time.monotonic())
                 say(f"{name} serves")
             except Failed as error:
                 if name == STOCK:
                     raise SystemExit(str(error)) from error
                 absent[name] = str(error)
+                say(f"{name}: {error}")
         plans = {
             name: [ask for ask in CONTENDERS[name].asks if ask in given.asks]
             for name in given.contenders
@@ -229,6 +240,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.fork is not None:
         more = ["--out", str(given.out)] if given.out is not None else []
         more += ["--commit", given.commit] if given.commit else []
+        more += ["--fork-commit", given.fork_commit] if given.fork_commit else []
         fork = [sys.executable, "-m", "bench.fork", str(given.fork), *more]
         return subprocess.run(fork, cwd=engines.ROOT, check=False).returncode
     return 0 if any("not_run" not in row for row in rows) else 1

@@ -61,6 +61,30 @@ def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: p
     assert any("assert 'a b' == 'c'" in line for line in told)
 
 
+PRINTING = """
+import pytest
+@pytest.mark.parametrize("word", ["a b", "c"])
+def test_it(word, capsys):
+    with capsys.disabled():
+        print("it says something", flush=True)
+    assert word == "c"
+"""
+
+
+def test_tests_that_print_are_counted(elsewhere: Path) -> None:
+    (elsewhere / "test_printing.py").write_text(PRINTING)
+    found, _ = gpu_tests.run(str(elsewhere / "test_printing.py"), 120)
+    assert (found["passed"], [name.rpartition("::")[2] for name in found["wrong"]]) == (1, ["test_it[a b]"])
+
+
+def test_a_file_that_cannot_be_imported_is_wrong(elsewhere: Path) -> None:
+    place = elsewhere / "test_lacks.py"
+    place.write_text("import nowhere_to_be_found\ndef test_one(): pass\n")
+    found, told = gpu_tests.run(str(place), 120)
+    assert (found["passed"], [Path(name).name for name in found["wrong"]]) == (0, ["test_lacks.py"])
+    assert any("nowhere_to_be_found" in line for line in told)
+
+
 def test_what_is_not_reached_is_told(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call begins with such a file."""
     (elsewhere / "test_late.py").write_text("def test_one(): pass\ndef test_two(): pass\n")

@@ -30,6 +30,9 @@ ROOT = Path(__file__).parents[1]
 STORED = "gpu_tests.jsonl"
 MARKED = re.compile(r"mark\.(gpu|slow)\b")
 TOLD = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")  # a line of pytest -v
+BEGUN = re.compile(r"^(\S+::\w+(\[[^]]*\])?) ")  # a test that prints something has its word on a later line
+LATE = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED)\s+\[ *\d+%\]")
+UNREADABLE = re.compile(r"^ERROR (\S+\.py)( - |$)")  # a file that pytest cannot import has no test that could say it
 SEVERAL = re.compile(r"device_count\(\) *(== *1|< *2)\b")  # a file that says what it does without a second card
 NOT_REACHED = "not reached before"  # why tests/conftest.py skips one whose time is up
 ENDING = 20.0  # seconds of the time that are left for a file to end in, once nothing begins any more
@@ -37,7 +40,7 @@ AT_LEAST = 40.0  # seconds that a file needs to be begun: an engine takes most o
 SHORT, ALL = "not long and not network", "not network and not vision"
 PARTS = 4  # of a file of kernels, if files run side by side: the longest takes over nine minutes by itself
 
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-rs", "--no-header", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-rsE", "--no-header", "-p", "no:cacheprovider"]
 
 Row = dict[str, Any]
 
@@ -62,10 +65,17 @@ def in_order(names: Iterable[str], stored: Iterable[Row]) -> list[str]:
 def read(lines: Iterable[str]) -> Row:
     """What a run of pytest has said, line by line."""
     words: dict[str, str] = {}
+    begun = ""
     left, ended = 0, False
     for line in lines:
         if told := TOLD.match(line):
             words[told[1]] = told[2]
+        elif told := BEGUN.match(line):
+            begun = told[1]
+        elif told := LATE.match(line):
+            words[begun] = told[1]
+        elif told := UNREADABLE.match(line):
+            words[told[1]] = "ERROR"
         left += NOT_REACHED in line and line.startswith("SKIPPED")
         ended = ended or bool(re.match(r"=+ .* in [\d.]+s", line))
     wrong = sorted(name for name, word in words.items() if word in ("FAILED", "ERROR"))

@@ -3,7 +3,7 @@
 Knows neither how rows were computed (captures.py) nor what an answer makes of them (planning/answers.py).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saesteer.engine.readouts import Reading, Span
 from saesteer.engine.spool import Sink, Spooling
+from saesteer.planning.plan import END
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
 
@@ -53,7 +54,7 @@ class Brought:
     """What the requests of one step read, on its way to the host or there."""
 
     made: list[Made]
-    event: Any = None  # of the device, behind the copies
+    event: Any = None  # of the device, behind the copies of arrays
     spooling: Spooling | None = None  # what goes into files
 
     def __reduce__(self) -> tuple[type["Brought"], tuple[list[Made]]]:
@@ -63,7 +64,7 @@ class Brought:
 
     def _settle(self, ending: Collection[str] | None = None) -> None:
         """Wait for the copies, and for what is written for these requests; None: for all."""
-        if self.event is not None and any(one.arrays for one in self.made):
+        if self.event is not None:
             self.event.synchronize()
         if self.spooling is not None:
             self.spooling.settle(ending)
@@ -82,8 +83,19 @@ class Brought:
             own[1].extend(one.arrays[-1][one.rows(part), 0].tolist())  # [rows, 1]
         return found
 
+    def filed(self, ends: Mapping[str, int]) -> Iterator[tuple[str, int, Span]]:
+        """Request, number of the readout, and positions of the rows that are in files; ``ends`` as for ``blobs``."""
+        for one in self.made:
+            if one.arrays:
+                continue
+            ahead = one.ahead
+            for name, number, _, spans, *_ in one.parts:
+                for lo, hi in spans:
+                    if not ends or lo + ahead < ends.get(name, END):
+                        yield name, number, (lo + ahead, hi + ahead)
+
     def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:
-        """By request, as sent between processes.
+        """Rows that are in no file, by request, as sent between processes.
 
         Args:
             ending: requests that may end now; only they get rows for an answer's end.
@@ -94,6 +106,8 @@ class Brought:
         found: dict[str, list[Blob]] = {}
         numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
         for one in self.made:
+            if not one.arrays:
+                continue
             own = numbers.get(id(one.arrays))
             if own is None:
                 own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)

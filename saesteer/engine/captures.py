@@ -151,8 +151,10 @@ class Captures:
             made = self._writer.spool([*_made(gathered, ahead)], self._side)
             for x, _ in gathered:
                 x.record_stream(self._side)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._side)
+            event = None
+            if any(one.arrays for one in made):  # those in files have an event of the writer's
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._side)
         return Brought(made, event, Spooling(take.sinks, self._writer) if take.sinks else None)
 
     def read(self, segments: Iterable[Segment], hidden: Tensor | None) -> Brought | None:

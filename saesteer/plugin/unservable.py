@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import UnsupportedError
 
+# Methods of speculative decoding. Models that guess have layers of their own, which no op is attached to.
+GUESSES = ("ngram", "draft_model", "eagle", "eagle3")
+
 
 class Setup(NamedTuple):
     """What an engine is started with."""
@@ -79,7 +82,7 @@ def _is_first_ray(setup: Setup) -> bool:
 
 
 def _other_guesses(setup: Setup) -> str | None:
-    return None if setup.guesses is None or setup.guesses.method == "ngram" else str(setup.guesses.method)
+    return None if setup.guesses is None or setup.guesses.method in GUESSES else str(setup.guesses.method)
 
 
 REFUSALS = (
@@ -146,9 +149,9 @@ REFUSALS = (
     ),
     Refusal(
         "speculative decoding by {}",
-        "Only guesses by n-grams have been tested. Other methods run a model or layers of their own between the steps.",
+        f"Only guesses by {', '.join(GUESSES[:-1])} and {GUESSES[-1]} have been tested.",
         _other_guesses,
-        'use the method "ngram", or switch it off',
+        f"use one of the methods {', '.join(GUESSES)}, or switch it off",
     ),
     Refusal(
         "speculative decoding on vLLM's V2 runner",

@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from bench import contenders, fork, rivals
 from bench.asks import SCALE, Shape
 from bench.contend import KINDS, Answer, Burst, Told
 from bench.contenders import ASKS, CONTENDERS, STOCK
+from bench.engines import Options, stop
 from bench.modes import Results
 from bench.rotation import CHECK_SCALE, CHECK_TOKENS, Failed, Rotation, Turn, wrong
 
@@ -164,6 +167,46 @@ def test_the_file_of_vectors_holds_a_row_for_each_layer(tmp_path: Path) -> None:
     [file] = rivals.vector_folder(tmp_path).iterdir()
     found = torch.load(file, weights_only=True)
     assert found.shape == (TINY.layers, TINY.width) and found.dtype == torch.bfloat16
+
+
+class Script(rivals.Process):
+    """A contender's process that runs this instead."""
+
+    def __init__(self, script: str, folder: Path) -> None:
+        self.script = script
+        super().__init__("hotwire", "tiny", {}, {}, folder)
+
+    def _command(self, given: Options, own: Options | None, folder: Path) -> list[str]:
+        return ["timeit", "-n1", "-r1", self.script]
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "why"),
+    [
+        ("print('\"serves\"', flush=True); input()", 60, None),
+        ("input()", 0.1, "did not start in time"),
+        ("import os; os._exit(3)", 60, "died with exit code 3"),
+    ],
+)
+def test_who_does_not_start_in_time_is_left_out(tmp_path: Path, script: str, seconds: float, why: str | None) -> None:
+    process = Script(script, tmp_path)
+    try:
+        with pytest.raises(Failed, match=why) if why else nullcontext():
+            process.wait(seconds)
+    finally:
+        stop([process])
+        for pipe in (process.process.stdin, process.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_the_commit_of_a_fork_is_not_that_of_the_folders_around_it(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(tmp_path), *who, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    (tmp_path / "fork").mkdir()
+    assert len(fork.commit_of(tmp_path)) == 40
+    assert fork.commit_of(tmp_path / "fork") == ""
 
 
 FORK = """

@@ -43,7 +43,6 @@ def test_each_guess_of_a_steered_request_is_a_request() -> None:
     assert starts.dtype == torch.int32
     assert found == {"a": Guesses(21, range(20, 23)), "b": Guesses(3, range(10, 12))}
     assert drafts.pieces(found["b"], 5) == [(0, 3), (3, 1), (4, 1)]
-    assert drafts.pieces(None, 5) == [(0, 5)]
 
 
 def counters(tokens: int, dose: float) -> list[int]:

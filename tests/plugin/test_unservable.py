@@ -150,7 +150,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel_config": STAGES, **GUESSES},
         "pipeline parallelism and speculative decoding .* switch one of them off",
     ),
-    "a draft model": ({"speculative_config": SimpleNamespace(method="eagle3")}, "speculative decoding by eagle3"),
+    "heads of other kinds": (
+        {"speculative_config": SimpleNamespace(method="medusa")},
+        "speculative decoding by medusa",
+    ),
     "guesses on the V2 runner": ({**GUESSES, "use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     "guesses while the step before runs": (
         {**GUESSES, "scheduler_config": SimpleNamespace(async_scheduling=True)},

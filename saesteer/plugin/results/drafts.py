@@ -82,9 +82,9 @@ def spread(
     return rows, torch.tensor([*begins, int(starts[len(batch)])], dtype=torch.int32).to(engine.device), found
 
 
-def pieces(guesses: Guesses | None, tokens: int) -> list[tuple[int, int]]:
+def pieces(guesses: Guesses, tokens: int) -> list[tuple[int, int]]:
     """A request's tokens of a step, as (first, number): each guess is read alone, since it may not hold."""
-    sure = tokens if guesses is None else tokens - len(guesses.rows)
+    sure = tokens - len(guesses.rows)
     return [(0, sure), *((at, 1) for at in range(sure, tokens))]
 
 

@@ -41,13 +41,11 @@ def send(
         return
     made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
     ending = stops | {name for name, one in made.items() if one.finish_reason is not None}
-    for name, blobs in brought.blobs(ending, ends).items() if brought is not None else ():
-        for blob in blobs:
-            number, spans, *data = blob
-            if data:
-                waiting.setdefault(name, []).append(blob)
-            else:
-                _join(filed.setdefault(name, {}).setdefault(number, []), spans)
+    if brought is not None:
+        for name, blobs in brought.blobs(ending, ends).items():
+            waiting.setdefault(name, []).extend(blobs)
+        for name, number, span in brought.filed(ends):
+            _join(filed.setdefault(name, {}).setdefault(number, []), span)
     for name in filed.keys() & ending:
         waiting.setdefault(name, []).extend([number, spans] for number, spans in filed.pop(name).items())
     for name in [*waiting]:
@@ -60,13 +58,12 @@ def send(
         del filed[name]
 
 
-def _join(spans: list[Span], more: list[Span]) -> None:
+def _join(spans: list[Span], more: Span) -> None:
     """Adds positions, which mostly follow those before."""
-    for lo, hi in more:
-        if spans and spans[-1][1] == lo:
-            spans[-1] = (spans[-1][0], hi)
-        else:
-            spans.append((lo, hi))
+    if spans and spans[-1][1] == more[0]:
+        spans[-1] = (spans[-1][0], more[1])
+    else:
+        spans.append(more)
 
 
 def reads(fields: Mapping[str, Any]) -> bool:

@@ -170,12 +170,18 @@ class Steering:
         return self.engine.captures.bring(self._took[0], hidden, ahead)
 
     def _segments(self, starts: Sequence[int], positions: Sequence[int]) -> list[Segment]:
-        return [
-            Segment(name, readings, starts[at] + first, position + first, tokens, self._sinks.of(name))
-            for (at, name, readings), position in zip(self._readers, positions, strict=True)
-            if name in self.rows
-            for first, tokens in drafts.pieces(self.guesses.get(name), starts[at + 1] - starts[at])
-        ]
+        sinks_of, guesses = self._sinks.of, self.guesses
+        found = []
+        for (at, name, readings), position in zip(self._readers, positions, strict=True):
+            start, tokens = starts[at], starts[at + 1] - starts[at]
+            if name not in self.rows:
+                continue
+            if name not in guesses:
+                found.append(Segment(name, readings, start, position, tokens, sinks_of(name)))
+                continue
+            for first, some in drafts.pieces(guesses[name], tokens):
+                found.append(Segment(name, readings, start + first, position + first, some, sinks_of(name)))
+        return found
 
     def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
         """A step has run: of its guesses, keep what those that hold have counted, and nothing of the others."""
