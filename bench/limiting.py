@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.batch import EPS, TINY
-from bench.cases import FEATURES, THRESHOLD
+from bench.cases import FEATURES
 from bench.timing import DEVICE, DTYPE, Launch
 from saesteer.kernels.edit.configs import block
 
 _TOLERANCE = 4e-3  # both sides round once to bf16, where a sum may fall on the other side of a tie
 ENTRIES = 32
-MOST = 256  # active features of a token that are looked at
 EARLY = {"launch_pdl": True}
-
-
-def same(launch: Launch, times: int) -> list[Launch]:
-    """One launch again and again."""
-    return [launch] * times
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,148 +160,3 @@ def fews(own: Weights) -> Iterator[Limit]:
                 partial(all_of, **kind),
                 partial(check, **kind) if meets == 2 else lambda: None,
             )
-
-
-# Columns of a share, tokens of a turn, columns at once, warps, most registers.
-RUNS = {
-    2304: ((768, 16, 128, 8, 128), (384, 16, 128, 4, None), (256, 16, 128, 4, None)),
-    5376: ((768, 16, 128, 8, 128), (896, 16, 128, 8, 128), (1408, 16, 128, 8, None)),
-}
-LONG = {
-    2304: ((768, 32, 128, 8, None), (384, 32, 128, 8, 128), (768, 32, 128, 16, None), (256, 64, 128, 8, None)),
-    5376: ((768, 32, 128, 8, None), (896, 32, 128, 8, None), (896, 32, 128, 16, None), (384, 32, 128, 8, 128)),
-}
-
-
-def turns(own: Weights, case: str, lengths: Sequence[int], shapes: Sequence[tuple[Any, ...]]) -> Iterator[Limit]:
-    """Many tokens with 32 edits: tensor cores, each program some columns of a turn, which stay in registers."""
-    from bench.least import turn_kernel
-
-    many = 56 if sum(lengths) <= 512 else 16
-    ids = own.ids(min(many, own.features // (len(lengths) * ENTRIES)), len(lengths), ENTRIES)
-    streams = [own.streams(sum(lengths)) for _ in range(1 if sum(lengths) <= 512 else 4)]
-    of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
-    for cols, tokens, at_once, warps, most in shapes:
-        shares = -(-own.width // cols)
-        items, first = [], 0
-        for number, length in enumerate(lengths):
-            items += [[first + at, min(tokens, length - at), number, 0] for at in range(0, length, tokens)]
-            first += length
-        listed = torch.tensor(items, dtype=torch.int32, device=DEVICE)
-        size = len(items) * shares * tokens
-        words, squares, counts = (
-            torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (size * ENTRIES, size, len(items))
-        )
-
-        def launch(
-            rows: Tensor,
-            gain: float,
-            stream: Tensor,
-            out: Tensor,
-            met: tuple[Tensor, ...] = (words, squares, counts),
-            places: Tensor = listed,
-            shape: tuple[Any, ...] = (cols, at_once, shares, tokens, warps, most),
-        ) -> object:
-            constants = {"WIDTH": own.width, "COLS": shape[0], "BLOCK": shape[1], "SHARES": shape[2]}
-            return turn_kernel[(len(places) * shape[2],)](
-                *(stream, out, own.norm_weight, places, rows, own.w_enc, own.w_dec, *met, gain, EPS),
-                **{
-                    **constants,
-                    "TOKENS": shape[3],
-                    "ENTRIES": ENTRIES,
-                    "num_warps": shape[4],
-                    "maxnreg": shape[5],
-                    **EARLY,
-                },
-            )
-
-        def check(run: Callable[..., object] = launch) -> str | None:
-            wrong = None
-            for rows in ids[:2]:
-                stream, out = streams[0][0].clone(), torch.empty_like(streams[0][1])
-                run(rows, 1.0, stream, out)
-                some = torch.randperm(len(stream), device=DEVICE)[:256]
-                wrong = wrong or own.wrong(streams[0][0][some], rows[of_token[some]], (stream[some], out[some]))
-            return wrong
-
-        def all_of(run: Callable[..., object] = launch) -> list[Launch]:
-            pairs = [streams[at % len(streams)] for at in range(len(ids))]
-            return [partial(run, rows, TINY, *pair) for rows, pair in zip(ids, pairs, strict=True)]
-
-        how = f"{len(items)} turns of {tokens}, {shares} x {cols} columns, {warps} warps, {most or 255} registers"
-        yield Limit(case, own.width, how, all_of, check)
-
-
-def passes(own: Weights) -> Iterator[Limit]:
-    """8192 tokens read once and written twice."""
-    from bench.least import pass_kernel
-
-    streams = [own.streams(8192) for _ in range(4)]
-    wide = 1 << (own.width - 1).bit_length()
-
-    def all_of(at_once: int, warps: int) -> list[Launch]:
-        constants = {"WIDTH": own.width, "BLOCK": wide, "AT_ONCE": at_once, "num_warps": warps}
-        return [
-            partial(pass_kernel[(8192 // at_once,)], *pair, own.norm_weight, EPS, **constants, **EARLY)
-            for pair in streams * 4
-        ]
-
-    for warps in (4, 8):
-        yield Limit("8192 x 32", own.width, f"part: read once, written twice, {warps} warps", partial(all_of, 1, warps))
-
-
-def rebuilds(own: Weights) -> Iterator[Limit]:
-    """Reconstructions in parts: the encoder's product, the decoder's, and the rows of a list of what is active."""
-    from bench.least import listed_kernel
-
-    for tokens, shapes in (
-        (16, ((8, 256, 1), (32, 256, 4), (64, 128, 4), (16, 128, 2), (64, 256, 8))),
-        (8192, ((8, 256, 1), (16, 256, 1), (8, 512, 2), (16, 512, 2), (8, 1024, 4))),
-    ):
-        case = f"{tokens} x reconstruct"
-        times = 64 if tokens <= 512 else 3
-        x, _ = own.streams(tokens)
-        exact = torch.empty(tokens, own.features, device=DEVICE)
-        half = torch.empty(tokens, own.features, device=DEVICE, dtype=DTYPE)
-        out = torch.empty_like(x)
-
-        def product(rows: int = tokens, a: Tensor = x, into: Tensor = exact) -> None:
-            for at in range(0, len(a), rows):
-                torch.mm(a[at : at + rows], own.w_enc.T, out_dtype=torch.float32, out=into[at : at + rows])
-
-        def rounded(a: Tensor = x, into: Tensor = half) -> None:
-            torch.mm(a, own.w_enc.T, out=into)
-
-        def dense(a: Tensor = half, into: Tensor = out) -> None:
-            torch.mm(a, own.w_dec, out=into)
-
-        yield Limit(case, own.width, "part: torch.mm encodes, bf16", partial(same, rounded, times))
-        yield Limit(case, own.width, "part: torch.mm encodes, fp32", partial(same, product, times))
-        if tokens > 512:
-            for rows in (512, 2048):
-                run = partial(product, rows)
-                yield Limit(case, own.width, f"part: torch.mm encodes {rows} at once, fp32", partial(same, run, times))
-            yield Limit(case, own.width, "part: torch.mm decodes, bf16", partial(same, dense, times))
-        torch.mm(x.float(), own.w_enc.float().T, out=exact)
-        counts = (exact > THRESHOLD).sum(1).clamp_max(MOST).int()
-        found = exact.topk(MOST, dim=1)
-        values, ids = found.values.contiguous(), found.indices.int().contiguous()
-        truth = torch.where(exact[:16] > THRESHOLD, exact[:16], 0.0) @ own.w_dec.float()
-        for chunk, wide, warps in shapes:
-
-            def decode(
-                shape: tuple[int, ...] = (chunk, wide, warps),
-                given: tuple[Tensor, ...] = (out, values, ids, counts, own.w_dec),
-            ) -> object:
-                chunk, wide, warps = shape
-                constants = {"WIDTH": own.width, "MOST": MOST, "CHUNK": chunk, "BLOCK": wide, "num_warps": warps}
-                return listed_kernel[(len(given[0]), -(-own.width // wide))](*given, **constants, **EARLY)
-
-            def check(run: Callable[[], object] = decode, out: Tensor = out, truth: Tensor = truth) -> str | None:
-                out.fill_(float("nan"))
-                run()
-                off = float(torch.linalg.vector_norm(out[:16].float() - truth) / torch.linalg.vector_norm(truth))
-                return None if off < 1e-2 else f"off by {off:.1e}"
-
-            how = f"part: listed rows, {chunk} x {wide} at once, {warps} warps"
-            yield Limit(case, own.width, how, partial(same, decode, times), check)

@@ -1,6 +1,6 @@
 """How near the hardware lets any kernel come to what is asked for: each case with kernels that do no more than needed.
 
-    python -m bench.limits --out DIR          all cases; the kernels are in bench/least.py
+    python -m bench.limits --out DIR          all cases, and a kernel at each layer; the kernels are in bench/least.py
     python -m bench.limits --only "16 x 32"   those whose name begins so
 
 Weights come from memory and norms are included, as in bench.kernels' cold lines. An answer that should be right and is
@@ -21,31 +21,26 @@ from typing import Any
 import torch
 
 from bench.batch import EPS, TINY
-from bench.cases import MIXED, WIDTHS
-from bench.limiting import EARLY, LONG, RUNS, Limit, Weights, fews, ones, passes, rebuilds, turns
+from bench.cases import WIDTHS
+from bench.layers import BARE
+from bench.limiting import EARLY, Limit, Weights, fews, ones
 from bench.timing import capture, machine, spread
 from saesteer.kernels.edit.configs import block
+
+LAYERS = (2560, 5376)  # widths of the models whose layers are imitated: 4B, 27B
 
 
 def all_limits(width: int, only: str = "") -> Iterator[Limit]:
     """Those of a width whose case begins so."""
     own = Weights(width)
-    wanted = {
-        "16 x 1": partial(ones, own),
-        "16 x 32": partial(fews, own),
-        "8 + 504 x 32": partial(turns, own, "8 + 504 x 32", MIXED, RUNS[width]),
-        "8192 x 32": partial(turns, own, "8192 x 32", (512,) * 16, LONG[width]),
-        "8192 x 32, pass": partial(passes, own),
-        "reconstruct": partial(rebuilds, own),
-    }
-    for name, of in wanted.items():
-        if name.startswith(only) and (name != "reconstruct" or width == WIDTHS[0]):
-            yield from of()
+    for name, of in (("16 x 1", ones), ("16 x 32", fews)):
+        if name.startswith(only):
+            yield from of(own)
 
 
 def layers_limits(width: int, layers: int = 12) -> dict[str, tuple[Any, int]]:
     """Graphs of some layers as in bench.layers, and their number: without ops, with ours, and with the least kernel."""
-    from bench.layers import BARE, CASES, TOKENS, Layers
+    from bench.layers import CASES, TOKENS, Layers
     from bench.least import one_kernel
 
     model = Layers(width, layers)
@@ -81,24 +76,23 @@ def layers_limits(width: int, layers: int = 12) -> dict[str, tuple[Any, int]]:
     return graphs
 
 
-class Timed:
-    """A limit whose graph is captured."""
+def timed(graph: torch.cuda.CUDAGraph, many: int, replays: int = 15) -> list[float]:
+    """Microseconds of one of `many` launches in each of some replays."""
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]  # type: ignore[no-untyped-call]
+    graph.replay()
+    for begin, end in marks:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 / many for begin, end in marks]
 
-    def __init__(self, limit: Limit) -> None:
-        launches = limit.launches()
-        launches[0]()
-        self.graph, self.many = capture(launches), len(launches)
 
-    def once(self, replays: int) -> list[float]:
-        """Microseconds of a launch in each of some replays."""
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]  # type: ignore[no-untyped-call]
-        self.graph.replay()
-        for begin, end in marks:
-            begin.record()
-            self.graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) * 1e3 / self.many for begin, end in marks]
+def of_launches(limit: Limit) -> list[float]:
+    """Microseconds of a launch of this limit, all of them in one graph."""
+    launches = limit.launches()
+    launches[0]()
+    return timed(capture(launches), len(launches))
 
 
 def main() -> int:
@@ -117,9 +111,16 @@ def main() -> int:
             if wrong is not None:
                 rows.append({**about, **named, "wrong": wrong})
                 continue
-            us = spread(Timed(limit).once(15))
+            us = spread(of_launches(limit))
             rows.append({**about, **named, "us": round(us.median, 3), "p20": round(us.p20, 3), "p80": round(us.p80, 3)})
         torch.cuda.empty_cache()
+    for width in LAYERS if "layers".startswith(given.only) else ():
+        found = {how: spread(timed(*graph)).median for how, graph in layers_limits(width).items()}
+        bare = found.pop(BARE)
+        rows += [
+            {**about, "case": "layers", "width": width, "how": how, "us": round(us - bare, 3)}
+            for how, us in found.items()
+        ]
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "limits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for row in rows:
