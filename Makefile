@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-long test-all test-gpu test-vllm soak contract check format tables docs notebooks \
-	bench-kernels bench-layers bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
+	bench-kernels bench-layers bench-limits bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
 	bench-rivals plots clean
 
 help:
@@ -22,7 +22,7 @@ help:
 	@echo "make tables    write the tables of the pages that come from the code"
 	@echo "make docs      build the site of the pages in build/site; a warning is an error"
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
-	@echo "make bench-kernels, bench-layers, bench-steps, bench-host, bench-modes, bench-sweeps, bench-rivals"
+	@echo "make bench-kernels, bench-layers, bench-limits, bench-steps, bench-host, bench-modes, bench-sweeps, bench-rivals"
 	@echo "                    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
 	@echo "make plots          draw the charts of the pages from the folder of results"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
@@ -101,6 +101,9 @@ bench-kernels:
 
 bench-layers:
 	$(PYTHON) -m bench.layers --out $(RESULTS) $(GIVEN)
+
+bench-limits:
+	$(PYTHON) -m bench.limits --out $(RESULTS) $(GIVEN)
 
 # The charts of the pages, from what is stored.
 plots:
