@@ -220,6 +220,8 @@ def main(folder: Path, ranks: int, how: str) -> None:
         if how != "ngram":
             more = {"model": tiny_llama(folder) if how == "draft_model" else head(folder, how, PROMPTS, TOKENS)}
         options["speculative_config"] = {"method": how, "num_speculative_tokens": 4, **more}
+        # Refused with guesses, and a GPU's default: in vLLM 0.26 with EAGLE, later with draft models, too.
+        options["async_scheduling"] = False
     llm = LLM(
         tiny_llama(folder),
         dictionaries={"random": f"{dictionary_file(WIDTH, FEATURES, folder)}@resid_post.1"},
