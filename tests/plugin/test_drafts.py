@@ -22,6 +22,7 @@ from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import drafts, rules
 from saesteer.plugin.results.counts import Report
 from saesteer.plugin.results.drafts import Guessed, Guesses
+from saesteer.plugin.results.health import Health
 from saesteer.plugin.results.rules import FIRED, RULES
 
 ENGINE: Any = SimpleNamespace(
@@ -166,3 +167,16 @@ def test_a_rule_does_not_fire_at_a_wrong_guess() -> None:
 def test_a_model_that_ends_where_the_rule_fires_has_ended() -> None:
     made = stopped(10, [0.0, 1.0, 1.0, 1.0], [7, 8], finish_reason=FinishReason.STOP, stop_reason=8)
     assert (made.new_token_ids, made.stop_reason) == ([7, 8], 8)
+
+
+def test_a_wrong_guess_that_is_not_finite_fails_nobody() -> None:
+    health = Health()
+    health.begin(["a", "b"], [3, 1])
+    hidden = torch.zeros(4, 2)
+    hidden[2] = float("nan")  # the second guess
+    health.see(hidden, torch.zeros(4, 5))
+    look = health.take()
+    assert look is not None
+    for tokens, failed in ((1, set()), (2, set()), (3, {"a"})):
+        output = SimpleNamespace(req_ids=["a", "b"], sampled_token_ids=[[7] * tokens, [7]])
+        assert look.held(output).failed.keys() == failed

@@ -169,7 +169,7 @@ def attach(worker: Any, steering: Any) -> None:
             return earlier.told(snapshot, ran)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
-            made.saesteer = snapshot
+            made.saesteer, snapshot.look = snapshot, snapshot.look and snapshot.look.held(made)
             if snapshot.guesses:
                 steering.settle(snapshot.guessed, made)
         return output

@@ -39,6 +39,19 @@ class Look:
         rows = zip(self.names, read, made, strict=True)
         return {name: f"{failures.NON_FINITE}: {words[hidden]}" for name, hidden, all_ in rows if not (hidden and all_)}
 
+    def held(self, output: Any) -> "Look":
+        """Without the rows of wrong guesses: each token of a step comes from a row, and those behind do not count.
+
+        Args:
+            output: vLLM's ModelRunnerOutput, whose tokens are on the host if the step had guesses.
+        """
+        if len(self.names) == len(output.req_ids):
+            return self
+        tokens = dict(zip(output.req_ids, map(len, output.sampled_token_ids), strict=True))
+        first = {name: self.names.index(name) for name in tokens}
+        rows = [at for at, name in enumerate(self.names) if at - first[name] < max(1, tokens[name])]
+        return Look([self.names[at] for at in rows], self.seen[:, rows])
+
 
 def look(names: Sequence[str], hidden: Tensor, logits: Tensor) -> Look:
     """Look at a step's rows, without waiting for the device.
