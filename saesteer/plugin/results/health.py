@@ -45,11 +45,13 @@ class Look:
         Args:
             output: vLLM's ModelRunnerOutput, whose tokens are on the host if the step had guesses.
         """
-        if len(self.names) == len(output.req_ids):
+        if len(self.names) <= len(output.req_ids):
             return self
         tokens = dict(zip(output.req_ids, map(len, output.sampled_token_ids), strict=True))
-        first = {name: self.names.index(name) for name in tokens}
-        rows = [at for at, name in enumerate(self.names) if at - first[name] < max(1, tokens[name])]
+        first: dict[str, int] = {}
+        for at, name in enumerate(self.names):
+            first.setdefault(name, at)
+        rows = [at for at, name in enumerate(self.names) if at - first[name] < max(1, tokens.get(name, 0))]
         return Look([self.names[at] for at in rows], self.seen[:, rows])
 
 
