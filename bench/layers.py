@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Layers:
         self._own = Batches(width, device, dtype, features=layers * TOKENS)
         columns = max(1, read // dtype.itemsize // width // 64) * 64
         self._products = [torch.randn(width, columns, device=device, dtype=dtype) for _ in range(layers)]
-        self._stream, self._second = self._own.stream(BATCH)
-        self._came, self._gain = self._stream.clone(), 1 + self._own.norm_weight
+        self.stream, self.second = self._own.stream(BATCH)
+        self._came, self._gain = self.stream.clone(), 1 + self._own.norm_weight
 
     def steered(self, case: str) -> list[int]:
         """The layers at which each request has an edit."""
@@ -73,7 +73,7 @@ class Layers:
         """A step of the case, and its counts: a row for each request behind the first, layer l in column l."""
         own, layers = self._own, range(self.layers)
         if case == BARE:
-            return partial(self._run, [[]] * self.layers), torch.zeros(0)
+            return partial(self.run, lambda _: None), torch.zeros(0)
         steered, read = self.steered(case), self.read(case)
         sites = self.layers + len(read)  # those that read stand behind the others
         rows = [
@@ -92,11 +92,16 @@ class Layers:
             "registers": torch.zeros(TOKENS, 1, device=own.device),
         }
         bound = [own.bound(table, number, 0, **of_all) for number in numbers[:, :1]]
-        written = [own.call(counts, one, "normed", (self._stream, self._second)) for one in bound[: self.layers]]
+        written = [own.call(counts, one, "normed", (self.stream, self.second)) for one in bound[: self.layers]]
         calls = [[call] for call in written]
         for layer, one in zip(read, bound[self.layers :], strict=True):
-            calls[layer].insert(0, own.call(counts, one, "bare", (self._second, self._second)))
-        return partial(self._run, calls), counts
+            calls[layer].insert(0, own.call(counts, one, "bare", (self.second, self.second)))
+
+        def edits(layer: int) -> None:
+            for call in calls[layer]:
+                edit(*call)
+
+        return partial(self.run, edits), counts
 
     def _groups(self, case: str, layer: int, at: int, steered: bool) -> list[list[Entry]]:
         """The groups of one request at a layer, with a feature of its own."""
@@ -108,13 +113,13 @@ class Layers:
         kind = "add" if case in (CASES[2], ADDS) else "clamp"
         return [[self._own.entry(kind, slot, layer, TINY)]]
 
-    def _run(self, calls: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-        for product, of_layer in zip(self._products, calls, strict=True):
-            torch.mm(self._second, product)
-            self._stream.copy_(self._came)
-            self._second.copy_(F.rms_norm(self._stream, self._gain.shape, self._gain, EPS))
-            for call in of_layer:
-                edit(*call)
+    def run(self, work: Callable[[int], object]) -> None:
+        """All products, each with its norm, and behind that what is done at the layer of this number."""
+        for layer, product in enumerate(self._products):
+            torch.mm(self.second, product)
+            self.stream.copy_(self._came)
+            self.second.copy_(F.rms_norm(self.stream, self._gain.shape, self._gain, EPS))
+            work(layer)
 
 
 def measure(width: int, layers: int) -> list[dict[str, Any]]:

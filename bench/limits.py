@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch
 
 from bench.batch import EPS, TINY
 from bench.cases import WIDTHS
-from bench.layers import BARE
+from bench.layers import BARE, CASES, TOKENS, Layers
 from bench.limiting import EARLY, Limit, Weights, fews, ones
-from bench.timing import capture, machine, spread
+from bench.timing import Launch, in_graph, machine
 from saesteer.kernels.edit.configs import block
 
 LAYERS = (2560, 5376)  # widths of the models whose layers are imitated: 4B, 27B
+DEEP = 12  # layers of each
 
 
 def all_limits(width: int, only: str = "") -> Iterator[Limit]:
@@ -38,61 +39,32 @@ def all_limits(width: int, only: str = "") -> Iterator[Limit]:
             yield from of(own)
 
 
-def layers_limits(width: int, layers: int = 12) -> dict[str, tuple[Any, int]]:
-    """Graphs of some layers as in bench.layers, and their number: without ops, with ours, and with the least kernel."""
-    from bench.layers import CASES, TOKENS, Layers
+def layers_limits(width: int) -> dict[str, Launch]:
+    """Steps of DEEP layers as in bench.layers: without ops, with ours, and with the least kernel."""
     from bench.least import one_kernel
 
-    model = Layers(width, layers)
-    own = Weights(width, layers * TOKENS)
+    model = Layers(width, DEEP)
+    own = Weights(width, DEEP * TOKENS)
     warps = 4 if width <= 3072 else 8
 
-    def run(kernel: Callable[[int], object]) -> None:
-        for layer, product in enumerate(model._products):
-            torch.mm(model._second, product)
-            model._stream.copy_(model._came)
-            model._second.copy_(torch.nn.functional.rms_norm(model._stream, model._gain.shape, model._gain, EPS))
-            kernel(layer)
-
-    def kernel(layer: int, at: int = warps, programs: int = TOKENS, **kind: Any) -> object:
-        return one_kernel[(programs,)](
-            *(model._stream, model._second, own.norm_weight, own.list, own.w_enc, own.w_dec, layer * TOKENS, TINY, EPS),
+    def kernel(layer: int, at: int = warps, **kind: Any) -> object:
+        return one_kernel[(TOKENS,)](
+            *(model.stream, model.second, own.norm_weight, own.list, own.w_enc, own.w_dec, layer * TOKENS, TINY, EPS),
             **{"WIDTH": width, "BLOCK": block(at), "num_warps": at, "ABSENT": False, **kind, **EARLY},
         )
 
-    steps = {BARE: model.step(BARE)[0]}
+    steps: dict[str, Launch] = {BARE: model.step(BARE)[0]}
     for case in (CASES[0], CASES[2], CASES[3]):
         steps[f"ours: {case}"] = model.step(case)[0]
     for hops in (0, 3):
-        steps[f"nothing behind {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=False, ABSENT=True))
-        steps[f"a vector, {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=False))
-        steps[f"a clamp, {hops} hops"] = partial(run, partial(kernel, HOPS=hops, ENCODES=True))
+        steps[f"nothing behind {hops} hops"] = partial(
+            model.run, partial(kernel, HOPS=hops, ENCODES=False, ABSENT=True)
+        )
+        steps[f"a vector, {hops} hops"] = partial(model.run, partial(kernel, HOPS=hops, ENCODES=False))
+        steps[f"a clamp, {hops} hops"] = partial(model.run, partial(kernel, HOPS=hops, ENCODES=True))
     twice = 2 * warps
-    steps[f"a vector, 3 hops, {twice} warps"] = partial(run, partial(kernel, at=twice, HOPS=3, ENCODES=False))
-    graphs = {}
-    for name, step in steps.items():
-        step()
-        graphs[name] = (capture([step]), layers)
-    return graphs
-
-
-def timed(graph: torch.cuda.CUDAGraph, many: int, replays: int = 15) -> list[float]:
-    """Microseconds of one of `many` launches in each of some replays."""
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]  # type: ignore[no-untyped-call]
-    graph.replay()
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 / many for begin, end in marks]
-
-
-def of_launches(limit: Limit) -> list[float]:
-    """Microseconds of a launch of this limit, all of them in one graph."""
-    launches = limit.launches()
-    launches[0]()
-    return timed(capture(launches), len(launches))
+    steps[f"a vector, 3 hops, {twice} warps"] = partial(model.run, partial(kernel, at=twice, HOPS=3, ENCODES=False))
+    return steps
 
 
 def main() -> int:
@@ -111,11 +83,11 @@ def main() -> int:
             if wrong is not None:
                 rows.append({**about, **named, "wrong": wrong})
                 continue
-            us = spread(of_launches(limit))
+            us = in_graph(limit.launches())
             rows.append({**about, **named, "us": round(us.median, 3), "p20": round(us.p20, 3), "p80": round(us.p80, 3)})
         torch.cuda.empty_cache()
     for width in LAYERS if "layers".startswith(given.only) else ():
-        found = {how: spread(timed(*graph)).median for how, graph in layers_limits(width).items()}
+        found = {how: in_graph([step]).median / DEEP for how, step in layers_limits(width).items()}
         bare = found.pop(BARE)
         rows += [
             {**about, "case": "layers", "width": width, "how": how, "us": round(us - bare, 3)}
