@@ -25,7 +25,7 @@ def head(folder: Path, how: str, prompts: list[list[int]], tokens: int) -> str:
         tokens: of each prompt's answer that it knows.
     """
     model, place = Path(tiny_llama(folder)), folder / how
-    place.mkdir()
+    place.mkdir(exist_ok=True)  # an engine that failed is started again for each test
     config = json.loads((model / "config.json").read_text())
     given = load_file(model / "model.safetensors")
     embeddings = given["model.embed_tokens.weight"]
