@@ -76,9 +76,8 @@ def add_chunk(
     # Before the rows, so that it arrives with them.
     found = tl.load(register + word(entry + SIZE, takes), mask=takes, other=0.0)
     starts = slot.to(tl.int64) * WIDTH
-    decoders = [rows(w_dec, starts, write, col, WIDTH) for col in cols]
-    tl.debug_barrier()  # or ptxas would ask for most of these rows when the next ones are there
-    encoders = [rows(w_enc, starts, read, col, WIDTH).to(tl.float32) for col in cols]
+    pairs = [(rows(w_enc, starts, read, col, WIDTH), rows(w_dec, starts, write, col, WIDTH)) for col in cols]
+    encoders = [pair[0].to(tl.float32) for pair in pairs]
     pre = tl.sum(total(times(encoders, [block[None, :] for block in x])), axis=1)
     outward = tl.full([CHUNK], 1.0, tl.float32)
     if tl.max(flags & (MATCH | LAYER_NORM | L2_NORM), axis=0) > 0:
@@ -120,7 +119,7 @@ def add_chunk(
     delta = law(f, write, flags, mul, add, low, high, gain)
     tl.atomic_add(counts + (flags >> COUNTER) * stride_counters, 1, mask=delta != 0.0, sem="relaxed")
     change = delta * outward
-    added = [tl.sum(change[:, None] * part.to(tl.float32), axis=0) for part in decoders]
+    added = [tl.sum(change[:, None] * pair[1].to(tl.float32), axis=0) for pair in pairs]
     changed = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     if HAS_KEPT:
         taken = tl.sum(takes_over.to(tl.int32), axis=0)

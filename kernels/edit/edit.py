@@ -115,6 +115,8 @@ def edit_kernel(
     A program takes every num_programs-th unit: a token, or one part of a token's only group. Parts leave their sums in
     `scratch`; the part that arrives last adds them up and stores the token.
     """
+    if PDL:
+        gdc_wait()
     wide = tl.num_programs(0)  # as many as tokens, if there are programs for all parts of each
     place = tl.program_id(0)
     part = tl.program_id(1)
@@ -182,15 +184,11 @@ def edit_kernel(
             here = tl.load(spot).to(tl.int32)
             if (kind & (LONE | SHORT)) != 0:
                 one_entry = (stream, second, at, entries + begin, here, cols, weights, register, counter, norm)
-                edit_one(*one_entry, WIDTH, FORM, HAS_WEIGHT, PDL)
+                edit_one(*one_entry, WIDTH, FORM, HAS_WEIGHT)
             elif groups == 0:  # a row without entries here captures
-                if PDL:
-                    gdc_wait()
                 if HAS_CAPTURES:
                     copy(stream, second, at, cols, kind, before, after, WIDTH, FORM)
             else:
-                if PDL:
-                    gdc_wait()
                 x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                 if HAS_CAPTURES:  # noqa: SIM102 (the compiler knows this one, not the next)
                     if ((kind & BEFORE) != 0) & (share == 0):
@@ -344,5 +342,3 @@ def edit_kernel(
                         tl.debug_barrier()  # a thread may read what another one has stored
                         x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                         put(after + at, cols, x, [col < WIDTH for col in cols])
-    if PDL:
-        gdc_wait()  # in every program, since the kernel behind this one relies on it

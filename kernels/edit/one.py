@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import law, reads, tile, unpack, word
 from saesteer.kernels.edit.row import plus, times, total
@@ -34,11 +33,11 @@ def edit_one(
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """x += delta * w_dec[slot] for one token, stored in every form where the delta is not 0; READ fills a register."""
     w_enc, w_dec = weights
     counts, stride_counters = counter
+    x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
     slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
     source = word(entry + SIZE, True)  # of HELD: asked for with the others, so that f comes with the rows
     start = slot.to(tl.int64) * WIDTH
@@ -47,17 +46,10 @@ def edit_one(
     applies = (lo <= here) & (here < hi) & (asks == 0)
     encoded = tl.where((applies & reads(mul, low, high, flags)) | asks, WIDTH, 0)
     decoded = tl.where(applies, WIDTH, 0)
-    # What does not change within a step is asked for while the kernel in front may still run, and all of it before the
-    # stream: else ptxas asks for the decoder row only when the sum is there, to save registers.
+    found = tl.load(register + source, mask=held, other=0.0)
     encoder = [tl.load(w_enc + start + col, mask=col < encoded, other=0.0) for col in cols]
     decoder = [tl.load(w_dec + start + col, mask=col < decoded, other=0.0) for col in cols]
     factors = gains(norm, cols, WIDTH, FORM, HAS_WEIGHT)
-    if PDL:
-        gdc_wait()
-    else:
-        tl.debug_barrier()
-    found = tl.load(register + source, mask=held, other=0.0)
-    x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
     pre = tl.sum(total(times(x, [block.to(tl.float32) for block in encoder])), axis=0) + bias
     f = tl.where(held, found, tl.where(pre > threshold, pre, 0.0))
     tl.store(register + gates, tl.minimum(tl.maximum(mul * f + add, low), high), mask=asks)
