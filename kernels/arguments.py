@@ -111,7 +111,7 @@ def check_border(
     query_start_loc: Tensor,
     tokens: Tensor,
     positions: Tensor,
-    entries: int,
+    sites: int,
     num_reqs: int,
 ) -> None:
     """Check the arguments of ops.border_.
@@ -124,8 +124,8 @@ def check_border(
     _need_line(query_start_loc, "query_start_loc", _INTS, num_reqs + 1)
     _need_line(tokens, "tokens", _INTS, 0)
     _need_line(positions, "positions", _INTS, 0)
-    if not layout.HEAD <= entries <= table.shape[1]:
-        raise ValueError(f"entries {entries}: expected a word behind the head of a row of {table.shape[1]} words")
+    if not (sites >= 0 and layout.head(sites) <= table.shape[1]):
+        raise ValueError(f"sites {sites}: expected at most those of a row of {table.shape[1]} words")
 
 
 def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:

@@ -10,8 +10,9 @@ table [rows, width] int32: one row for each running request. Row 0 belongs to no
     word 4                largest dose that a token may get at a site, a float32 bit pattern; 0.0: any dose
     word 5                columns of counts that the row uses
     words 6 and 7         tokens of which each ends the reasoning by itself; one alone stands twice
-    from word HEAD        SPAN words for each site: where its entries are, and what they need
-    from ``head(sites)``  entries of ENTRY words each, ordered by site, by group, then as in the request
+    from word HEAD        SPAN words for each site: where its entries are, what they need, and, if there is only one,
+                          the entry itself
+    from ``head(sites)``  all other entries, of ENTRY words each, ordered by site, by group, then as in the request
 
 A group is a run of entries that all read the same x. If a site has gates or reads, they are one group. The words MUL to
 GAIN of an entry are float32 bit patterns.
@@ -62,8 +63,8 @@ LIMIT = 4  # word 4 of a row
 COUNTERS = 5  # word 5 of a row
 CLOSING = 6  # first word of MOST_CLOSING
 HEAD = 8  # words in front of the sites' spans
-SPAN = 8  # words of a site's span
 ENTRY = 16  # words of an entry
+SPAN = 8 + ENTRY  # words of a site's span
 
 # Bits of NEEDS.
 WHOLE = 1  # some site needs a whole dictionary encoded
@@ -78,6 +79,7 @@ DENSE_BASE = 4  # first slot of the dictionary that must be encoded whole
 DENSE_SIZE = 5  # number of its features, and of a skip connection's inputs behind them; 0: no entry needs it
 DENSE_NORM = 6  # its input norm, as a bit of FLAGS
 GROUPS = 7  # number of its groups, gates included
+ONE = 8  # here stands the only entry of a site that has one, so that no load waits for BEGIN, which names this place
 
 # Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a
 # short way through the edit kernel.
@@ -166,6 +168,11 @@ def head(sites: int) -> int:
     return -(-(HEAD + SPAN * sites) // ENTRY) * ENTRY
 
 
+def one_at(site: int) -> int:
+    """Word offset of the only entry of the site of this number."""
+    return HEAD + SPAN * site + ONE
+
+
 def width(sites: int, max_entries: int) -> int:
     """Words of a table row."""
     return head(sites) + ENTRY * max_entries
@@ -208,13 +215,13 @@ def span_words(
     doses: int = 0,
     captures: int = 0,
 ) -> list[int]:
-    """The words of a site, from which the kernels choose how to run it.
+    """The words of a site in front of ONE, from which the kernels choose how to run it.
 
     Args:
         flags: FLAGS of each of its entries.
         gated: whether an entry writes or reads cells.
         groups: number of groups, gates included.
-        begin: word offset of the first entry.
+        begin: word offset of the first entry; of a single one, `one_at` its site.
         dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
         doses: column of counts where the site's doses begin; 0: not measured. Only the edit kernel measures them.
         captures: BEFORE, AFTER, both or neither. Only the edit kernel captures.
@@ -222,7 +229,7 @@ def span_words(
     assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)
     if not n:
-        return [begin, begin, 1, ANY | captures, 0, 0, 0, 0] if captures else [0] * SPAN
+        return [begin, begin, 1, ANY | captures, 0, 0, 0, 0] if captures else [0] * ONE
     every = reduce(or_, flags)
     parts = 1
     keeps = all(one & READ and one & RECONSTRUCT for one in flags)

@@ -180,7 +180,7 @@ def border_(
     query_start_loc: Tensor,
     tokens: Tensor,
     positions: Tensor,
-    entries: int,
+    sites: int,
     num_reqs: int,
 ) -> None:
     """For each row that waits, in a step that has its border: the windows of its parts begin or end behind it.
@@ -195,13 +195,13 @@ def border_(
         slots, row_offset, query_start_loc, num_reqs: the batch, as in map_.
         tokens: [>= tokens of the step] int32 or int64, the ids that are inputs.
         positions: [>= tokens of the step] int32 or int64, of each token in its request.
-        entries: word offset of a row's first entry.
+        sites: number of sites.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or layout.
     """
-    check_border(table, slots, query_start_loc, tokens, positions, entries, num_reqs)
-    batch = table, slots, row_offset, query_start_loc, tokens, positions, entries, num_reqs
+    check_border(table, slots, query_start_loc, tokens, positions, sites, num_reqs)
+    batch = table, slots, row_offset, query_start_loc, tokens, positions, sites, num_reqs
     if table.is_cuda:
         from saesteer.kernels.step.border import border_triton  # a CPU may have no Triton
 

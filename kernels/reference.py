@@ -305,7 +305,7 @@ def border_ref_(
     query_start_loc: Tensor,
     tokens: Tensor,
     positions: Tensor,
-    entries: int,
+    sites: int,
     num_reqs: int,
 ) -> None:
     """The windows of parts begin or end behind the first token that ends the reasoning. See ops.border_."""
@@ -317,22 +317,24 @@ def border_ref_(
         closing = words[layout.CLOSING : layout.CLOSING + layout.MOST_CLOSING]
         ends = torch.isin(tokens[here], closing) & (positions[here] >= words[layout.FROM])
         if ends.any():
-            close_ref_(words, entries, int(positions[here][ends].min()))
+            close_ref_(words, sites, int(positions[here][ends].min()))
 
 
-def close_ref_(words: Tensor, entries: int, border: int) -> None:
+def close_ref_(words: Tensor, sites: int, border: int) -> None:
     """Move the windows of a row's parts to the border; nothing waits there any more.
 
     Args:
         words: of the row, int32; changed in place.
-        entries: word offset of the first entry.
+        sites: number of its sites.
         border: position of the token that ends the reasoning.
     """
-    table = words[entries : entries + layout.ENTRY * int(words[0])].view(-1, layout.ENTRY)
-    lo, hi, flags = table[:, layout.LO], table[:, layout.HI], table[:, layout.FLAGS]
-    answer, reasoning = (flags & layout.ANSWER) != 0, (flags & layout.REASONING) != 0
-    lo.copy_(torch.where(answer, lo.clamp_min(border + 1), lo))
-    hi.copy_(torch.where(answer, ~hi, torch.where(reasoning, hi.clamp_max(border + 1), hi)))
+    for span in range(layout.HEAD, layout.HEAD + layout.SPAN * sites, layout.SPAN):
+        begin, end = words[span + layout.BEGIN : span + layout.END + 1].tolist()
+        table = words[begin:end].view(-1, layout.ENTRY)
+        lo, hi, flags = table[:, layout.LO], table[:, layout.HI], table[:, layout.FLAGS]
+        answer, reasoning = (flags & layout.ANSWER) != 0, (flags & layout.REASONING) != 0
+        lo.copy_(torch.where(answer, lo.clamp_min(border + 1), lo))
+        hi.copy_(torch.where(answer, ~hi, torch.where(reasoning, hi.clamp_max(border + 1), hi)))
     words[layout.FROM] = 0
 
 

@@ -81,3 +81,32 @@ def test_a_limit_measures_every_site_and_is_never_lost(groups: Any, limit: float
     used = [at for at in columns(row) if at]
     assert sorted(used) == list(range(edits, row.counters, layout.DOSE_WORDS))
     assert row.words[layout.COUNTERS] == row.counters and not row.words[layout.COUNTERS + 1 : layout.HEAD].any()
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(SITES), st.integers(1, 3)), min_size=1, max_size=8))
+def test_each_site_finds_its_entries_and_a_lone_one_in_its_span(groups: Any) -> None:
+    """Every edit has a counter of its own, so that counters say which entries a site has."""
+    row = make_row(plan(*groups))
+    counts = [0] * len(SITES)
+    for site, count in groups:
+        counts[SITES.index(site)] += count
+    found, taken = [], [False] * len(row.words)
+    for site, count in enumerate(counts):
+        span = row.words[layout.HEAD + layout.SPAN * site :]
+        begin, end = (int(word) for word in span[: layout.END + 1])
+        assert end - begin == layout.ENTRY * count
+        assert count != 1 or begin == layout.one_at(site)
+        while begin < end:
+            stop = int(row.words[begin + layout.GROUP_END])
+            assert begin < stop <= end
+            for at in range(begin, stop, layout.ENTRY):
+                assert not any(taken[at : at + layout.ENTRY])
+                taken[at : at + layout.ENTRY] = [True] * layout.ENTRY
+                found.append(int(row.words[at + layout.FLAGS]) >> layout.COUNTER)
+            begin = stop
+    assert sorted(found) == list(range(sum(counts)))
+    assert row.words[0] == sum(counts)
+    assert len(row.words) == layout.head(len(SITES)) + layout.ENTRY * sum(count for count in counts if count > 1)
+    slots = row.at - layout.SLOT  # where vectors get their slots
+    assert len(slots) == sum(counts) and all(taken[at] for at in slots.tolist())

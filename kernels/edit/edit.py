@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 from saesteer.kernels.edit.captured import copy
 from saesteer.kernels.edit.chunk import add_chunk
 from saesteer.kernels.edit.dense import reconstruct
-from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, word
+from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, unpack, word
 from saesteer.kernels.edit.one import edit_one
 from saesteer.kernels.edit.row import columns, plus, plus_shared, put, share_row, zeros
 from saesteer.kernels.edit.store import dosed, gains, store
@@ -37,11 +37,13 @@ from saesteer.kernels.edit.words import (
     HELD,
     KIND,
     LONE,
+    ONE,
     PARTIALS,
     PARTS,
     READ,
     RECONSTRUCT,
     SHORT,
+    SIZE,
     SPAN,
 )
 
@@ -165,11 +167,15 @@ def edit_kernel(
         if HAS_DENSE:
             dense_base = kept(entries + number + DENSE_BASE)
             dense_size = kept(entries + number + DENSE_SIZE)
+        # Of a lone entry, whether it is one or not: it comes with the span, in one round trip.
+        lone = entries + number + ONE
+        numbers = unpack(lone, True)
+        source = word(lone + SIZE, True)
+        here = tl.load(positions + token, mask=exists, other=0).to(tl.int32)
         place = token - first_token
         mine = (part < parts) & ((kind & wanted) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
-        spot = positions + token
         cell = cells + token
         register = registers + token.to(tl.int64) * stride_registers
         own_kept = kept_rows + at if HAS_KEPT else kept_rows
@@ -181,9 +187,8 @@ def edit_kernel(
         if it + step < total:  # load the next item while this one is worked on
             part, token, row, exists = _item(work, it + step, first_item, units, span)
         if mine:
-            here = tl.load(spot).to(tl.int32)
             if (kind & (LONE | SHORT)) != 0:
-                one_entry = (stream, second, at, entries + begin, here, cols, weights, register, counter, norm)
+                one_entry = (stream, second, at, numbers, source, here, cols, weights, register, counter, norm)
                 edit_one(*one_entry, WIDTH, FORM, HAS_WEIGHT)
             elif groups == 0:  # a row without entries here captures
                 if HAS_CAPTURES:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saesteer.kernels.edit.entries import law, reads, tile, unpack, word
+from saesteer.kernels.edit.entries import law, reads, tile
 from saesteer.kernels.edit.row import plus, times, total
 from saesteer.kernels.edit.store import gains, store
-from saesteer.kernels.edit.words import COUNTER, HELD, MATCH, READ, SIZE
+from saesteer.kernels.edit.words import COUNTER, HELD, MATCH, READ
 
 
 @triton.jit
@@ -23,7 +23,8 @@ def edit_one(
     stream,
     second,
     at,  # of the token
-    entry,
+    numbers,  # of the entry, as `unpack` has them
+    source,  # SIZE of the entry: of HELD, the register of f
     here,  # position of the token
     cols,  # its columns
     weights,  # w_enc and w_dec
@@ -38,8 +39,7 @@ def edit_one(
     w_enc, w_dec = weights
     counts, stride_counters = counter
     x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
-    slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = unpack(entry, True)
-    source = word(entry + SIZE, True)  # of HELD: asked for with the others, so that f comes with the rows
+    slot, lo, hi, flags, gates, mul, add, low, high, bias, threshold, gain = numbers
     start = slot.to(tl.int64) * WIDTH
     asks = (flags & READ) != 0
     held = (flags & HELD) != 0

@@ -11,7 +11,21 @@ import triton.language as tl
 
 from saesteer.kernels.edit.configs import MAP_BLOCK
 from saesteer.kernels.edit.entries import kernel
-from saesteer.kernels.edit.words import ANSWER, CLOSING, ENTRY, FLAGS, FROM, HI, LO, NEVER, REASONING
+from saesteer.kernels.edit.words import (
+    ANSWER,
+    BEGIN,
+    CLOSING,
+    END,
+    ENTRY,
+    FLAGS,
+    FROM,
+    HEAD,
+    HI,
+    LO,
+    NEVER,
+    REASONING,
+    SPAN,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +40,7 @@ def _border_kernel(
     query_start_loc,  # [>= num_reqs + 1]
     tokens,  # [tokens of the step]
     positions,  # the same
-    entries,  # word offset of a row's first entry
+    sites,
     BLOCK: tl.constexpr,
 ):
     """Program p handles request p of the batch; see ops.border_."""
@@ -46,18 +60,20 @@ def _border_kernel(
             ends = inside & ((token == one) | (token == other)) & (position >= since)
             border = tl.minimum(border, tl.min(tl.where(ends, position, NEVER), axis=0))
         if border < NEVER:
-            last = tl.load(row) * ENTRY
-            for start in range(0, last, BLOCK * ENTRY):
-                at = start + lanes * ENTRY
-                inside = at < last
-                entry = row + entries + at
-                flags = tl.load(entry + FLAGS, mask=inside, other=0)
-                answer = inside & ((flags & ANSWER) != 0)
-                reasoning = inside & ((flags & REASONING) != 0)
-                lo = tl.load(entry + LO, mask=answer, other=0)
-                hi = tl.load(entry + HI, mask=answer | reasoning, other=0)
-                tl.store(entry + LO, tl.maximum(lo, border + 1), mask=answer)
-                tl.store(entry + HI, tl.where(answer, ~hi, tl.minimum(hi, border + 1)), mask=answer | reasoning)
+            for site in range(sites):
+                span = row + HEAD + SPAN * site
+                last = tl.load(span + END)
+                for start in range(tl.load(span + BEGIN), last, BLOCK * ENTRY):
+                    at = start + lanes * ENTRY
+                    inside = at < last
+                    entry = row + at
+                    flags = tl.load(entry + FLAGS, mask=inside, other=0)
+                    answer = inside & ((flags & ANSWER) != 0)
+                    reasoning = inside & ((flags & REASONING) != 0)
+                    lo = tl.load(entry + LO, mask=answer, other=0)
+                    hi = tl.load(entry + HI, mask=answer | reasoning, other=0)
+                    tl.store(entry + LO, tl.maximum(lo, border + 1), mask=answer)
+                    tl.store(entry + HI, tl.where(answer, ~hi, tl.minimum(hi, border + 1)), mask=answer | reasoning)
             tl.debug_barrier()  # every thread has seen that the row waits before one of them writes that it does not
             tl.store(row + FROM, 0)
 
@@ -69,7 +85,7 @@ def border_triton(
     query_start_loc: Tensor,
     tokens: Tensor,
     positions: Tensor,
-    entries: int,
+    sites: int,
     num_reqs: int,
 ) -> None:
     """Launch the kernel with a program for each request. Arguments as for ops.border_."""
@@ -81,7 +97,7 @@ def border_triton(
         query_start_loc,
         tokens,
         positions,
-        entries,
+        sites,
         BLOCK=MAP_BLOCK,
         num_warps=4,
     )

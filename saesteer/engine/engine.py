@@ -252,7 +252,7 @@ class Engine:
             self._filled[row] = content
             words[: len(content.words)] = content.words
             if border is not None:
-                border.put(words, layout.head(len(self.places.sites)))
+                border.put(words, len(self.places.sites))
         self._staged |= dict.fromkeys(self.drafts_of(row), words)
 
     def drafts_of(self, row: int) -> range:
@@ -354,8 +354,8 @@ class Engine:
             tokens: int32 [>= tokens of the step], the ids that are inputs, on the device.
         """
         there = self._numbers if isinstance(rows, list) else rows
-        head = layout.head(len(self.places.sites))
-        ops.border_(self.table, there, row_offset, query_start_loc, tokens, self.positions, head, num_requests)
+        sites = len(self.places.sites)
+        ops.border_(self.table, there, row_offset, query_start_loc, tokens, self.positions, sites, num_requests)
 
     def last_published(self) -> tuple[int, Published]:
         """The number of the last step that was counted, and its counters, which are ready once its tokens are."""

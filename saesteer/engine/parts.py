@@ -31,15 +31,15 @@ class Border:
         ends = (at for at in range(self.start, computed) if ids[at] in self.closing)
         return replace(self, found=next(ends, layout.NEVER))
 
-    def put(self, words: NDArray[np.int32], entries: int) -> None:
+    def put(self, words: NDArray[np.int32], sites: int) -> None:
         """Let a row wait for the border, or move its windows there if it is known.
 
         Args:
             words: of the row; changed in place.
-            entries: word offset of the first entry.
+            sites: number of its sites.
         """
         if self.found < layout.NEVER:
-            close_ref_(torch.from_numpy(words), entries, self.found)
+            close_ref_(torch.from_numpy(words), sites, self.found)
             return
         closing = self.closing + self.closing[-1:] * (layout.MOST_CLOSING - len(self.closing))
         words[layout.FROM], words[layout.CLOSING : layout.CLOSING + layout.MOST_CLOSING] = self.start, closing

@@ -121,17 +121,16 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         arrows: the vectors and features of ``wire.digests``.
         limit: the largest dose by which a site may change a token; a limit turns the measurement on. 0: any dose.
     """
-    begin = layout.head(len(places.sites))
-    words = np.zeros(begin + layout.ENTRY * len(wire.lines), dtype=np.int32)
-    table = words[begin:].reshape(-1, layout.ENTRY)
-    table[:] = wire.lines[:, : layout.ENTRY]
-    table[:, layout.GROUP_END] = wire.lines[:, GROUP] + begin
+    table = wire.lines[:, : layout.ENTRY].copy()
     _link(table, wire, places, arrows)
 
     targets, flags, gates = (
         column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
     )
+    begin = layout.head(len(places.sites))
+    words = np.zeros(begin + layout.ENTRY * sum(count for _, count, *_ in wire.sites if count > 1), dtype=np.int32)
     spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
+    offsets: list[int] = []  # of each entry in the words
     uses: dict[tuple[str, Arrow], int] = {}
     at, which = [], []
     first, doses, most, whole = 0, 0, 1, False
@@ -146,16 +145,24 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
                 which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
             elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
                 dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
+        number = places.sites[site]
+        here = layout.one_at(number) if count == 1 else begin
         span = layout.span_words(
             flags[first:end],
             gated=any(gates[first:end]),
             groups=groups,
-            begin=begin + layout.ENTRY * first,
+            begin=here,
             dense=dense,
             doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
             captures=captures,
         )
-        spans[places.sites[site]], most, first, doses = span, max(most, span[layout.PARTS]), end, doses + measured
+        offsets += range(here, here + layout.ENTRY * count, layout.ENTRY)
+        begin += layout.ENTRY * count * (count > 1)
+        spans[number, : layout.ONE] = span
+        most, first, doses = max(most, span[layout.PARTS]), end, doses + measured
+    to = np.array(offsets, np.intp)
+    table[:, layout.GROUP_END] = to[wire.lines[:, GROUP] // layout.ENTRY - 1] + layout.ENTRY
+    words[to[:, None] + np.arange(layout.ENTRY)] = table
     # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
     words[0], words[1] = max(first, 1) if wire.sites else 0, most
     if limit > 0:
@@ -163,7 +170,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
     slots, used = _NOWHERE, _NOWHERE
     if at:
-        slots, used = begin + layout.ENTRY * np.array(at, np.intp) + layout.SLOT, np.array(which, np.intp)
+        slots, used = to[at] + layout.SLOT, np.array(which, np.intp)
     row = Row(words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, used)
     row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters

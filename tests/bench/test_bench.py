@@ -17,7 +17,7 @@ from bench.layers import CASES as LAYER_CASES
 from bench.probe import Probe
 from bench.sweep import SWEEPS, combinations, parse, tuned
 from bench.timing import Ceilings, Timing, spread
-from saesteer.kernels import ops
+from saesteer.kernels import layout, ops
 
 CEILING = Ceilings(copy_gb_s=4300, matmul_tflop_s=790, launch_us=0.5)
 BY_NAME = {case.name: case for case in CASES}
@@ -129,7 +129,7 @@ def test_what_is_timed_edits_in_full_and_leaves_the_stream(kind: str) -> None:
 def test_cold_launches_go_through_the_dictionary(batches: Batches) -> None:
     case = Case("some", (1, 1), edits=8)
     tables = {call[4].table.data_ptr(): call[4].table for call in batches.calls(case, "bare", "cold")}
-    words = [table[1:, 16::16] for table in tables.values()]  # SLOT of every entry
+    words = [table[1:, layout.head(1) :: layout.ENTRY] for table in tables.values()]  # SLOT of every entry
     assert torch.cat(words).flatten().sort().values.tolist() == list(range(256))
     assert len({call[4].table.data_ptr() for call in batches.calls(case, "bare", "warm")}) == 1
 

@@ -79,27 +79,34 @@ def write_row(
     """
     at = layout.head(len(sites))
     words = [0] * at
+    total = 0
     for site, groups in enumerate(sites):
         here = layout.HEAD + layout.SPAN * site
         entries = [entry for group in groups for entry in group]
         # Those that rank or reconstruct are all of the one dictionary.
         whole = [entry.flags for entry in entries if entry.flags & (layout.RANKED | layout.RECONSTRUCT)]
-        words[here : here + layout.SPAN] = layout.span_words(
+        alone = len(entries) == 1
+        words[here : here + layout.ONE] = layout.span_words(
             [entry.flags for entry in entries],
             gated=any(entry.gates for entry in entries),
             groups=len(groups),
-            begin=at,
+            begin=layout.one_at(site) if alone else at,
             dense=(*dense, whole[0] & (layout.LAYER_NORM | layout.L2_NORM)) if whole else (0, 0, 0),
             doses=doses[site] if doses else 0,
             captures=captures,
         )
         words[1] = max(words[1], words[here + layout.PARTS])
         words[layout.NEEDS] |= layout.WHOLE * int(words[here + layout.DENSE_SIZE] > 0)
+        total += len(entries)
+        if alone:
+            one = layout.one_at(site)
+            words[one : one + layout.ENTRY] = entries[0].words(one + layout.ENTRY)
+            continue
         for group in groups:
             at += layout.ENTRY * len(group)
             for entry in group:
                 words += entry.words(at)
-    words[0] = max((at - layout.head(len(sites))) // layout.ENTRY, int(captures > 0))
+    words[0] = max(total, int(captures > 0))
     words[layout.LIMIT : layout.LIMIT + 1] = struct.unpack("<i", struct.pack("<f", limit))
     if at > table.shape[1]:
         raise ValueError(f"a row of {at} words, the table has {table.shape[1]}")

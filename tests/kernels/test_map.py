@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.kernels.layout import BEGIN, COUNTED, HEAD, KIND, MOST_PARTS, SITE_STRIDE, SPAN, TILE, WHOLE
+from saesteer.kernels.layout import BEGIN, COUNTED, HEAD, KIND, MOST_PARTS, SITE_STRIDE, SPAN, TILE, WHOLE, head
 from saesteer.kernels.reference import map_ref_
 from saesteer.kernels.step.map import map_triton
 from saesteer.kernels.step.updates import News, pack
@@ -42,14 +42,14 @@ def check(
     slots = torch.randperm(n + 3, generator=torch.Generator().manual_seed(n))[:n].tolist()
     starts = [sum(length for length, _, _ in requests[:b]) for b in range(n + 1)]
     # Parts of rows that are not steered, or of nobody, are what an earlier request left.
-    table = torch.full((n + 4, 48), MOST_PARTS, dtype=torch.int32)
+    table = torch.full((n + 4, head(SITES)), MOST_PARTS, dtype=torch.int32)
     table[:, 0] = 0
     for slot, (_, parts, first) in zip(slots, requests, strict=True):
         for site in range(SITES):  # as an earlier request left them, too
             table[slot + 1, HEAD + SPAN * site + KIND] = first >> site & 1
         if parts:
             table[slot + 1, :3] = torch.tensor([3, parts, first >> 8 & (WHOLE | COUNTED)])
-    assert table.shape[1] >= SPAN * SITES + HEAD and (table[:, HEAD + BEGIN] == MOST_PARTS).all()
+    assert (table[:, HEAD + BEGIN] == MOST_PARTS).all()
     edited = [any(parts and first >> site & 1 for _, parts, first in requests) for site in range(SITES)]
     want = [
         [starts[b] + i, slots[b] + 1, min(span, length - i), 0]

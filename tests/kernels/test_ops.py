@@ -229,7 +229,7 @@ def test_the_module_may_be_imported_twice() -> None:
     code = (
         "import importlib, sys, torch; from saesteer.kernels import ops; importlib.reload(ops);"
         "assert 'triton' not in sys.modules;"  # a CPU without Triton runs the reference
-        "w, i, t, c = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 4), (1,), (2, 16), (2, 1)));"
+        "w, i, t, c = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3, 4), (1,), (2, 32), (2, 1)));"
         "ops.map_(w, i, 1, i, t, c, w[:1], ops.News(i, torch.float32), 0, 0, 1)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
