@@ -42,6 +42,8 @@ class Weights:
         self.w_dec = self.w_enc.flip(0).contiguous()
         self.norm_weight = torch.rand(width, device=DEVICE).to(DTYPE)
         self.list = torch.arange(features, dtype=torch.int32, device=DEVICE)
+        # In any order, so that each load finds a line of its own: what lies behind the last one is in the L1.
+        self.chain = torch.randperm(features).int().to(DEVICE)
 
     def streams(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Stream and its norm."""
@@ -80,14 +82,17 @@ def ones(own: Weights) -> Iterator[Limit]:
 
     def launch(first: int, gain: float, stream: Tensor, out: Tensor, at: int = warps, **kind: Any) -> object:
         return one_kernel[(16,)](
-            *(stream, out, own.norm_weight, own.list, own.w_enc, own.w_dec, first, gain, EPS),
+            *(stream, out, own.norm_weight, own.chain, own.w_enc, own.w_dec, first, gain, EPS),
             **{"WIDTH": own.width, "BLOCK": block(at), "num_warps": at, "ABSENT": False, **kind, **EARLY},
         )
 
     def check(**kind: Any) -> str | None:
         stream, out = x.clone(), torch.empty_like(x)
         launch(32, 1.0, stream, out, **kind)
-        return own.wrong(x, torch.arange(32, 48, device=DEVICE)[:, None], (stream, out), kind["ENCODES"])
+        rows = torch.arange(32, 48, device=DEVICE)
+        for _ in range(kind["HOPS"]):
+            rows = own.chain[rows].long()
+        return own.wrong(x, rows[:, None], (stream, out), kind["ENCODES"])
 
     def all_of(**kind: Any) -> list[Launch]:
         return [partial(launch, 16 * at, TINY, x, second, **kind) for at in range(own.features // 16)]

@@ -29,6 +29,7 @@ from saesteer.kernels.edit.configs import block
 
 LAYERS = (2560, 5376)  # widths of the models whose layers are imitated: 4B, 27B
 DEEP = 12  # layers of each
+CHAIN = 4096  # rows of their weights, of which each launch takes others
 
 
 def all_limits(width: int, only: str = "") -> Iterator[Limit]:
@@ -44,12 +45,12 @@ def layers_limits(width: int) -> dict[str, Launch]:
     from bench.least import one_kernel
 
     model = Layers(width, DEEP)
-    own = Weights(width, DEEP * TOKENS)
+    own = Weights(width, CHAIN)
     warps = 4 if width <= 3072 else 8
 
     def kernel(layer: int, at: int = warps, **kind: Any) -> object:
         return one_kernel[(TOKENS,)](
-            *(model.stream, model.second, own.norm_weight, own.list, own.w_enc, own.w_dec, layer * TOKENS, TINY, EPS),
+            *(model.stream, model.second, own.norm_weight, own.chain, own.w_enc, own.w_dec, layer * TOKENS, TINY, EPS),
             **{"WIDTH": width, "BLOCK": block(at), "num_warps": at, "ABSENT": False, **kind, **EARLY},
         )
 
