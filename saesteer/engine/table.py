@@ -127,10 +127,12 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     targets, flags, gates = (
         column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
     )
-    begin = layout.head(len(places.sites))
-    words = np.zeros(begin + layout.ENTRY * sum(count for _, count, *_ in wire.sites if count > 1), dtype=np.int32)
+    head = begin = layout.head(len(places.sites))
+    words = np.zeros(head + layout.ENTRY * sum(count for _, count, *_ in wire.sites if count > 1), dtype=np.int32)
     spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
-    offsets: list[int] = []  # of each entry in the words
+    needs = spans[:, : layout.ONE]
+    alone: dict[int, int] = {}  # entries that are the only ones of their sites, by the site's number
+    moved: list[int] = []  # how much further each entry is in the words than in the table
     uses: dict[tuple[str, Arrow], int] = {}
     at, which = [], []
     first, doses, most, whole = 0, 0, 1, False
@@ -146,7 +148,10 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
                 dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
         number = places.sites[site]
-        here = layout.one_at(number) if count == 1 else begin
+        here = begin
+        if count == 1:
+            here = layout.one_at(number)
+            alone[number] = first
         span = layout.span_words(
             flags[first:end],
             gated=any(gates[first:end]),
@@ -156,13 +161,16 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
             doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
             captures=captures,
         )
-        offsets += range(here, here + layout.ENTRY * count, layout.ENTRY)
+        moved += [here - layout.ENTRY * first] * count
         begin += layout.ENTRY * count * (count > 1)
-        spans[number, : layout.ONE] = span
+        needs[number] = span
         most, first, doses = max(most, span[layout.PARTS]), end, doses + measured
-    to = np.array(offsets, np.intp)
-    table[:, layout.GROUP_END] = to[wire.lines[:, GROUP] // layout.ENTRY - 1] + layout.ENTRY
-    words[to[:, None] + np.arange(layout.ENTRY)] = table
+    table[:, layout.GROUP_END] = wire.lines[:, GROUP] + np.array(moved, np.int32)
+    if alone:
+        lines = [*alone.values()]
+        spans[[*alone], layout.ONE :] = table[lines]
+        table = np.delete(table, lines, axis=0) if len(lines) < first else table[:0]
+    words[head:].reshape(table.shape)[:] = table
     # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
     words[0], words[1] = max(first, 1) if wire.sites else 0, most
     if limit > 0:
@@ -170,7 +178,8 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
     slots, used = _NOWHERE, _NOWHERE
     if at:
-        slots, used = to[at] + layout.SLOT, np.array(which, np.intp)
+        slots = np.array([moved[line] + layout.ENTRY * line + layout.SLOT for line in at], np.intp)
+        used = np.array(which, np.intp)
     row = Row(words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, used)
     row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters
