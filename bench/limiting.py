@@ -42,7 +42,7 @@ class Weights:
         self.w_dec = self.w_enc.flip(0).contiguous()
         self.norm_weight = torch.rand(width, device=DEVICE).to(DTYPE)
         self.list = torch.arange(features, dtype=torch.int32, device=DEVICE)
-        # In any order, so that each load finds a line of its own: what lies behind the last one is in the L1.
+        # In random order: the line of a neighbour would be in the L1 already.
         self.chain = torch.randperm(features).int().to(DEVICE)
 
     def streams(self, tokens: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ Found = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # The newest release of each version when `make contract` was last run on it, and which tests have run with it.
 _IN_PART = "isolation, refusals and rules, on a CPU"  # make test-vllm
 RELEASES = {
-    "0.26.0": "those marked `gpu`, and the benchmarks, on an H200",
+    "0.26.0": "those marked `gpu`, and the benchmarks, on an H100 or H200",
     "0.27.1": _IN_PART,
     "0.28.0": _IN_PART,
     "0.29.0": _IN_PART,

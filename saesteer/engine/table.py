@@ -130,7 +130,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     head = begin = layout.head(len(places.sites))
     words = np.zeros(head + layout.ENTRY * sum(count for _, count, *_ in wire.sites if count > 1), dtype=np.int32)
     spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
-    needs = spans[:, : layout.ONE]
+    fronts = spans[:, : layout.ONE]
     alone: dict[int, int] = {}  # entries that are the only ones of their sites, by the site's number
     moved: list[int] = []  # how much further each entry is in the words than in the table
     uses: dict[tuple[str, Arrow], int] = {}
@@ -163,7 +163,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         )
         moved += [here - layout.ENTRY * first] * count
         begin += layout.ENTRY * count * (count > 1)
-        needs[number] = span
+        fronts[number] = span
         most, first, doses = max(most, span[layout.PARTS]), end, doses + measured
     table[:, layout.GROUP_END] = wire.lines[:, GROUP] + np.array(moved, np.int32)
     if alone:
