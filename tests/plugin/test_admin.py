@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 _DRAW = np.random.default_rng(11)
 ROWS = [(3 * _DRAW.normal(size=WIDTH)).astype(np.float32) for _ in range(6)]
-# Long enough for blocks of the prefix cache, so that a version could find what another one has left.
-LONG = "The old town lies between the hills and the sea, and every road in it leads down to the harbour. " * 4
+# Longer than a block of the prefix cache (128 on a CPU), so that a version could find what another one has left.
+LONG = "The old town lies between the hills and the sea, and every road in it leads down to the harbour. " * 16
 
 
 def inline(rows: Any, layers: list[int] | None = None) -> dict[str, Any]:
@@ -302,6 +302,21 @@ def test_each_engine_counts_reads_and_stops(server: httpx.Client) -> None:
         del found["dose"], found["hidden"]  # their last digits depend on what is in the batch and in the cache
         said.append((text(response), found["applied"], found["flags"], len(found["features"])))
     assert said == [said[0]] * len(engines)
+
+
+def test_each_engine_keeps_blocks_of_other_edits_apart(server: httpx.Client) -> None:
+    """One prompt, plain and with two edits in turn: answers stay as they were, edits find their own blocks alone."""
+    specs = {"plain": [], "clamp": [BRIDGE], "vector": [add(inline(ROWS[0]))]}
+    for engine in sorted(set(re.findall(r'engine="(\d)"', server.get("/metrics").text))):
+        body = {"model": "demo", "prompt": f"{engine}. {LONG}", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        first: dict[str, str] = {}
+        for turn, (name, edits) in ((turn, one) for turn in range(3) for one in specs.items()):
+            headers = {"X-data-parallel-rank": engine}
+            response = server.post("/v1/completions", headers=headers, json={**body, "saesteer": {"edits": edits}})
+            assert text(response) == first.setdefault(name, text(response))
+            cached = [one["tokens_cached"] > 0 for one in response.json().get("saesteer", {}).get("applied", [])]
+            assert cached == [turn > 0] * len(edits)
+        assert len({*first.values()}) == len(specs)
 
 
 def test_no_request_sees_a_mixture(server: httpx.Client) -> None:
