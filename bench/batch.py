@@ -23,7 +23,7 @@ EPS = 1e-6
 # Timed edits are applied in full, and so small that the stream keeps its bits from launch to launch.
 TINY = 2.0**-40
 _MOST_LAUNCHES = 8192  # of a graph
-_DENSE_TOKENS = 512  # encoded whole at once, as the engine has it
+_DENSE_TOKENS = 2048  # encoded whole at once, as the engine has it
 _COUNTERS = 256
 
 

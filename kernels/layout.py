@@ -255,6 +255,11 @@ def dense_words(width: int) -> int:
     return PARTIALS * (1 + max(width, LEAST_ROW))
 
 
+def dense_room(dense_size: int) -> int:
+    """Words of a token's dense activations and a bit for each; as many again are for the list of those decoded."""
+    return even(dense_size) + -(-dense_size // 32)
+
+
 def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
     """Words of the kernels' scratch memory.
 
@@ -263,4 +268,4 @@ def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
         dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
         dense_tokens: tokens that are encoded at once, a multiple of TILE; more tokens take several rounds.
     """
-    return dense_words(width) + 2 * dense_size * dense_tokens
+    return dense_words(width) + 2 * dense_room(dense_size) * dense_tokens

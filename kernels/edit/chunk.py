@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.dense import norms, rank, statistics
 from saesteer.kernels.edit.entries import law, reads, real, rows, unpack, word
@@ -50,6 +51,7 @@ def add_chunk(
     HAS_DENSE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_KEPT: tl.constexpr,
+    PDL: tl.constexpr,  # whether the encoder may still be at work
 ):
     """sum of delta * w_dec[slot] over up to CHUNK entries of a group, number of deltas not 0, cells."""
     w_enc, w_dec = weights
@@ -90,6 +92,8 @@ def add_chunk(
     active = pre > threshold
     if HAS_DENSE:  # noqa: SIM102 (the compiler knows this one, not the next)
         if fresh & (dense_size > 0):
+            if PDL:
+                gdc_wait()
             # The dense pass decides for all its features, so that a threshold never sees two roundings of one product.
             own = slot - dense_base
             known = read & (own >= 0) & (own < dense_size)

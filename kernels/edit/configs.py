@@ -18,7 +18,7 @@ class EditConfig:
     chunk: int  # entries in flight at once; a power of two
     programs: int  # most programs per multiprocessor
     gather: int = 1  # chunks of partial sums in flight at once
-    listed: int = 1024  # activations that a reconstruction searches at once; a power of two
+    listed: int = 1024  # features that a reconstruction searches at once; a power of two from 32
     decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
     parts: int = layout.MOST_PARTS  # programs that may share one token
 
@@ -66,7 +66,7 @@ _RUNS = ManyConfig(
     num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=4, programs=1, block_z=1024, slices=3
 )
 _ENCODE = (
-    (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=4, programs=2)),
+    (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=3, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
     (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
 )
@@ -104,8 +104,8 @@ CONFIGS: dict[int, Configs] = {
     3072: Configs(
         edit=(
             (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2, decoded=8)),
-            (512, EditConfig(num_warps=4, chunk=4, programs=2)),
-            (_ANY, EditConfig(num_warps=2, chunk=4, programs=4, decoded=8)),
+            (512, EditConfig(num_warps=4, chunk=4, programs=2, listed=4096)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, decoded=8)),
         ),
         lone=LoneConfig(num_warps=4, at_once=2, stages=3, programs=2),
     ),
@@ -113,8 +113,8 @@ CONFIGS: dict[int, Configs] = {
         edit=(
             # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
             (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=2, parts=8)),
-            (512, EditConfig(num_warps=4, chunk=2, programs=2)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, decoded=8)),
+            (512, EditConfig(num_warps=4, chunk=2, programs=2, listed=4096)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, decoded=8)),
         ),
         lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
     ),
@@ -150,7 +150,13 @@ def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
 def launch_sizes(width: int, max_tokens: int) -> list[int]:
     """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch."""
     tuned = configs(width)
-    borders = {1, TILED_ABOVE, max_tokens, *(most for table in (tuned.edit, tuned.encode) for most, _ in table)}
+    borders = {
+        1,
+        RUNS_ABOVE,
+        TILED_ABOVE,
+        max_tokens,
+        *(most for table in (tuned.edit, tuned.encode) for most, _ in table),
+    }
     return sorted(size for size in borders if size <= max_tokens)
 
 

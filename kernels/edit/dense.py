@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import real, rows, word
 from saesteer.kernels.edit.row import minus, plus, times, total, zeros
@@ -33,6 +34,7 @@ from saesteer.kernels.edit.words import (
 )
 
 BLOCK = tl.constexpr(1024)  # activations compared at once
+WORD = tl.constexpr(32)  # activations of a word of bits
 SCAN = tl.constexpr(16)  # entries searched at once
 
 
@@ -77,6 +79,21 @@ def rank(dense, mine, own, base, size, magnitude, CHUNK: tl.constexpr):
         beats = (theirs > ours) | ((theirs == ours) & (other[None, :] < own[:, None]))
         before += tl.sum((beats & inside & (other[None, :] != own[:, None])).to(tl.int32), axis=1)
     return before
+
+
+@triton.jit
+def room(stride_dense):
+    """What `layout.dense_room` is, of an even number of features."""
+    return stride_dense + (stride_dense + WORD - 1) // WORD
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of each word are set: sums of neighbours, in ever larger fields (Warren, Hacker's Delight, 5-1)."""
+    some = word - ((word >> 1) & 0x55555555)
+    some = (some & 0x33333333) + ((some >> 2) & 0x33333333)
+    some = (some + (some >> 4)) & 0x0F0F0F0F
+    return (some * 0x01010101) >> 24
 
 
 @triton.jit
@@ -175,7 +192,7 @@ def reconstruct(
     dense,  # activations of this token before the activation function, from feature dense_base on
     dense_base,
     dense_size,
-    stride_dense,  # room for this number of features, and behind it for a list of as many
+    stride_dense,  # features of the site's largest dictionary, and one more if they are odd
     counter,  # counts of this row, and their stride
     share,  # number of this part of the token
     parts,  # of the token
@@ -183,10 +200,13 @@ def reconstruct(
     LISTED: tl.constexpr,  # activations searched at once
     DECODED: tl.constexpr,  # decoder rows in flight
     HAS_NORMS: tl.constexpr,
+    PDL: tl.constexpr,  # whether the encoder may still be at work
 ):
     """This part of decode(f) - x, 1 if there is a reconstruction, and its flags. Adds the features in order."""
     change = zeros(x)
     found, slot, flags, size, k, gain = _whole(entries, begin, end, here, bits, register)
+    if PDL:
+        gdc_wait()
     if found > 0:
         magnitude = (flags & MAGNITUDE) != 0
         key = _least()
@@ -201,26 +221,41 @@ def reconstruct(
         biased = tl.where(last, WIDTH, 0)
         change = [tl.load(bias + col, mask=col < biased, other=0.0) for col in cols]
         # First list the active features, then add their rows, both in order.
-        listed = (dense + stride_dense).to(tl.pointer_type(tl.int32)) + share * each
+        listed = (dense + room(stride_dense)).to(tl.pointer_type(tl.int32)) + share * each
+        until = tl.minimum(share * each + each, dense_size)
         many = 0
-        for start in range(share * each, tl.minimum(share * each + each, dense_size), LISTED):
-            at = start + tl.arange(0, LISTED)
-            inside = at < dense_size
-            pre = tl.load(dense + at, mask=inside, other=0.0)
-            active = inside & (pre > tl.load(threshold + dense_base + at, mask=inside, other=0.0))
-            if (flags & RANKED) != 0:
+        if (flags & RANKED) != 0:
+            for start in range(share * each, until, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                inside = at < until
+                pre = tl.load(dense + at, mask=inside, other=0.0)
+                active = inside & (pre > tl.load(threshold + dense_base + at, mask=inside, other=0.0))
                 keys = _key(pre, magnitude)
                 active = active & ((keys > key) | ((keys == key) & (at < below)) | (at >= size))
-            order = tl.cumsum(active.to(tl.int32), axis=0) - 1
-            tl.store(listed + many + order, at, mask=active)
-            many += tl.sum(active.to(tl.int32), axis=0)
+                order = tl.cumsum(active.to(tl.int32), axis=0) - 1
+                tl.store(listed + many + order, at, mask=active)
+                many += tl.sum(active.to(tl.int32), axis=0)
+        else:  # the encoder has compared them with their thresholds
+            words = (dense + stride_dense).to(tl.pointer_type(tl.int32))
+            for start in range(share * each, until, LISTED):
+                at = start + tl.arange(0, LISTED // WORD) * WORD
+                word = tl.load(words + at // WORD, mask=at < until, other=0)
+                ones = _ones(word)
+                order = many + tl.cumsum(ones, axis=0) - ones
+                for bit in range(WORD):
+                    active = (word >> bit) & 1
+                    tl.store(listed + order, at + bit, mask=active != 0)
+                    order += active
+                many += tl.sum(ones, axis=0)
         tl.debug_barrier()
+        lanes = tl.arange(0, DECODED)
+        feature = tl.load(listed + lanes, mask=lanes < many, other=0)
         for one in range(0, many, DECODED):
-            lanes = one + tl.arange(0, DECODED)
-            feature = tl.load(listed + lanes, mask=lanes < many, other=0)
-            f = tl.load(dense + feature, mask=lanes < many, other=0.0)
+            inside = one + lanes < many
+            f = tl.load(dense + feature, mask=inside, other=0.0)
             starts = (dense_base + feature).to(tl.int64) * WIDTH
-            decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
+            decoders = [rows(w_dec, starts, inside, col, WIDTH).to(tl.float32) for col in cols]
+            feature = tl.load(listed + one + DECODED + lanes, mask=one + DECODED + lanes < many, other=0)
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
         image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
         shift = 0.0

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.captured import copy
 from saesteer.kernels.edit.chunk import add_chunk
-from saesteer.kernels.edit.dense import reconstruct
+from saesteer.kernels.edit.dense import reconstruct, room
 from saesteer.kernels.edit.entries import items_of, kept, kernel, tile, unpack, word
 from saesteer.kernels.edit.one import edit_one
 from saesteer.kernels.edit.row import columns, plus, plus_shared, put, share_row, zeros
@@ -84,7 +84,7 @@ def edit_kernel(
     after,  # [tokens, WIDTH], or None
     counts,  # [rows, counters] int32
     scratch,  # fp32: arrivals [PARTIALS] int32, then partials [PARTIALS, WIDTH]
-    activations,  # [most_tokens, 2, stride_dense] fp32, from first_token on
+    activations,  # [most_tokens, 2, room(stride_dense)] fp32, from first_token on
     eps,
     weight_offset,
     stride_table,
@@ -117,7 +117,8 @@ def edit_kernel(
     A program takes every num_programs-th unit: a token, or one part of a token's only group. Parts leave their sums in
     `scratch`; the part that arrives last adds them up and stores the token.
     """
-    if PDL:
+    # The encoder has waited for all others. Until something is read that it makes, nobody waits for it.
+    if PDL and not HAS_DENSE:
         gdc_wait()
     wide = tl.num_programs(0)  # as many as tokens, if there are programs for all parts of each
     place = tl.program_id(0)
@@ -180,7 +181,7 @@ def edit_kernel(
         register = registers + token.to(tl.int64) * stride_registers
         own_kept = kept_rows + at if HAS_KEPT else kept_rows
         counter = (counts + row * stride_counts, stride_counters)
-        dense = activations + place.to(tl.int64) * (2 * stride_dense)
+        dense = activations + place.to(tl.int64) * (2 * room(stride_dense))
         arrival = arrivals + place
         first_part = place * most_parts
         share = part
@@ -246,6 +247,7 @@ def edit_kernel(
                             False,
                             HAS_NORMS,
                             HAS_KEPT,
+                            PDL,
                         )
                     elif alone:
                         one = zeros(x)
@@ -268,6 +270,7 @@ def edit_kernel(
                             HAS_DENSE,
                             HAS_NORMS,
                             HAS_KEPT,
+                            PDL,
                         )
                     change = plus(change, one)
                     changes += changed
@@ -301,6 +304,7 @@ def edit_kernel(
                                     LISTED,
                                     DECODED,
                                     HAS_NORMS,
+                                    PDL,
                                 )
                                 if HAS_KEPT:
                                     if ((its_flags & READ) != 0) & (parts == 1):
@@ -347,3 +351,5 @@ def edit_kernel(
                         tl.debug_barrier()  # a thread may read what another one has stored
                         x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                         put(after + at, cols, x, [col < WIDTH for col in cols])
+    if PDL and HAS_DENSE:
+        gdc_wait()  # the kernel behind this one relies on both

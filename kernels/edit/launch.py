@@ -91,7 +91,7 @@ def edit_triton(
     read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
     common: Any = (*read, bound.w_enc, bound.w_dec)
     rest: Any = (eps, weight_offset, bound.table.stride(0), *counts.stride())
-    scratch, dense_size = bound.scratch, bound.dense_size
+    scratch, dense_size = bound.scratch, layout.even(bound.dense_size)
     cores = _multiprocessors(stream.device.index)
     waits = early(stream.device.index)
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
@@ -134,7 +134,9 @@ def edit_triton(
         return
     edit = for_tokens(tuned.edit, tokens)
     dense = scratch[layout.dense_words(width) :]
-    at_once = min(places, dense.numel() // (2 * dense_size) // layout.TILE * layout.TILE) if dense_size else places
+    at_once = places
+    if dense_size:
+        at_once = min(places, dense.numel() // (2 * layout.dense_room(dense_size)) // layout.TILE * layout.TILE)
     share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
     for first in range(0, places, at_once):
         if dense_size:
@@ -148,6 +150,7 @@ def edit_triton(
                 bound.work,
                 bound.w_enc,
                 bound.b_enc,
+                bound.threshold,
                 dense,
                 bound.table.stride(0),
                 dense_size,

@@ -17,8 +17,8 @@ from saesteer.language.sites import canonical, parse
 from saesteer.loaders import load
 
 _ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time
-_DENSE_TOKENS = 512  # tokens that are encoded whole at once
-_DENSE_BYTES = 256 << 20  # bytes that their features may take
+_DENSE_TOKENS = 2048  # tokens that are encoded whole at once
+_DENSE_BYTES = 512 << 20  # bytes that their features may take
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -205,7 +205,8 @@ def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) ->
     if device.type == "cpu":
         return torch.zeros(0, dtype=torch.float32)
     dense = max(map(dense_size, infos), default=0)
-    fitting = _DENSE_BYTES // (4 * max(1, dense)) // layout.TILE * layout.TILE
+    of_token = 4 * 2 * layout.dense_room(max(1, dense))
+    fitting = _DENSE_BYTES // of_token // layout.TILE * layout.TILE
     tokens = max(layout.TILE, min(_DENSE_TOKENS, fitting))
     return torch.zeros(layout.scratch_words(width, dense, tokens), dtype=torch.float32, device=device)
 

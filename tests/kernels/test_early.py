@@ -1,6 +1,7 @@
-"""A kernel in front that lets the next one begin early, and stores its part late: the edit kernel waits for that part.
+"""Kernels that let the next one begin early, and store late: the edit kernel waits for what it needs of them.
 
-On a GPU from Hopper on, as torch.compile's kernels do with TORCHINDUCTOR_ENABLE_PDL=1.
+On a GPU from Hopper on. The kernel in front does what torch.compile's do with TORCHINDUCTOR_ENABLE_PDL=1; ours is the
+encoder.
 """
 
 from dataclasses import replace
@@ -16,9 +17,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from saesteer.kernels import layout
-from saesteer.kernels.bound import bind
-from saesteer.kernels.layout import NORMED
-from tests.kernels.calls import COUNTS, EDIT, MUTATED, SLOTS, STREAM, clone, edit_args
+from saesteer.kernels.bound import Bound, bind
+from saesteer.kernels.layout import BARE, NORMED
+from tests.kernels.calls import COUNTS, EDIT, MUTATED, SLOTS, STREAM, TOKENS, clone, edit_args
 from tests.kernels.tables import Entry, make_table
 
 NANOSECONDS = 50_000  # far longer than a launch takes
@@ -27,6 +28,7 @@ GROUPS = {
     "one that is read": [[Entry(3, scale=0.5, shift=2.0, gates=1, flags=layout.READ)]],
     "one by what was read": [[Entry(3, scale=0.5, shift=2.0, flags=layout.HELD, size=1)]],
     "several": [[Entry(at % SLOTS, shift=0.01 * at) for at in range(9)]],
+    "whole": [[Entry(0, flags=layout.RECONSTRUCT, size=SLOTS, gain=0.5)]],
 }
 
 
@@ -43,15 +45,25 @@ def late_kernel(stream, came, registers, read, elements, numbers, LATE: tl.const
     tl.store(registers + at, tl.load(read + at, mask=at < numbers), mask=at < numbers)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_stream_may_come_late(name: str) -> None:
     device = torch.device("cuda")
     args, bound = edit_args(device, NORMED)
-    bound = replace(bound, table=make_table([[GROUPS[name]]], 1, device), dense_size=0)
+    dense = (0, SLOTS) if name == "whole" else (0, 0)
+    table = make_table([[GROUPS[name]]], 1, device, dense=dense)
+    late(args, replace(bound, table=table, dense_size=dense[1]))
+
+
+def late(args: list[Any], bound: Bound) -> None:
+    """The edits are those of the stream that comes late, not of the one that was there."""
     bind(bound)
     came, read = args[STREAM].clone(), torch.rand_like(bound.registers)
     start = clone(args)
@@ -60,10 +72,11 @@ def test_the_stream_may_come_late(name: str) -> None:
     EDIT(*want)
     wanted = bound.registers.clone()
     assert want[COUNTS].any() or not torch.equal(wanted, read), "it does something"
+    block = triton.next_power_of_2(max(came.numel(), read.numel()))
 
     def step() -> Any:
         sizes = came.numel(), read.numel()
-        late_kernel[(1,)](args[STREAM], came, bound.registers, read, *sizes, NANOSECONDS, 1024, launch_pdl=True)
+        late_kernel[(1,)](args[STREAM], came, bound.registers, read, *sizes, NANOSECONDS, block, launch_pdl=True)
         EDIT(*args)
 
     step()  # compile
@@ -80,3 +93,37 @@ def test_the_stream_may_come_late(name: str) -> None:
         for at in MUTATED:
             assert torch.equal(args[at], want[at])
         assert torch.equal(bound.registers, wanted)
+
+
+def test_a_large_dictionary_is_encoded_first() -> None:
+    """A reconstruction, and a clamp of what the encoder decides, of 8,192 features: it takes longer than a launch."""
+    device, width, features = torch.device("cuda"), 2304, 8192
+    args, bound = edit_args(device, BARE)
+    rows = torch.randn(features, width, device=device, dtype=torch.bfloat16) / width**0.5
+    weights: dict[str, Any] = {"w_enc": rows, "w_dec": rows, "b_dec": torch.zeros(2, width, device=device)}
+    weights |= {name: torch.zeros(features, device=device) for name in ("b_enc", "threshold")}
+    scratch = torch.zeros(layout.scratch_words(width, features, layout.TILE), device=device)
+    whole = Entry(0, flags=layout.RECONSTRUCT, size=features)
+    args[STREAM] = torch.randn(TOKENS, width, device=device).to(torch.bfloat16)
+    start = args[STREAM].clone()
+    f = torch.relu(start[[1, 3]].float() @ rows.float().T)
+    strongest = int(f[0].argmax())
+    for group in ([whole], [Entry(strongest, scale=0.0, shift=50.0, counter=1), whole]):
+        table = make_table([[[group]]], 1, device, dense=(0, features))
+        other = replace(bound, **weights, scratch=scratch, table=table, dense_size=features)
+        bind(other)
+        truth = start.float()
+        if len(group) > 1:
+            f[:, strongest] = 50.0
+        truth[[1, 3]] = f @ rows.float()
+        EDIT(*args)  # compile
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            EDIT(*args)
+        for _ in range(3):
+            args[STREAM].copy_(start)
+            scratch.zero_()
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.testing.assert_close(args[STREAM].float(), truth, rtol=2**-7, atol=0.05)
