@@ -77,9 +77,11 @@ PARTS = 2  # most programs that may share one token; above 1 only for a single g
 KIND = 3  # bits, below
 DENSE_BASE = 4  # first slot of the dictionary that must be encoded whole
 DENSE_SIZE = 5  # number of its features, and of a skip connection's inputs behind them; 0: no entry needs it
-DENSE_NORM = 6  # its input norm, as a bit of FLAGS
+DENSE_NORM = 6  # its input norm, as a bit of FLAGS, and DENSE_ALL
 GROUPS = 7  # number of its groups, gates included
 ONE = 8  # here stands the only entry of a site that has one, so that no load waits for BEGIN, which names this place
+
+DENSE_ALL = 1  # bit of DENSE_NORM: some entry asks for activations that are not above their thresholds
 
 # Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a
 # short way through the edit kernel.
@@ -247,7 +249,18 @@ def span_words(
         kind = ANY | SHORT if registers else LONE
     else:
         kind = MANY if groups == 1 and n <= MOST_MANY and not every & MATCH else ANY
-    return [begin, begin + ENTRY * n, parts, kind, *dense, groups]
+    only_active = all(one & RECONSTRUCT and not one & RANKED for one in flags)
+    base, size, norm = dense
+    return [
+        begin,
+        begin + ENTRY * n,
+        parts,
+        kind,
+        base,
+        size,
+        norm | DENSE_ALL * (size > 0 and not only_active),
+        groups,
+    ]
 
 
 def dense_words(width: int) -> int:

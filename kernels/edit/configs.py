@@ -19,7 +19,8 @@ class EditConfig:
     programs: int  # most programs per multiprocessor
     gather: int = 1  # chunks of partial sums in flight at once
     listed: int = 1024  # features that a reconstruction searches at once; a power of two from 32
-    decoded: int = 4  # decoder rows of a reconstruction in flight at once; a power of two
+    decoded: int = 4  # decoder rows of a reconstruction at once; a power of two
+    ahead: int = 1  # as many of these in flight
     parts: int = layout.MOST_PARTS  # programs that may share one token
 
 
@@ -105,7 +106,7 @@ CONFIGS: dict[int, Configs] = {
         edit=(
             (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2, decoded=8)),
             (512, EditConfig(num_warps=4, chunk=4, programs=2, listed=4096)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, decoded=8)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, ahead=3)),
         ),
         lone=LoneConfig(num_warps=4, at_once=2, stages=3, programs=2),
     ),
@@ -114,7 +115,7 @@ CONFIGS: dict[int, Configs] = {
             # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
             (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=2, parts=8)),
             (512, EditConfig(num_warps=4, chunk=2, programs=2, listed=4096)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, decoded=8)),
+            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, ahead=3)),
         ),
         lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
     ),

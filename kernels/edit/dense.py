@@ -198,7 +198,8 @@ def reconstruct(
     parts,  # of the token
     WIDTH: tl.constexpr,
     LISTED: tl.constexpr,  # activations searched at once
-    DECODED: tl.constexpr,  # decoder rows in flight
+    DECODED: tl.constexpr,  # decoder rows at once
+    AHEAD: tl.constexpr,  # as many of these in flight
     HAS_NORMS: tl.constexpr,
     PDL: tl.constexpr,  # whether the encoder may still be at work
 ):
@@ -248,14 +249,12 @@ def reconstruct(
                     order += active
                 many += tl.sum(ones, axis=0)
         tl.debug_barrier()
-        lanes = tl.arange(0, DECODED)
-        feature = tl.load(listed + lanes, mask=lanes < many, other=0)
-        for one in range(0, many, DECODED):
-            inside = one + lanes < many
-            f = tl.load(dense + feature, mask=inside, other=0.0)
+        for one in tl.range(0, many, DECODED, num_stages=AHEAD):
+            lanes = one + tl.arange(0, DECODED)
+            feature = tl.load(listed + lanes, mask=lanes < many, other=0)
+            f = tl.load(dense + feature, mask=lanes < many, other=0.0)
             starts = (dense_base + feature).to(tl.int64) * WIDTH
-            decoders = [rows(w_dec, starts, inside, col, WIDTH).to(tl.float32) for col in cols]
-            feature = tl.load(listed + one + DECODED + lanes, mask=one + DECODED + lanes < many, other=0)
+            decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
             change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
         image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
         shift = 0.0

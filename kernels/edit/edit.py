@@ -103,6 +103,7 @@ def edit_kernel(
     GATHER: tl.constexpr,
     LISTED: tl.constexpr,
     DECODED: tl.constexpr,
+    AHEAD: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_DENSE: tl.constexpr,
@@ -303,6 +304,7 @@ def edit_kernel(
                                     WIDTH,
                                     LISTED,
                                     DECODED,
+                                    AHEAD,
                                     HAS_NORMS,
                                     PDL,
                                 )

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from saesteer.kernels.edit.dense import WORD, room
 from saesteer.kernels.edit.entries import items_of, kernel, tile
 from saesteer.kernels.edit.words import (
+    DENSE_ALL,
     DENSE_BASE,
     DENSE_NORM,
     DENSE_SIZE,
@@ -51,7 +52,8 @@ def encode_kernel(
 ):
     """activations[token - first_token, i] = scale_in * (x . w_enc[base + i]) + b_enc[base + i], for tokens that ask.
 
-    Bit i of the int32 words behind them, from stride_dense on, says whether that is above threshold[base + i].
+    Bit i of the int32 words behind them, from stride_dense on, says whether that is above threshold[base + i]. What is
+    not, nearly all, may not be stored where the site's span does not ask for it.
     """
     if PDL:
         gdc_wait()
@@ -86,6 +88,7 @@ def encode_kernel(
         place = token - first_token
         x_at = token * WIDTH
         out = activations + place[:, None] * (2 * room(stride_dense))
+        everything = (norms & DENSE_ALL) != 0
         left = (listed & (sizes > 0) & (place >= 0) & (place < most_tokens)).to(tl.int32)
         # One dictionary after the other; usually there is one or none.
         while tl.max(left, axis=0) > 0:
@@ -129,9 +132,18 @@ def encode_kernel(
                     into = tl.where((norms & L2_NORM) != 0, tl.sqrt(WIDTH * 1.0) / length, into)
                     acc *= into[:, None]
                 acc += bias[None, :]
-                pair = feature // 2 < (size + 1) // 2  # two at once; there is room for one more
-                tl.store(out + feature[None, :], acc, mask=mine[:, None] & pair[None, :])
                 active = (held[None, :] & (acc > least[None, :])).to(tl.int32)
+                # Two neighbours at once, as a thread has them; there is room for one more.
+                if BLOCK_M <= 16:
+                    pairs = feature // 2 < (size + 1) // 2
+                    tl.store(out + feature[None, :], acc, mask=mine[:, None] & pairs[None, :])
+                else:
+                    pairs = first + tl.arange(0, BLOCK_N // 2)[None, :, None] * 2
+                    some = tl.max(tl.reshape(active, [BLOCK_M, BLOCK_N // 2, 2]), axis=2)[:, :, None] > 0
+                    some |= everything[:, None, None] & (pairs < size)
+                    both = tl.arange(0, 2)[None, None, :]
+                    mask = (mine[:, None, None] & some) & (both < 2)
+                    tl.store(out[:, :, None] + (pairs + both), tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]), mask=mask)
                 bits = tl.reshape(active, [BLOCK_M, BLOCK_N // WORD, WORD]) << tl.arange(0, WORD)[None, None, :]
                 word = first // WORD + tl.arange(0, BLOCK_N // WORD)
                 words = (out + stride_dense).to(tl.pointer_type(tl.int32)) + word[None, :]

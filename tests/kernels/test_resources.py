@@ -129,7 +129,7 @@ def main() -> None:
                 )
                 shared[f"{name} {at} {floats} {width}"] = made.metadata.shared
                 early[f"{name} {at} {floats} {width}"] = order(made)
-    sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4}
+    sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4, "AHEAD": 3}
     given: dict[str, Any] = {
         "FORM": layout.NORMED,
         "HAS_WEIGHT": True,
