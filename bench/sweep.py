@@ -49,7 +49,7 @@ SWEEPS = {
     ),
     "runs": Sweep(
         ("8 + 504 x 32", "256 x 32"),
-        {"num_warps": (4, 8), "block_k": (128, 256), "block_n": (128, 256), "stages": (3, 4)},
+        {"num_warps": (4, 8), "block": (128, 256), "slices": (2, 3, 4), "entries": (16, 32)},
     ),
     "encode": Sweep(
         ("16 x reconstruct", "8192 x reconstruct"),

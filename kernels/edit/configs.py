@@ -3,7 +3,7 @@
 Of a step's contents only the number of tokens matters here, so a request gets the same bits in all steps of one size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
@@ -46,7 +46,17 @@ class ManyConfig:
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
     block_z: int = 128  # columns at once of the norm
-    slices: int = 1  # programs that encode a turn together, where items are single tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunsConfig:
+    """One way to launch the kernel for neighbours with many entries in short steps."""
+
+    num_warps: int
+    tokens: int  # of a turn; a power of two from 16
+    entries: int  # at once; a power of two from 16
+    block: int  # columns at once
+    slices: int  # programs of a group, each with some columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,7 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
-_RUNS = ManyConfig(
-    num_warps=8, tokens=16, entries=32, block_k=256, block_n=256, stages=4, programs=1, block_z=1024, slices=3
-)
+_RUNS = RunsConfig(num_warps=8, tokens=16, entries=32, block=256, slices=3)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=3, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
@@ -80,7 +88,7 @@ class Configs:
     edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
     many: ManyConfig = _MANY
-    runs: ManyConfig = _RUNS  # the same kernel, where items are single tokens
+    runs: RunsConfig = _RUNS
     encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
 
 
@@ -122,6 +130,7 @@ CONFIGS: dict[int, Configs] = {
     MAX_WIDTH: Configs(
         edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
         lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
+        runs=replace(_RUNS, slices=5),
     ),
 }
 

@@ -24,6 +24,7 @@ from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.lone import lone_kernel
 from saesteer.kernels.edit.many import many_kernel
+from saesteer.kernels.edit.runs import runs_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,25 +109,38 @@ def edit_triton(
             **_constants(lone),
             **waits,
         )
-    if (tiled or runs) and wanted & layout.MANY:
-        many, shares = (tuned.runs, 0) if runs else (tuned.many, layout.TILE // tuned.many.tokens)
+    room = layout.dense_words(width) - layout.PARTIALS
+    if tiled and wanted & layout.MANY:
+        many = tuned.many
         most = -(-layout.MOST_MANY // many.entries) * many.entries
-        room = (layout.dense_words(width) - layout.PARTIALS) // many.tokens
-        if many.slices * (most + places * many.entries) > room or places > layout.PARTIALS:
-            many = replace(many, slices=1)
-        room -= (many.slices > 1) * places * many.slices * many.entries  # where the programs of a turn meet
-        programs = min(tokens * many.slices, room // most, max(cores * many.programs, many.slices))
-        programs -= programs % many.slices
-        many_kernel[(programs,)](
+        many_kernel[(min(tokens, room // (many.tokens * most), cores * many.programs),)](
             *common,
             counts,
             scratch,
             *rest,
             most,
-            SHARES=shares,
+            SHARES=layout.TILE // many.tokens,
             EXACT=exact,
             **form_of,
             **_constants(many),
+            **waits,
+        )
+    if runs and wanted & layout.MANY:
+        # In fp32, half as many columns have room in shared memory.
+        of_group = replace(tuned.runs, slices=tuned.runs.slices * (2 if exact else 1))
+        if not stream.is_cuda:  # Triton's interpreter runs one program after the other, so none can wait for another
+            of_group = replace(of_group, slices=1)
+        most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
+        groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), cores // of_group.slices)
+        runs_kernel[(max(groups, 1) * of_group.slices,)](
+            *common,
+            counts,
+            scratch,
+            *rest,
+            most,
+            EXACT=exact,
+            **form_of,
+            **_constants(of_group),
             **waits,
         )
     kept = layout.ANY if tiled else _ALL

@@ -111,9 +111,9 @@ def test_a_group_on_runs_of_any_length(path: Path, edits: int, dtype: torch.dtyp
 
 
 @TYPED
-def test_programs_that_encode_a_turn_together(dtype: torch.dtype, form: int) -> None:
-    """Each some columns, and the last one may have none; where a row has too many entries, one does all of them."""
-    runs = replace(configs(576).runs, block_k=64, block_n=128, slices=3)
+def test_programs_that_share_a_turn(dtype: torch.dtype, form: int) -> None:
+    """Each some columns, on a GPU, and the last one may have none; entries at once, or one chunk after the other."""
+    runs = replace(configs(576).runs, block=128)
     wished = [Wish("clamps", edits, tokens) for edits, tokens in ((20, 18), (40, 17), (8, 1), (1, 2))]
     for width in (130, 576):
         path = replace(IN_RUNS, tuned=replace(configs(width), runs=runs))

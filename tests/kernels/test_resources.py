@@ -17,7 +17,7 @@ from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
-WIDTHS = (576, 5376)
+WIDTHS = (576, 6144)
 BEHIND = "edit_kernel behind the encoder"
 
 
@@ -28,10 +28,12 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
         yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
-    for many, shares in ((tuned.many, layout.TILE // tuned.many.tokens), (tuned.runs, 0)):
-        turns = {"TOKENS": many.tokens, "SHARES": shares, "SLICES": many.slices, "ENTRIES": many.entries}
-        tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "BLOCK_Z": many.block_z, "STAGES": many.stages}
-        yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "EXACT": exact, "HAS_WEIGHT": True}
+    many, runs = tuned.many, tuned.runs
+    turns = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
+    tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "BLOCK_Z": many.block_z, "STAGES": many.stages}
+    yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "EXACT": exact, "HAS_WEIGHT": True}
+    turns = {"TOKENS": runs.tokens, "SLICES": runs.slices * (1 + exact), "ENTRIES": runs.entries, "BLOCK": runs.block}
+    yield "edit.runs", "runs_kernel", runs.num_warps, {**turns, "EXACT": exact, "HAS_WEIGHT": True}
     lone = tuned.lone
     turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
     yield "edit.lone", "lone_kernel", lone.num_warps, {"BLOCK": block(lone.num_warps), "HAS_WEIGHT": True, **turns}
