@@ -59,8 +59,7 @@ def _decode_kernel(
     tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=cols < WIDTH)
 
 
-# Columns of a program, features in flight, warps: the fastest counts. With a warp for 256 columns, rows are added without
-# other threads.
+# Columns of a program, features in flight, warps: the fastest counts. A warp adds up rows of 256 columns by itself.
 _DECODES = ((256, 8, 1), (256, 16, 1), (256, 8, 2), (512, 8, 4))
 
 
