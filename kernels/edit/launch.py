@@ -128,11 +128,11 @@ def edit_triton(
     if runs and wanted & layout.MANY:
         # In fp32, half as many columns have room in shared memory.
         of_group = replace(tuned.runs, slices=tuned.runs.slices * (2 if exact else 1))
-        if not stream.is_cuda:  # Triton's interpreter runs one program after the other, so none can wait for another
+        if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
             of_group = replace(of_group, slices=1)
         most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
         groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), cores // of_group.slices)
-        runs_kernel[(max(groups, 1) * of_group.slices,)](
+        runs_kernel[(groups * of_group.slices,)](
             *common,
             counts,
             scratch,
