@@ -269,8 +269,8 @@ def dense_words(width: int) -> int:
 
 
 def dense_room(dense_size: int) -> int:
-    """Words of a token's dense activations and a bit for each; as many again are for the list of those decoded."""
-    return even(dense_size) + -(-dense_size // 32)
+    """Words of a token's dense activations and a bit for each, and as many again for the list of those decoded."""
+    return 2 * (even(dense_size) + -(-dense_size // 32))
 
 
 def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
@@ -281,4 +281,4 @@ def scratch_words(width: int, dense_size: int, dense_tokens: int) -> int:
         dense_size: features of the largest dictionary that is ever encoded whole; 0 for none.
         dense_tokens: tokens that are encoded at once, a multiple of TILE; more tokens take several rounds.
     """
-    return dense_words(width) + 2 * dense_room(dense_size) * dense_tokens
+    return dense_words(width) + dense_room(dense_size) * dense_tokens

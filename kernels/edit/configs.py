@@ -149,6 +149,11 @@ def configs(width: int) -> Configs:
     raise ValueError(f"width {width} is not served: expected 1 to {MAX_WIDTH}")
 
 
+def in_fp32(runs: RunsConfig) -> RunsConfig:
+    """The launch for products in fp32: half as many columns have room in shared memory."""
+    return replace(runs, slices=2 * runs.slices)
+
+
 _T = TypeVar("_T")
 
 
@@ -160,13 +165,7 @@ def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
 def launch_sizes(width: int, max_tokens: int) -> list[int]:
     """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch."""
     tuned = configs(width)
-    borders = {
-        1,
-        RUNS_ABOVE,
-        TILED_ABOVE,
-        max_tokens,
-        *(most for table in (tuned.edit, tuned.encode) for most, _ in table),
-    }
+    borders = {1, TILED_ABOVE, max_tokens, *(most for table in (tuned.edit, tuned.encode) for most, _ in table)}
     return sorted(size for size in borders if size <= max_tokens)
 
 

@@ -83,7 +83,7 @@ def rank(dense, mine, own, base, size, magnitude, CHUNK: tl.constexpr):
 
 @triton.jit
 def room(stride_dense):
-    """What `layout.dense_room` is, of an even number of features."""
+    """Half of `layout.dense_room`, of an even number of features."""
     return stride_dense + (stride_dense + WORD - 1) // WORD
 
 
@@ -197,7 +197,7 @@ def reconstruct(
     share,  # number of this part of the token
     parts,  # of the token
     WIDTH: tl.constexpr,
-    LISTED: tl.constexpr,  # activations searched at once
+    LISTED: tl.constexpr,  # features searched at once
     DECODED: tl.constexpr,  # decoder rows at once
     AHEAD: tl.constexpr,  # as many of these in flight
     HAS_NORMS: tl.constexpr,

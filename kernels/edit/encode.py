@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saesteer.kernels.edit.dense import WORD, room
-from saesteer.kernels.edit.entries import items_of, kernel, tile
+from saesteer.kernels.edit.entries import items_of, kernel, product, tile
 from saesteer.kernels.edit.words import (
     DENSE_ALL,
     DENSE_BASE,
@@ -121,10 +121,7 @@ def encode_kernel(
                         total += tl.sum(off, axis=1)
                         squares += tl.sum(off * off, axis=1)
                         length += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-                    if EXACT:
-                        acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
-                    else:
-                        acc = tl.dot(x, tl.trans(e), acc)
+                    acc = product(x, e, acc, EXACT)
                 if HAS_NORMS:
                     std = tl.sqrt(tl.maximum(squares - total * total / WIDTH, 0.0) / (WIDTH - 1.0))
                     length = tl.maximum(tl.sqrt(length), 1e-12)
@@ -133,7 +130,8 @@ def encode_kernel(
                     acc *= into[:, None]
                 acc += bias[None, :]
                 active = (held[None, :] & (acc > least[None, :])).to(tl.int32)
-                # Two neighbours at once, as a thread has them; there is room for one more.
+                # Two neighbours at once, as a thread has them; there is room for one more. Of a few tokens, all are
+                # stored: to choose takes longer.
                 if BLOCK_M <= 16:
                     pairs = feature // 2 < (size + 1) // 2
                     tl.store(out + feature[None, :], acc, mask=mine[:, None] & pairs[None, :])
@@ -141,9 +139,9 @@ def encode_kernel(
                     pairs = first + tl.arange(0, BLOCK_N // 2)[None, :, None] * 2
                     some = tl.max(tl.reshape(active, [BLOCK_M, BLOCK_N // 2, 2]), axis=2)[:, :, None] > 0
                     some |= everything[:, None, None] & (pairs < size)
-                    both = tl.arange(0, 2)[None, None, :]
-                    mask = (mine[:, None, None] & some) & (both < 2)
-                    tl.store(out[:, :, None] + (pairs + both), tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]), mask=mask)
+                    places = out[:, :, None] + pairs + tl.arange(0, 2)[None, None, :]
+                    both = tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2])
+                    tl.store(places, both, mask=mine[:, None, None] & some)
                 bits = tl.reshape(active, [BLOCK_M, BLOCK_N // WORD, WORD]) << tl.arange(0, WORD)[None, None, :]
                 word = first // WORD + tl.arange(0, BLOCK_N // WORD)
                 words = (out + stride_dense).to(tl.pointer_type(tl.int32)) + word[None, :]

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: how to read entries, weights and the stream, and the law of a delta. No edits."""
+"""What the Triton kernels share: reading of entries, weights and streams, products, the law of a delta. No edits."""
 
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
@@ -125,6 +125,15 @@ def tile(stream, second, at, mask, FORM: tl.constexpr):
         addend = tl.load(second + at, mask=mask, other=0.0)
         x = (x.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
     return x
+
+
+@triton.jit
+def product(x, rows, acc, EXACT: tl.constexpr):
+    """acc + x . row for each row of `rows`, in fp32; EXACT: its factors, too."""
+    if EXACT:
+        return tl.dot(x.to(tl.float32), tl.trans(rows.to(tl.float32)), acc, input_precision="ieee")
+    else:  # or Triton would compile both
+        return tl.dot(x, tl.trans(rows), acc)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from saesteer.kernels.edit.configs import (
     block,
     configs,
     for_tokens,
+    in_fp32,
     parts,
 )
 from saesteer.kernels.edit.edit import edit_kernel
@@ -126,8 +127,7 @@ def edit_triton(
             **waits,
         )
     if runs and wanted & layout.MANY:
-        # In fp32, half as many columns have room in shared memory.
-        of_group = replace(tuned.runs, slices=tuned.runs.slices * (2 if exact else 1))
+        of_group = in_fp32(tuned.runs) if exact else tuned.runs
         if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
             of_group = replace(of_group, slices=1)
         most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
@@ -150,7 +150,7 @@ def edit_triton(
     dense = scratch[layout.dense_words(width) :]
     at_once = places
     if dense_size:
-        at_once = min(places, dense.numel() // (2 * layout.dense_room(dense_size)) // layout.TILE * layout.TILE)
+        at_once = min(places, dense.numel() // layout.dense_room(dense_size) // layout.TILE * layout.TILE)
     share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
     for first in range(0, places, at_once):
         if dense_size:

@@ -1,6 +1,7 @@
 """The Triton kernel for spans of tokens with many entries: matrix products on tensor cores.
 
-It does the rows that layout.py calls MANY, in steps of more than a few tokens. It sums in another order than edit.py.
+It does the rows that layout.py calls MANY in long steps, a program for each turn of tokens. In shorter steps, runs.py
+does them, with pieces of this file. Both sum in another order than edit.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from saesteer.kernels.edit.entries import kernel, law, rounded, tile, unpack, word
+from saesteer.kernels.edit.entries import kernel, law, product, rounded, rows, tile, unpack, word
 from saesteer.kernels.edit.words import (
     BEGIN,
     COUNTER,
@@ -49,13 +50,9 @@ def _products(
     acc = tl.zeros([x_at.shape[0], starts.shape[0]], tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_K)
-        real_cols = (cols < WIDTH)[None, :]
-        x = tile(stream, second, x_at[:, None] + cols[None, :], exists[:, None] & real_cols, FORM)
-        e = tl.load(w_enc + starts[:, None] + cols[None, :], mask=inside[:, None] & real_cols, other=0.0)
-        if EXACT:
-            acc = tl.dot(x.to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(e), acc)
+        mask = exists[:, None] & (cols < WIDTH)[None, :]
+        x = tile(stream, second, x_at[:, None] + cols[None, :], mask, FORM)
+        acc = product(x, rows(w_enc, starts, inside, cols, WIDTH), acc, EXACT)
     return acc
 
 
@@ -80,7 +77,7 @@ def count(delta, words, inside, counter):
 @triton.jit
 def add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.constexpr):
     """y + delta @ w_dec[:, cols], nearly as exact as fp32: a delta is split into two numbers of the weights' dtype."""
-    d = tl.load(w_dec + starts[:, None] + cols[None, :], mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    d = rows(w_dec, starts, inside, cols, WIDTH)
     if EXACT:
         return tl.dot(delta, d.to(tl.float32), y, input_precision="ieee")
     if d.dtype == tl.float16:  # a delta may be larger than its numbers, and the row small
@@ -95,16 +92,23 @@ def add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.co
 
 @triton.jit
 def stored(stream, second, at, y, mask, FORM: tl.constexpr):
-    """Store a tile of edited tokens, which are rounded already."""
+    """Store a tile of edited tokens, which are rounded already; its squares."""
     tl.store(stream + at, y, mask=mask)
     if FORM == PAIR:
         tl.store(second + at, tl.zeros(y.shape, y.dtype), mask=mask)
+    return y.to(tl.float32) * y.to(tl.float32)
 
 
 @triton.jit
-def squares_of(y):
-    """The squares of a tile in fp32."""
-    return y.to(tl.float32) * y.to(tl.float32)
+def put_normed(
+    second, at, y, scale, cols, mask, norm_weight, weight_offset, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr
+):
+    """Store what the norm makes of a tile; scale is that of each token."""
+    z = y.to(tl.float32) * scale[:, None]
+    if HAS_WEIGHT:
+        gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+        z *= (gain + weight_offset)[None, :]
+    tl.store(second + at, z, mask=mask)
 
 
 @triton.jit
@@ -159,9 +163,7 @@ def _edit(
                 mask = keep[:, None] & (cols < WIDTH)[None, :]
                 x = tile(stream, second, at, mask, FORM)
                 y = add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
-                y = rounded(y, stream.dtype.element_ty)
-                stored(stream, second, at, y, mask, FORM)
-                squares += squares_of(y)
+                squares += stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
         else:
             for start in range(0, WIDTH, BLOCK_N):
                 cols = start + tl.arange(0, BLOCK_N)
@@ -173,9 +175,7 @@ def _edit(
                     slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
                     starts = slot.to(tl.int64) * WIDTH
                     y = add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                y = rounded(y, stream.dtype.element_ty)
-                stored(stream, second, at, y, mask, FORM)
-                squares += squares_of(y)
+                squares += stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
         if FORM == NORMED:
             tl.debug_barrier()
             scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
@@ -183,11 +183,8 @@ def _edit(
                 cols = start + tl.arange(0, BLOCK_Z)
                 at = x_at[:, None] + cols[None, :]
                 mask = keep[:, None] & (cols < WIDTH)[None, :]
-                z = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
-                if HAS_WEIGHT:
-                    gain = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
-                    z *= (gain + weight_offset)[None, :]
-                tl.store(second + at, z, mask=mask)
+                y = tl.load(stream + at, mask=mask, other=0.0)
+                put_normed(second, at, y, scale, cols, mask, norm_weight, weight_offset, WIDTH, HAS_WEIGHT)
     tl.debug_barrier()
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from saesteer.kernels.edit.entries import kernel, rounded, rows, tile, unpack
-from saesteer.kernels.edit.many import add, count, deltas, squares_of, stored
+from saesteer.kernels.edit.entries import kernel, product, rounded, rows, tile, unpack
+from saesteer.kernels.edit.many import add, count, deltas, put_normed, stored
 from saesteer.kernels.edit.words import BEGIN, END, ENTRY, HEAD, KIND, MANY, NORMED, PARTIALS, PARTS, SPAN
 
 SEARCHED = tl.constexpr(512)  # items of the list that are searched at once
@@ -84,11 +84,7 @@ def _encoded(x, cols, w_enc, starts, inside, WIDTH: tl.constexpr, EXACT: tl.cons
     """x . w_enc[slot] over these columns for each token and entry: [TOKENS, ENTRIES]."""
     acc = tl.zeros([x[0].shape[0], starts.shape[0]], tl.float32)
     for block in tl.static_range(len(cols)):
-        e = rows(w_enc, starts, inside, cols[block], WIDTH)
-        if EXACT:
-            acc = tl.dot(x[block].to(tl.float32), tl.trans(e.to(tl.float32)), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x[block], tl.trans(e), acc)
+        acc = product(x[block], rows(w_enc, starts, inside, cols[block], WIDTH), acc, EXACT)
     return acc
 
 
@@ -134,13 +130,13 @@ def _edit(
     places = [x_at[:, None] + col[None, :] for col in cols]
     x = _tiles(stream, second, places, there, FORM)
     here = products + token[:, None] * most_entries + lanes[None, :]
-    of_all = TOKENS * most_entries  # of a slice
+    of_slice = TOKENS * most_entries  # words of products
     for first in range(0, number_of, ENTRIES):
         inside = first + lanes < number_of
         slot = unpack(entries + begin + (first + lanes) * ENTRY, inside)[0]
         starts = slot.to(tl.int64) * WIDTH
         acc = _encoded(x, cols, w_enc, starts, inside, WIDTH, EXACT)
-        tl.store(here + first + share * of_all, acc, cache_modifier=".cg")
+        tl.store(here + first + share * of_slice, acc, cache_modifier=".cg")
     came = _meet(arrivals, came, SLICES)
     y = [part.to(tl.float32) for part in x]
     changed = tl.zeros([TOKENS], tl.int32)
@@ -150,7 +146,7 @@ def _edit(
         starts = of_entries[0].to(tl.int64) * WIDTH
         acc = tl.zeros([TOKENS, ENTRIES], tl.float32)
         for other in tl.static_range(SLICES):
-            acc += tl.load(here + first + other * of_all, cache_modifier=".cg")
+            acc += tl.load(here + first + other * of_slice, cache_modifier=".cg")
         delta = deltas(acc, of_entries, inside, exists, position)
         if share == 0:
             count(delta, of_entries, inside, counter)
@@ -161,8 +157,7 @@ def _edit(
     masks = [keep[:, None] & (col < WIDTH)[None, :] for col in cols]
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     for block in tl.static_range(len(cols)):
-        stored(stream, second, places[block], y[block], masks[block], FORM)
-        total += squares_of(y[block])
+        total += stored(stream, second, places[block], y[block], masks[block], FORM)
     if FORM == NORMED:
         tl.store(squares + share * TOKENS + token, tl.sum(total, axis=1), cache_modifier=".cg")
         came = _meet(arrivals, came, SLICES)
@@ -171,11 +166,8 @@ def _edit(
             square += tl.load(squares + other * TOKENS + token, cache_modifier=".cg")
         scale = tl.rsqrt(square / WIDTH + eps)
         for block in tl.static_range(len(cols)):
-            z = y[block].to(tl.float32) * scale[:, None]
-            if HAS_WEIGHT:
-                gain = tl.load(norm_weight + cols[block], mask=cols[block] < WIDTH, other=0.0).to(tl.float32)
-                z *= (gain + weight_offset)[None, :]
-            tl.store(second + places[block], z, mask=masks[block])
+            tile_of = (places[block], y[block], scale, cols[block], masks[block])
+            put_normed(second, *tile_of, norm_weight, weight_offset, WIDTH, HAS_WEIGHT)
     return came
 
 

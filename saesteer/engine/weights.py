@@ -205,8 +205,7 @@ def scratch_for(infos: Iterable[CoderInfo], width: int, device: torch.device) ->
     if device.type == "cpu":
         return torch.zeros(0, dtype=torch.float32)
     dense = max(map(dense_size, infos), default=0)
-    of_token = 4 * 2 * layout.dense_room(max(1, dense))
-    fitting = _DENSE_BYTES // of_token // layout.TILE * layout.TILE
+    fitting = _DENSE_BYTES // (4 * layout.dense_room(max(1, dense))) // layout.TILE * layout.TILE
     tokens = max(layout.TILE, min(_DENSE_TOKENS, fitting))
     return torch.zeros(layout.scratch_words(width, dense, tokens), dtype=torch.float32, device=device)
 

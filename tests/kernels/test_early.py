@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from saesteer.kernels import layout
-from saesteer.kernels.bound import Bound, bind
+from saesteer.kernels.bound import bind
 from saesteer.kernels.layout import BARE, NORMED
 from tests.kernels.calls import COUNTS, EDIT, MUTATED, SLOTS, STREAM, TOKENS, clone, edit_args
 from tests.kernels.tables import Entry, make_table
@@ -59,11 +59,7 @@ def test_the_stream_may_come_late(name: str) -> None:
     args, bound = edit_args(device, NORMED)
     dense = (0, SLOTS) if name == "whole" else (0, 0)
     table = make_table([[GROUPS[name]]], 1, device, dense=dense)
-    late(args, replace(bound, table=table, dense_size=dense[1]))
-
-
-def late(args: list[Any], bound: Bound) -> None:
-    """The edits are those of the stream that comes late, not of the one that was there."""
+    bound = replace(bound, table=table, dense_size=dense[1])
     bind(bound)
     came, read = args[STREAM].clone(), torch.rand_like(bound.registers)
     start = clone(args)
@@ -72,11 +68,10 @@ def late(args: list[Any], bound: Bound) -> None:
     EDIT(*want)
     wanted = bound.registers.clone()
     assert want[COUNTS].any() or not torch.equal(wanted, read), "it does something"
-    block = triton.next_power_of_2(max(came.numel(), read.numel()))
 
     def step() -> Any:
         sizes = came.numel(), read.numel()
-        late_kernel[(1,)](args[STREAM], came, bound.registers, read, *sizes, NANOSECONDS, block, launch_pdl=True)
+        late_kernel[(1,)](args[STREAM], came, bound.registers, read, *sizes, NANOSECONDS, 1024, launch_pdl=True)
         EDIT(*args)
 
     step()  # compile

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs
+from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs, in_fp32
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
@@ -28,11 +28,11 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
         yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
-    many, runs = tuned.many, tuned.runs
+    many, runs = tuned.many, in_fp32(tuned.runs) if exact else tuned.runs
     turns = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
     tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "BLOCK_Z": many.block_z, "STAGES": many.stages}
     yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "EXACT": exact, "HAS_WEIGHT": True}
-    turns = {"TOKENS": runs.tokens, "SLICES": runs.slices * (1 + exact), "ENTRIES": runs.entries, "BLOCK": runs.block}
+    turns = {"TOKENS": runs.tokens, "SLICES": runs.slices, "ENTRIES": runs.entries, "BLOCK": runs.block}
     yield "edit.runs", "runs_kernel", runs.num_warps, {**turns, "EXACT": exact, "HAS_WEIGHT": True}
     lone = tuned.lone
     turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
