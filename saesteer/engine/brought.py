@@ -3,7 +3,7 @@
 Knows neither how rows were computed (captures.py) nor what an answer makes of them (planning/answers.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.engine.readouts import Reading, Span
-from saesteer.engine.spool import Sink, Spooling
-from saesteer.planning.plan import END
+from saesteer.engine.spool import Filed
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
+Told = list[Any]  # number of the readout, spans
 
 
 class Part(NamedTuple):
@@ -28,12 +28,10 @@ class Part(NamedTuple):
     spans: list[Span]
     first: int  # its rows, of those that were made together
     end: int
-    sink: Sink | None = None  # where they go, then by span
-    places: Sequence[tuple[int, int]] = ()  # the first row there, and their number
 
 
 class Made(NamedTuple):
-    """What was made of rows of several readouts together, in host memory; without arrays, it is in files."""
+    """What was made of rows of several readouts together, in host memory."""
 
     parts: Sequence[Part]
     arrays: tuple[Tensor, ...]
@@ -55,25 +53,31 @@ class Brought:
 
     made: list[Made]
     event: Any = None  # of the device, behind the copies of arrays
-    spooling: Spooling | None = None  # what goes into files
+    files: Filed | Mapping[str, Sequence[Told]] | None = None  # where requests have some; or what is told of them
 
-    def __reduce__(self) -> tuple[type["Brought"], tuple[list[Made]]]:
+    def __reduce__(self) -> tuple[type["Brought"], tuple[Any, ...]]:
         """An event cannot leave its process, so the copies are waited for, and so are threads that write."""
-        self._settle()
-        return Brought, ([_without_files(one) for one in self.made],)
+        self._land()
+        return Brought, (self.made, None, self.files.settle() if isinstance(self.files, Filed) else self.files)
 
-    def _settle(self, ending: Collection[str] | None = None) -> None:
-        """Wait for the copies, and for what is written for these requests; None: for all."""
+    def joined(self, other: "Brought") -> "Brought":
+        """With what another stage of a pipeline has read of the step; both have come from their processes."""
+        found: dict[str, list[Told]] = {}
+        for files in (self.files, other.files):
+            assert not isinstance(files, Filed), "it has come from its process"
+            for name, more in (files or {}).items():
+                found.setdefault(name, []).extend(more)
+        return Brought([*self.made, *other.made], None, found)
+
+    def _land(self) -> None:
         if self.event is not None:
             self.event.synchronize()
-        if self.spooling is not None:
-            self.spooling.settle(ending)
 
     def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
         """What rules watch: by request and number of the measure, positions and the value at each."""
         parts = [(one, part) for one in self.made for part in one.parts if part.reading.watched is not None]
-        if parts and self.event is not None:
-            self.event.synchronize()
+        if parts:
+            self._land()
         found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
         for one, part in parts:
             number = part.reading.watched
@@ -83,16 +87,12 @@ class Brought:
             own[1].extend(one.arrays[-1][one.rows(part), 0].tolist())  # [rows, 1]
         return found
 
-    def filed(self, ends: Mapping[str, int]) -> Iterator[tuple[str, int, Span]]:
-        """Request, number of the readout, and positions of the rows that are in files; ``ends`` as for ``blobs``."""
-        for one in self.made:
-            if one.arrays:
-                continue
-            ahead = one.ahead
-            for name, number, _, spans, *_ in one.parts:
-                for lo, hi in spans:
-                    if not ends or lo + ahead < ends.get(name, END):
-                        yield name, number, (lo + ahead, hi + ahead)
+    def filed(self, ending: Collection[str]) -> Mapping[str, Sequence[Told]]:
+        """By request the positions of rows that are in files; of requests here, those that may end now, and no others.
+
+        It waits until all rows up to this step of those that may end are written.
+        """
+        return self.files.settle(ending) if isinstance(self.files, Filed) else self.files or {}
 
     def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:
         """Rows that are in no file, by request, as sent between processes.
@@ -102,17 +102,15 @@ class Brought:
             ends: by request, the first position that is dropped.
         """
         ending = frozenset(ending)
-        self._settle(ending)
+        self._land()
         found: dict[str, list[Blob]] = {}
         numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
         for one in self.made:
-            if not one.arrays:
-                continue
             own = numbers.get(id(one.arrays))
             if own is None:
                 own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
             base, ahead = one.base, one.ahead
-            for name, number, reading, spans, first, end, *_ in one.parts:
+            for name, number, reading, spans, first, end in one.parts:
                 if reading.watched is not None or (reading.last and name not in ending):
                     continue
                 if ahead:
@@ -125,11 +123,6 @@ class Brought:
                 else:
                     found[name] = [blob]
         return found
-
-
-def _without_files(one: Made) -> Made:
-    """For another process, which can do nothing with them."""
-    return one if one.arrays else one._replace(parts=[part._replace(sink=None, places=()) for part in one.parts])
 
 
 def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.uint8]]:

@@ -8,6 +8,7 @@ made of them runs beside the next step, on a stream of its own.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.engine.brought import Brought, Made, Part
+from saesteer.engine.filing import Step
 from saesteer.engine.readouts import Reading, Segment, Span
-from saesteer.engine.spool import Sink, Spooling, Writer
+from saesteer.engine.spool import Filed, Sink, Writer
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import read_probes, reduce_rows
 from saesteer.planning.plan import END
-from saesteer.planning.windows import rank
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
 
@@ -46,7 +47,6 @@ class Take:
     """
 
     gathers: Sequence[tuple[int | None, Tensor, Sequence[Work]]]  # a bank, its rows, and what is made of them
-    sinks: Mapping[str, Collection[Sink]]  # of requests that have files
     steps: int  # for which it holds, the first one included
 
 
@@ -72,6 +72,8 @@ class Captures:
             width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
+        # The last index of rows for files, here and on the device, by its number in the step.
+        self._last: dict[int, tuple[NDArray[np.int64], Tensor]] = {}
         self._writer = Writer()
         self._side: Any = None
         if device.type == "cuda":
@@ -103,65 +105,86 @@ class Captures:
         Args:
             segments: of the requests that read.
         """
-        blocks = _Blocks(self._where)
-        files: dict[str, Collection[Sink]] = {}
-        steps = END
-        for name, readings, first, position, tokens, sinks in segments:
-            if sinks is not None:
-                files[name] = sinks.values()
+        blocks, steps = _Blocks(self.where), END
+        for name, readings, first, position, tokens in segments:
             ahead, here = first - position, [(position, position + 1)]
             for number, reading in enumerate(readings):
                 if reading is None:
                     continue
-                sink = None if sinks is None else sinks.get(number)
                 if tokens != 1:
                     steps = 1
                     for spans in reading.parts(position, tokens):
-                        blocks.of(reading, sink, alone=False).add(name, number, reading, spans, ahead, sink)
+                        blocks.of(reading, alone=False).add(name, number, reading, spans, ahead)
                     continue
                 reads, more = reading.decodes(position)
                 steps = min(steps, more)
                 if reads:
-                    blocks.of(reading, sink, alone=True).add(name, number, reading, here, ahead, sink)
-        gathers = [(bank, self._on_device(index), works) for bank, index, works in blocks.gathers()]
-        return Take(gathers, files, steps)
+                    blocks.of(reading, alone=True).add(name, number, reading, here, ahead)
+        return Take([(bank, self._on_device(index), works) for bank, index, works in blocks.gathers()], steps)
 
-    def bring(self, take: Take, hidden: Tensor | None, ahead: int = 0) -> Brought | None:
+    def bring(
+        self,
+        take: Take | None,
+        hidden: Tensor | None,
+        ahead: int = 0,
+        filed: Sequence[Step] = (),
+        sinks: Mapping[str, Mapping[int, Sink]] = MappingProxyType({}),
+    ) -> Brought | None:
         """What the requests read of a step that has been launched; None if they read nothing of it.
 
         It waits for nothing. The gather is ordered with the device's work, all behind it runs beside the next step.
 
         Args:
-            take: of this step, or of one before it, if it still holds.
+            take: of this step, or of one before it, if it still holds; None: nothing but what goes into files.
             hidden: [tokens, d], what lm_head multiplies.
             ahead: steps between the two.
+            filed: what goes into files.
+            sinks: of the requests that have some.
         """
-        if not take.gathers and not take.sinks:
+        gathers = () if take is None else take.gathers
+        if not gathers and not sinks:
             return None
-        gathered = []
-        for bank, index, works in take.gathers:
-            source = hidden if bank is None else self._banks[bank]
-            assert source is not None
-            gathered.append((source.index_select(0, index), works))
+        gathered = [(self._rows(bank, index, hidden), works) for bank, index, works in gathers]
+        kept = [self._rows(one.bank, self._known(number, one.chosen), hidden) for number, one in enumerate(filed)]
         if self._side is None:
-            made = self._writer.spool(_made(gathered, ahead), None)
-            return Brought(made, None, Spooling(take.sinks, self._writer) if take.sinks else None)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            made = self._writer.spool([*_made(gathered, ahead)], self._side)
-            for x, _ in gathered:
-                x.record_stream(self._side)
-            event = None
-            if any(one.arrays for one in made):  # those in files have an event of the writer's
+            made, event = [*_made(gathered, ahead)], None
+            self._file(filed, kept, None)
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                made = [*_made(gathered, ahead)]
+                there = [rows.to("cpu", non_blocking=True) for rows in kept]
+                for rows in (*(x for x, _ in gathered), *kept):
+                    rows.record_stream(self._side)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._side)
-        return Brought(made, event, Spooling(take.sinks, self._writer) if take.sinks else None)
+            self._file(filed, there, event)
+        # Rows in files have an event of the writer's: nobody waits for it here.
+        return Brought(made, event if made else None, Filed(sinks, self._writer) if sinks else None)
+
+    def _rows(self, bank: int | None, index: Tensor, hidden: Tensor | None) -> Tensor:
+        source = hidden if bank is None else self._banks[bank]
+        assert source is not None
+        return source.index_select(0, index)
+
+    def _known(self, number: int, chosen: NDArray[np.int64]) -> Tensor:
+        """An index on the device, which is often that of the step before."""
+        index, there = self._last.get(number, (None, None))
+        if index is None or there is None or not np.array_equal(index, chosen):
+            there = self._on_device(chosen)
+            self._last[number] = chosen, there
+        return there
+
+    def _file(self, filed: Sequence[Step], rows: Sequence[Tensor], event: Any) -> None:
+        if filed:
+            data = (one.view(torch.uint8).view(-1).numpy().data for one in rows)
+            self._writer.put([one.rows(words) for one, words in zip(filed, data, strict=True)], event)
 
     def read(self, segments: Iterable[Segment], hidden: Tensor | None) -> Brought | None:
         """``take`` and ``bring`` of one step."""
         return self.bring(self.take(segments), hidden)
 
-    def _where(self, ops: tuple[str, ...], after: bool) -> tuple[int | None, NDArray[np.int64]]:
+    def where(self, ops: tuple[str, ...], after: bool) -> tuple[int | None, NDArray[np.int64]]:
         """The bank that sites are captured in, and the first row of each."""
         found = self._banked.get((ops, after))
         if found is None:
@@ -186,15 +209,13 @@ class _Block:
         self._planes, self._each, self._rows = planes, each, 0
         self._ranges: list[Span] = []  # of tokens of the step
 
-    def add(self, name: str, number: int, reading: Reading, spans: list[Span], ahead: int, sink: Sink | None) -> None:
+    def add(self, name: str, number: int, reading: Reading, spans: list[Span], ahead: int) -> None:
         """Add a part; at each position it reads the step's token so many ahead."""
-        first, places = self._rows, []
+        first = self._rows
         for lo, hi in spans:
             self._rows += self._each * (hi - lo)
             self._ranges.append((lo + ahead, hi + ahead))
-            if sink is not None:
-                places.append((rank(reading.windows, lo), hi - lo))
-        self.parts.append(Part(name, number, reading, spans, first, self._rows, sink, places))
+        self.parts.append(Part(name, number, reading, spans, first, self._rows))
 
     def index(self) -> NDArray[np.int64]:
         """The rows of the bank, those of a position side by side."""
@@ -214,17 +235,16 @@ class _Blocks:
     def __init__(self, where: Any) -> None:
         self._where = where
         self._found: dict[int | None, dict[tuple[Any, ...], dict[tuple[Any, ...], _Block]]] = {}
-        self._known: dict[tuple[int, bool], _Block] = {}  # of single positions
+        self._known: dict[int, _Block] = {}  # of single positions, by id of their readout
 
-    def of(self, reading: Reading, sink: Sink | None, *, alone: bool) -> _Block:
+    def of(self, reading: Reading, *, alone: bool) -> _Block:
         """The block for rows of a readout; ``alone``: of one position."""
-        known = (id(reading), sink is not None)
-        if alone and (block := self._known.get(known)) is not None:
+        if alone and (block := self._known.get(id(reading))) is not None:
             return block
         bank, planes = self._where(reading.ops, reading.after)
         how: _How = "rows" if reading.reduce == "none" else "alone" if alone else "reduced"
         works = self._found.setdefault(bank, {})
-        key = (how, sink is not None, *_computed(reading))
+        key: tuple[Any, ...] = (how, *_computed(reading))
         key = (*key, len(works)) if how == "reduced" else key  # each by itself
         sites = len(reading.ops) if reading.kind == "probe" else 1  # whose rows become one
         blocks = works.setdefault(key, {})
@@ -232,7 +252,7 @@ class _Blocks:
         if block is None:
             block = blocks[reading.ops, reading.after] = _Block(planes, len(planes) // sites)
         if alone:
-            self._known[known] = block
+            self._known[id(reading)] = block
         return block
 
     def gathers(self) -> Iterator[tuple[int | None, NDArray[np.int64], list[Work]]]:

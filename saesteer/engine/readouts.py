@@ -4,7 +4,7 @@ Knows positions and weights, and neither steps nor an answer's form. captures.py
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from saesteer.engine.spool import Sink
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes, Reduction
 from saesteer.planning.plan import END
@@ -115,8 +114,7 @@ class Segment(NamedTuple):
     """The tokens of one request in a step."""
 
     name: str
-    readings: Sequence[Reading | None]  # by number; None: another stage of a pipeline has it
+    readings: Sequence[Reading | None]  # by number; None: another stage of a pipeline has it, or it is filed
     first: int  # index in the step
     position: int  # of this token in the request
     tokens: int
-    sinks: Mapping[int, Sink] | None = None  # files of readouts, by number; None: it has none

@@ -10,22 +10,16 @@ import logging
 import os
 import platform
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from threading import Condition, Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch
-
 from saesteer.config.config import KEY
-
-if TYPE_CHECKING:
-    from saesteer.engine.brought import Made
+from saesteer.engine.readouts import Span
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -46,7 +40,7 @@ def address(spools: Iterable[Sequence[Any]]) -> list[Any]:
     return [platform.node(), [*spools]]
 
 
-_Piece = tuple[int, int, Any]  # step, byte of the file, and what is written there
+_Piece = tuple[int, Any]  # byte of the file, and what is written there
 
 
 class Sink:
@@ -65,11 +59,12 @@ class Sink:
         self.start, self.rows = start, rows
         self._path, self._failed = path, False
         self.file = os.open(path, os.O_WRONLY)
-        self.pieces: list[_Piece] = []  # that wait; the Writer's, as is the next
+        self.pieces: list[_Piece] = []  # that wait; the Writer's, as are the next two
+        self.spans: list[Span] = []  # positions of rows that are here, and of which nobody has been told
         self.busy = False  # somebody writes some now
         weakref.finalize(self, os.close, self.file).atexit = False  # where a thread may still write to it
 
-    def write(self, pieces: Iterable[tuple[int, Any]]) -> None:
+    def write(self, pieces: Iterable[_Piece]) -> None:
         """Write bytes at places, neighbours by one call: between two calls a thread may wait for the interpreter."""
         if self._failed:
             return
@@ -97,7 +92,7 @@ def put(file: int, at: int, pieces: Sequence[Any]) -> None:
             rest = rest[os.pwrite(file, rest, at + size - len(rest)) :]
 
 
-def _runs(pieces: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, list[Any]]]:
+def _runs(pieces: Iterable[_Piece]) -> Iterator[tuple[int, list[Any]]]:
     run: list[Any] = []
     first = end = 0
     for at, data in pieces:
@@ -147,17 +142,26 @@ class Sinks:
         self._open.pop(request, None)
 
 
+class Rows(NamedTuple):
+    """Rows of one step that lie one behind the other, those of a file's each position side by side."""
+
+    sinks: Sequence[Sink]  # whose rows they are, one after the other
+    first: Sequence[int]  # by sink, which row of its file the first of them is
+    positions: Sequence[int]  # by sink, of its first one
+    lengths: Sequence[int]  # by sink, how many positions follow one another
+    data: memoryview  # bytes
+
+
 class Writer:
     """Threads that write the rows of each file in their order. Who waits for a file takes part.
 
-    Rows wait for those of later steps, so one call writes several. Those whose copies the device has not finished stay,
-    so whoever takes a file is soon done with it.
+    A step only leaves its rows here. Later, those whose copies the device has finished are dealt to their files, and
+    wait there for those of later steps, so one call writes several.
     """
 
     def __init__(self) -> None:
         self.ticket = 0  # of the last step that was put
-        self._landed = 0  # the last step whose rows are known to be in host memory
-        self._events: deque[tuple[int, Any]] = deque()  # of the device, by step, behind those that have landed
+        self._put: deque[tuple[int, Any, Rows]] = deque()  # ticket, event of the device, and rows that are not dealt
         self._waiting: dict[Sink, None] = {}  # files with rows, the longest waiting first
         self._ready: dict[Sink, None] = {}  # of them, those that threads should take
         self._busy = 0  # files that somebody writes now
@@ -168,43 +172,13 @@ class Writer:
         self._threads: list[Thread] = []
         self._broken: BaseException | None = None  # a thread has ended for it
 
-    def spool(self, made: Iterable["Made"], stream: Any) -> list["Made"]:
-        """Take the rows that have a file, and leave their positions.
+    def put(self, several: Sequence[Rows], event: Any) -> None:
+        """Take the rows of a step.
 
         Args:
-            made: of a step.
-            stream: of the device, on which they are copied to the host; None: they are there.
+            several: of the step.
+            event: of the device, behind the copies that bring them to the host; None: they are there.
         """
-        pieces, left = [], []
-        views: dict[int, Any] = {}  # of arrays by their id, as bytes
-        for one in made:
-            if one.parts[0].sink is None:  # readouts that have files are made apart from others
-                left.append(one)
-                continue
-            (rows,) = one.arrays
-            data = views.get(id(rows))
-            if data is None:
-                data = views[id(rows)] = rows.view(torch.uint8).view(-1).numpy().data
-            size, ahead = len(data) // len(rows), one.ahead
-            stride = size * max(1, len(one.parts[0].reading.ops))  # of a position
-            for part in one.parts:
-                sink, at = part.sink, size * (one.base + part.first)
-                assert sink is not None
-                for first, number in part.places:
-                    fits = min(number, sink.rows - first - ahead)
-                    if fits > 0:
-                        pieces.append((sink, sink.start + stride * (first + ahead), data[at : at + stride * fits]))
-                    at += stride * number
-            left.append(one._replace(arrays=()))
-        if pieces:
-            self._put(pieces, stream)
-        return left
-
-    def _put(self, pieces: Sequence[tuple[Sink, int, Any]], stream: Any) -> None:
-        event = None
-        if stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
         with self._lock:
             if not self._threads:
                 self._threads = [Thread(target=self._run, daemon=True) for _ in range(THREADS)]
@@ -213,13 +187,9 @@ class Writer:
             self._make_room()
             self._check()
             self.ticket += 1
-            if event is not None:
-                self._events.append((self.ticket, event))
-            begins = not self._waiting
-            for sink, at, data in pieces:
-                sink.pieces.append((self.ticket, at, data))
-                self._waiting[sink] = None
-            size = sum(len(data) for _, _, data in pieces)
+            begins = not (self._put or self._waiting)
+            self._put.extend((self.ticket, event, rows) for rows in several)
+            size = sum(len(rows.data) for rows in several)
             self._held, self._fresh = self._held + size, self._fresh + size
             if self._fresh >= MOST // 2:
                 self._hand_over_all()
@@ -228,58 +198,73 @@ class Writer:
             if begins:
                 self._work.notify_all()
 
-    def wait(self, ticket: int, sinks: Collection[Sink]) -> None:
-        """Write all that some files got up to a step, as far as no thread has, and wait for those that a thread has."""
+    def settle(self, ticket: int, sinks: Collection[Sink]) -> list[list[Span]]:
+        """Write all that some files got up to a step, as far as no thread has, and wait for those that a thread has.
+
+        Returns:
+            For each file the positions of rows that have come since this was last asked.
+
+        Raises:
+            RuntimeError: a thread has ended.
+        """
         with self._lock:
-            event = next((event for step, event in self._events if step == ticket), None)
+            event = next((event for step, event, _ in self._put if step == ticket), None)
         if event is not None:
             event.synchronize()
         with self._lock:
+            self._deal()
             self._hand_over(sinks)
             if len(sinks) > 1:
                 self._work.notify_all()
+        told = []
         for sink in sinks:
             with self._lock:
                 self._done.wait_for(lambda sink=sink: not sink.busy or self._broken)  # type: ignore[misc]
                 self._check()
                 pieces = self._take(sink)
+                told.append(sink.spans)
+                sink.spans = []
             self._write(sink, pieces)
+        return told
 
     def _make_room(self) -> None:
         """A slow disk slows steps down."""
         while self._held >= MOST and self._broken is None:
             if not self._ready and not self._busy:  # or nobody would write
-                if self._events:
-                    self._events[0][1].synchronize()
+                if not self._waiting and (event := self._put[0][1]) is not None:
+                    event.synchronize()
                 self._hand_over_all()
             self._done.wait()
 
     def _hand_over(self, sinks: Iterable[Sink]) -> None:
         """Let threads take these files, as far as nobody has them."""
-        self._land()
         for sink in sinks:
-            if not sink.busy and sink.pieces and sink.pieces[0][0] <= self._landed:
+            if not sink.busy and sink.pieces:
                 self._ready[sink] = None
 
     def _hand_over_all(self) -> None:
+        self._deal()
         self._hand_over(self._waiting)
         self._fresh, self._due = 0, monotonic() + PAUSE
         self._work.notify_all()
 
-    def _land(self) -> None:
-        while self._events and self._events[0][1].query():
-            self._landed = self._events.popleft()[0]
-        if not self._events:
-            self._landed = self.ticket
+    def _deal(self) -> None:
+        """Give rows that have landed to their files."""
+        while self._put and ((event := self._put[0][1]) is None or event.query()):
+            sinks, firsts, positions, lengths, data = self._put.popleft()[2]
+            stride, at = len(data) // sum(lengths), 0
+            for sink, first, position, length in zip(sinks, firsts, positions, lengths, strict=True):
+                end = at + stride * length
+                sink.pieces.append((sink.start + stride * first, data[at:end]))
+                at = end
+                _join(sink.spans, position, position + length)
+            self._waiting.update(dict.fromkeys(sinks))
 
     def _take(self, sink: Sink) -> Sequence[_Piece]:
-        """A file's rows that have landed; nobody else takes the file until they are written."""
+        """A file's rows; nobody else takes the file until they are written."""
         self._ready.pop(sink, None)
         self._waiting.pop(sink, None)
-        number = bisect_right(sink.pieces, self._landed, key=itemgetter(0))
-        taken, sink.pieces = sink.pieces[:number], sink.pieces[number:]
-        if sink.pieces:
-            self._waiting[sink] = None
+        taken, sink.pieces = sink.pieces, []
         sink.busy = bool(taken)
         self._busy += sink.busy
         return taken
@@ -287,11 +272,11 @@ class Writer:
     def _write(self, sink: Sink, pieces: Sequence[_Piece]) -> None:
         if not pieces:
             return
-        sink.write((at, data) for _, at, data in pieces)
+        sink.write(pieces)
         with self._lock:
             sink.busy = False
             self._busy -= 1
-            self._held -= sum(len(data) for _, _, data in pieces)
+            self._held -= sum(len(data) for _, data in pieces)
             self._done.notify_all()
 
     def _check(self) -> None:
@@ -309,7 +294,7 @@ class Writer:
 
     def _serve(self) -> None:
         with self._lock:
-            self._work.wait_for(lambda: self._waiting)
+            self._work.wait_for(lambda: self._put or self._waiting)
             self._work.wait_for(lambda: self._ready, self._due - monotonic())
             if not self._ready and monotonic() >= self._due:
                 self._hand_over_all()
@@ -320,19 +305,37 @@ class Writer:
         self._write(sink, pieces)
 
 
-class Spooling:
-    """The requests of a step that have files.
+def _join(spans: list[Span], lo: int, hi: int) -> None:
+    """Add positions, which mostly follow those before."""
+    if spans and spans[-1][1] == lo:
+        lo = spans.pop()[0]
+    spans.append((lo, hi))
+
+
+class Filed:
+    """The files of the requests of a step.
 
     Args:
-        sinks: of each request.
+        sinks: of each request by number of the readout.
         writer: that has all rows up to this step.
     """
 
-    def __init__(self, sinks: Mapping[str, Collection[Sink]], writer: Writer) -> None:
+    def __init__(self, sinks: Mapping[str, Mapping[int, Sink]], writer: Writer) -> None:
         self._sinks, self._writer, self._ticket = sinks, writer, writer.ticket
 
-    def settle(self, ending: Collection[str] | None = None) -> None:
-        """Wait for all rows up to this step of those of these requests that have a file; None: of all requests."""
-        found = self._sinks.keys() if ending is None else self._sinks.keys() & ending
-        if sinks := [sink for name in found for sink in self._sinks[name]]:
-            self._writer.wait(self._ticket, sinks)
+    def settle(self, ending: Collection[str] | None = None) -> dict[str, list[list[Any]]]:
+        """Wait until all rows up to this step of these requests are written; None: of all requests.
+
+        Returns:
+            Of each request that has a file, the numbers of its readouts, each with the positions of rows that have
+            come since this was last asked. They may be of later steps, too, and come once more.
+        """
+        names = [name for name in self._sinks if ending is None or name in ending]
+        files = [(name, number, sink) for name in names for number, sink in self._sinks[name].items()]
+        found: dict[str, list[list[Any]]] = {}
+        if files:
+            told = self._writer.settle(self._ticket, [sink for *_, sink in files])
+            for (name, number, _), spans in zip(files, told, strict=True):
+                if spans:
+                    found.setdefault(name, []).append([number, spans])
+        return found

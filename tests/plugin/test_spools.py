@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +26,8 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine import spool
 from saesteer.engine.brought import Brought
-from saesteer.engine.captures import Captures, Take
+from saesteer.engine.captures import Captures
+from saesteer.engine.filing import Filing
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.spool import SPOOLS, Sinks, address
 from saesteer.errors import SpecError
@@ -71,9 +73,8 @@ def sinks_of(made: Spool) -> Any:
 
 
 def said_of(brought: Brought) -> list[Any]:
-    """What an answer that may end here is told, of all rows."""
-    rows = brought.blobs(["r"]).get("r", [])  # which waits for files, too
-    return [*rows, *([number, [span]] for _, number, span in brought.filed({}))]
+    """What an answer that may end here is told, of all rows; it waits for files."""
+    return [*brought.blobs(["r"]).get("r", []), *brought.filed(["r"]).get("r", [])]
 
 
 def truth(site: int, position: int, noise: int = 0) -> torch.Tensor:
@@ -87,15 +88,21 @@ class Steps:
         self.names = SITES[:sites]
         self.captures = Captures(dict.fromkeys(self.names, WIDTH), STEP, torch.bfloat16, torch.device("cpu"))
         self.reading = Reading("activation", self.names, False, scope, False, "none", None, 0, ())
-        self.took: tuple[Take, int] | None = None  # and the position of its token, as a worker has it
+        self.filing, self.sinks = Filing(), None
 
     def run(self, sinks: Any, lo: int, hi: int, noise: int = 0, first: int = 2) -> Brought | None:
+        """A step of one request's tokens, behind some of another one."""
         for site, name in enumerate(self.names):
             for at in range(lo, hi):
                 self.captures.of(name)["before"][first + at - lo] = truth(site, at, noise)
-        if hi - lo > 1 or self.took is None or not 0 <= lo - self.took[1] < self.took[0].steps:
-            self.took = self.captures.take([Segment("r", [self.reading], first, lo, hi - lo, sinks)]), lo
-        return self.captures.bring(self.took[0], None, lo - self.took[1])
+        if sinks is None:
+            return self.captures.read([Segment("r", [self.reading], first, lo, hi - lo)], None)
+        if sinks is not self.sinks:
+            self.sinks = sinks
+            self.filing.add("r", [self.reading], sinks, self.captures.where)
+            self.filing.look([(1, "r")], {"r": sinks})
+        filed = self.filing.step(np.array([0, first, first + hi - lo]), np.array([0, lo]))
+        return self.captures.bring(None, None, 0, filed, self.filing.sinks)
 
 
 def check(found: Results, entries: Any, positions: Sequence[int], noise: int = 0) -> None:
@@ -144,7 +151,7 @@ def test_each_row_is_where_its_handle_finds_it(
     assert len(files(found)) == sites
     late = steps.run(sinks, end, end + 2, noise=5)
     if here and late is not None:
-        late.blobs(["r"])
+        late.filed(["r"])
         check(found, fields["activations"], [at for lo, hi in inside(scope, 0, end) for at in range(lo, hi)])
 
 
@@ -203,7 +210,7 @@ def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, mon
         brought = steps.run(sinks, 0, 5)
         assert brought is not None
         rows.add(said_of(brought))
-    del sick, sinks  # a preempted request comes anew
+    del sick, sinks, brought  # a preempted request comes anew
     with pytest.raises(OSError, match="some of its rows could not be written"):
         answers[0][0].tell(5, 1, final=True)
     answers[1][0].tell(5, 1, final=True)

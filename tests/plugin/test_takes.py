@@ -2,6 +2,8 @@
 
 import gc
 import os
+import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine
-from saesteer.engine.readouts import Segment
-from saesteer.engine.spool import Sink
+from saesteer.engine.readouts import Reading, Segment
+from saesteer.engine.spool import SPOOLS, Sink, address
+from saesteer.planning.windows import rank
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.test_recent import admitted
 from tests.test_meaning import WIDTH, make_engine
@@ -33,11 +36,45 @@ SPECS: list[dict[str, Any] | None] = [
     {"return": {"features": [{"dictionary": "jump", "top_k": 2, "scope": {"positions": [[6, 9], [11, None]]}}]}},
     {"return": {"activations": [{"site": SITE, "at": "after", "reduce": "mean", "scope": {"generated": True}}]}},
 ]
+FILED: list[dict[str, Any]] = [
+    {"return": {"activations": [{"site": SITE, "as": "handle", **how}]}}
+    for how in (
+        {"scope": {"generated": True}},
+        {"scope": {"positions": [[2, 4], [5, 6], [9, None]]}, "at": "after"},
+        {"scope": {"positions": [[0, 3]]}},
+    )
+]
+START, ROOM = 64, 12  # byte of a file's first row, and the rows that it has room for
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(Path(tmp_path_factory.mktemp("takes")))
+
+
+class File:
+    """Of a request's only readout, and what it should hold."""
+
+    def __init__(self, reading: Reading, path: Path) -> None:
+        path.touch()
+        self.reading, self.path = reading, path
+        self.rows: dict[int, tuple[int, torch.Tensor]] = {}  # by position, which one it is, and its content
+
+    def step(self, engine: Engine, first: int, position: int, tokens: int) -> None:
+        """A step has these tokens of the request."""
+        rows = engine.captures.of(SITE)["after" if self.reading.after else "before"][first : first + tokens]
+        for row, at in zip(rows, range(position, position + tokens), strict=True):
+            if any(lo <= at < hi for lo, hi in self.reading.windows):
+                self.rows[at] = rank(self.reading.windows, at), row.clone()
+
+    def check(self, told: Sequence[Any], end: int) -> None:
+        """Up to a position it holds this, and these spans are of all positions."""
+        rows = {at: row for at, row in self.rows.items() if at < end and row[0] < ROOM}
+        assert {at for _, spans in told for lo, hi in spans for at in range(lo, min(hi, end))} == rows.keys()
+        data = self.path.read_bytes()
+        for where, row in rows.values():
+            begin = START + row.nbytes * where
+            assert data[begin : begin + row.nbytes] == row.view(torch.uint8).numpy().tobytes()
 
 
 class World:
@@ -46,27 +83,41 @@ class World:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.steering = engine, Steering(engine)
         self.at: dict[str, int] = {}  # positions of their next tokens
+        self.files: dict[str, File] = {}
         self.draw = torch.Generator().manual_seed(7)
 
-    def begin(self, name: str, spec: dict[str, Any] | None) -> None:
+    def begin(self, name: str, spec: dict[str, Any] | None, path: Path | None = None) -> None:
+        """A request comes; with a path, what it reads goes there."""
         request = admitted(self.engine, spec or {"edits": []}, PROMPT)
         request.req_id = name
         if spec is None:
             request.sampling_params.extra_args = {}
-        self.steering.add(request)
+        if path is not None:
+            request.sampling_params.extra_args[SPOOLS] = address([(0, str(path), START, ROOM)])
+        row = self.steering.add(request)
+        if path is not None:
+            assert row is not None and row.readings[0] is not None
+            self.files[name] = File(row.readings[0], path)
         self.at[name] = 0
 
     def end(self, name: str) -> None:
         if self.at.pop(name, None) is not None:
             self.steering.forget(name)
+            self.files.pop(name, None)
 
     def preempt(self, name: str) -> None:
         if name in self.at:
             self.steering.restart(name, 0)
             self.at[name] = 0
 
-    def step(self, tokens: dict[str, int]) -> None:
-        """Each of these requests computes so many tokens."""
+    def guess(self, name: str, tokens: int, wrong: int) -> None:
+        """A request computes several tokens, of which the last were guesses that do not hold."""
+        self.step({name: tokens})
+        if name in self.at:
+            self.at[name] -= wrong
+
+    def step(self, tokens: dict[str, int], ends: Collection[str] = ()) -> None:
+        """Each of these requests computes so many tokens; some end then, of those that have files."""
         batch = [name for name in tokens if name in self.at]
         if not batch:
             return
@@ -80,11 +131,18 @@ class World:
         anew = [
             Segment(name, row.readings, int(starts[number]), self.at[name], tokens[name])
             for number, name in enumerate(batch)
-            if (row := self.steering.rows.get(name)) is not None and row.readings
+            if (row := self.steering.rows.get(name)) is not None and row.readings and name not in self.files
         ]
-        assert told(self.steering.read()) == told(self.engine.captures.read(anew, hidden))
-        for name in batch:
+        brought = self.steering.read()
+        assert told(brought) == told(self.engine.captures.read(anew, hidden))
+        for number, name in enumerate(batch):
+            if name in self.files:
+                self.files[name].step(self.engine, int(starts[number]), self.at[name], tokens[name])
             self.at[name] += tokens[name]
+        for name in self.files.keys() & ends:
+            assert brought is not None
+            self.files[name].check(brought.filed([name]).get(name, []), self.at[name])
+            self.end(name)
 
 
 def told(brought: Brought | None) -> dict[str, Any]:
@@ -95,25 +153,35 @@ def told(brought: Brought | None) -> dict[str, Any]:
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_step_reads_what_it_would_read_anew(engine: Engine, data: st.DataObject) -> None:
-    """Requests begin, end, are preempted and leave the batch for a while, between steps that go on as before."""
+def test_a_step_reads_what_it_would_read_anew(engine: Engine, tmp_path: Path, data: st.DataObject) -> None:
+    """Requests begin, end, are preempted and leave the batch for a while, between steps that go on as before.
+
+    What goes into a file is what was captured last of each position, and who ends it is told of all of them.
+    """
     world = World(engine)
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     kept: dict[str, int] = {}
-    for _ in range(data.draw(st.integers(3, 30))):
-        what = data.draw(st.sampled_from(["go on"] * 4 + ["begin", "end", "preempt", "batch"]))
+    for turn in range(data.draw(st.integers(3, 30))):
+        what = data.draw(st.sampled_from(["go on"] * 4 + ["begin", "end", "preempt", "batch", "guess"]))
         name = data.draw(st.sampled_from(NAMES))
         if what == "begin":
             world.end(name)
-            world.begin(name, data.draw(st.sampled_from(SPECS)))
+            if data.draw(st.booleans()):
+                world.begin(name, data.draw(st.sampled_from(FILED)), folder / f"{turn}")
+            else:
+                world.begin(name, data.draw(st.sampled_from(SPECS)))
         elif what == "end":
             world.end(name)
         elif what == "preempt":
             world.preempt(name)
+        elif what == "guess":
+            world.guess(name, 5, data.draw(st.integers(0, 4)))
         elif what == "batch":
             batch = data.draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
             kept = {one: data.draw(st.integers(1, 6)) for one in batch}
         for _ in range(data.draw(st.integers(1, 3))):
-            world.step(kept or dict.fromkeys(NAMES, 1))
+            tokens = kept or dict.fromkeys(NAMES, 1)
+            world.step(tokens, tokens.keys() & data.draw(st.sampled_from([(), (), ("a", "b"), ("c",)])))
             kept = dict.fromkeys(kept, 1)
 
 
@@ -134,6 +202,17 @@ def test_steps_that_go_on_as_before_take_nothing_anew(engine: Engine, monkeypatc
     assert len(taken) - 11 == 4
 
 
+def test_a_preempted_request_files_its_first_positions_again(engine: Engine, tmp_path: Path) -> None:
+    world = World(engine)
+    world.begin("a", FILED[1], tmp_path / "rows")
+    for _ in range(12):
+        world.step({"a": 1})
+    world.preempt("a")
+    for _ in range(12):
+        world.step({"a": 1})
+    world.step({"a": 1}, "a")
+
+
 def test_who_has_ended_holds_no_file(engine: Engine, tmp_path: Path) -> None:
     """Also where no step follows: an idle engine would keep the room of a deleted file on the disk."""
     world = World(engine)
@@ -148,7 +227,7 @@ def test_who_has_ended_holds_no_file(engine: Engine, tmp_path: Path) -> None:
     brought = world.steering.read()
     world.end("a")
     assert brought is not None
-    brought.blobs(["a"])  # waits until the row is written
+    assert "a" in brought.filed(["a"])  # waits until the row is written
     del brought
     gc.collect()
     with pytest.raises(OSError, match="Bad file"):

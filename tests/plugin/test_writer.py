@@ -12,14 +12,13 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine import spool
-from saesteer.engine.spool import Sink, Sinks, Writer, address
+from saesteer.engine.spool import Rows, Sink, Sinks, Writer, address
 from saesteer.planning.plan import END
 from tests.plugin.test_spools import WIDTH, Steps, check, results, sinks_of, spool_of, told
 
@@ -30,10 +29,10 @@ def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(spool, "put", lambda *a: gate.wait(20) and put(*a))
     brought = steps.run(sinks_of(made), 0, 5)
     assert brought is not None
-    assert not brought.blobs(["another"]) and [*brought.filed({})] == [("r", 0, (0, 5))], "at once"
+    assert not brought.filed(["another"]), "at once"
     timer = threading.Timer(0.2, gate.set)
     timer.start()
-    brought.blobs(["r"])
+    assert brought.filed(["r"]) == {"r": [[0, [(0, 5)]]]}
     assert gate.is_set()
     timer.join()
 
@@ -67,7 +66,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     thread.join(20)
     brought = steps.run(sinks, 15, 16)
     assert brought is not None
-    brought.blobs(["r"])
+    brought.filed(["r"])
     assert calls < 5, "steps that have waited are written together"
     rows, fields = told(made)
     rows.add([[0, [[0, 16]]]])
@@ -87,7 +86,7 @@ def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pyte
         if step + 1 == 8:
             soon(lambda: len(calls) == 1)
     assert calls == [8] and brought is not None
-    brought.blobs(["r"])
+    brought.filed(["r"])
     assert calls == [8, 3]
     monkeypatch.setattr(spool, "PAUSE", 0.05)
     Steps([(0, END)]).run(sinks, 0, 1)
@@ -106,7 +105,7 @@ def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monk
     assert brought is not None
     soon(lambda: steps.captures._writer._broken is not None)
     with pytest.raises(RuntimeError, match="has ended"):
-        brought.blobs(["r"])
+        brought.filed(["r"])
 
 
 class Event:
@@ -118,9 +117,6 @@ class Event:
     def __init__(self) -> None:
         self.made.append(self)
         self.number = len(self.made)
-
-    def record(self, stream: Any) -> None:
-        pass
 
     def query(self) -> bool:
         return self.number <= Event.landed
@@ -150,7 +146,6 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
 ) -> None:
     """No row is written before its copy has landed, and who waits for a step never waits for a later one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(spool, "PAUSE", pause)
         patch.setattr(spool, "MOST", most)
         Event.made.clear()
@@ -160,6 +155,7 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         for n in range(FILES):
             (folder / str(n)).touch()
             sinks.append(Sink(str(folder / str(n)), 0, ROWS))
+        told: list[list[tuple[int, int]]] = [[] for _ in sinks]
         write = Sink.write
         early: list[int] = []
 
@@ -170,21 +166,22 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
 
         patch.setattr(Sink, "write", watched)
         for number, (rows, behind, wanted) in enumerate(steps, 1):
-            pieces = []
             for file, row in rows:
                 expected[file, row] = number, row
-                pieces.append((sinks[file], 2 * row, memoryview(bytes([number, row]))))
-            writer._put(pieces, "a stream")
+            at, data = [row for _, row in rows], memoryview(bytes(one for _, row in rows for one in (number, row)))
+            writer.put([Rows([sinks[file] for file, _ in rows], at, at, [1] * len(rows), data)], Event())
             Event.landed = max(Event.landed, number - behind)
             if wanted is not None:
                 file, ago = wanted
                 before, step = Event.landed, max(1, number - ago)
-                writer.wait(step, [sinks[file]])
+                told[file] += writer.settle(step, [sinks[file]])[0]
                 assert Event.landed <= max(before, step)
-        writer.wait(writer.ticket, sinks)
+        for spans, more in zip(told, writer.settle(writer.ticket, sinks), strict=True):
+            spans += more
         for file in range(FILES):
-            data = (folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0")
-            assert data == expected[file].tobytes()
+            assert {at for lo, hi in told[file] for at in range(lo, hi)} == {*expected[file].any(axis=1).nonzero()[0]}
+            content = (folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0")
+            assert content == expected[file].tobytes()
         assert not early and not writer._held and not writer._waiting and not writer._ready
 
 
@@ -194,10 +191,10 @@ def test_who_waits_for_one_file_writes_no_other(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).touch()
     one, other = (Sink(str(tmp_path / name), 0, 1) for name in "ab")
     writer = Writer()
-    writer._put([(one, 0, memoryview(b"x")), (other, 0, memoryview(b"y"))], None)
-    writer.wait(writer.ticket, [one])
+    writer.put([Rows([one, other], [0, 0], [0, 0], [1, 1], memoryview(b"xy"))], None)
+    writer.settle(writer.ticket, [one])
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes()
-    writer.wait(writer.ticket, [other])
+    writer.settle(writer.ticket, [other])
 
 
 def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +205,12 @@ def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monk
         sinks.add("r", address([(0, *made.address)]))
         opened = sinks.of("r")
         assert opened is not None
-        writer._put([(opened[0], 0, memoryview(bytes([turn])))], None)
+        writer.put([Rows([opened[0]], [0], [0], [1], memoryview(bytes([turn])))], None)
         sinks.forget("r")
-    assert [len(sink.pieces) for sink in writer._waiting] == [2]
-    writer.wait(writer.ticket, [*writer._waiting])
-    assert Path(made.address[0]).read_bytes()[:1] == b"\1"
+    first, second = (rows.sinks[0] for _, _, rows in writer._put)
+    assert first is second and writer.settle(writer.ticket, [first]) == [[(0, 1), (0, 1)]]
+    start = made.address[1]
+    assert Path(made.address[0]).read_bytes()[start : start + 1] == b"\1"
 
 
 def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def joined(last: Table, earlier: Table) -> Table:
                 if name in last.names:
                     counted[last.names.index(name), : len(words)] |= words
     reads = [one.read for one in (earlier, last) if one.read is not None]
-    read = Brought([made for one in reads for made in one.made]) if reads else None
+    read = reduce(Brought.joined, reads) if reads else None
     return last._replace(counted=counted, failed={**earlier.failed, **last.failed}, read=read)
 
 

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from saesteer.config.config import KEY
-from saesteer.engine.brought import Blob, Brought
-from saesteer.engine.readouts import Span
+from saesteer.engine.brought import Blob, Brought, Told
 from saesteer.planning.answers import WORDS
 
 READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
@@ -36,7 +35,7 @@ def send(
         ends: for each request that had guessed tokens, the first position whose guess does not hold.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
-    filed: dict[str, dict[int, list[Span]]] = scheduler.__dict__.setdefault("saesteer_filed", {})
+    filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
     if brought is None and not waiting and not filed:
         return
     made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
@@ -44,10 +43,10 @@ def send(
     if brought is not None:
         for name, blobs in brought.blobs(ending, ends).items():
             waiting.setdefault(name, []).extend(blobs)
-        for name, number, span in brought.filed(ends):
-            _join(filed.setdefault(name, {}).setdefault(number, []), span)
+        for name, told in brought.filed(ending).items():
+            filed.setdefault(name, []).extend(told)
     for name in filed.keys() & ending:
-        waiting.setdefault(name, []).extend([number, spans] for number, spans in filed.pop(name).items())
+        waiting.setdefault(name, []).extend(filed.pop(name))
     for name in [*waiting]:
         if name in made:
             blobs = waiting.pop(name)
@@ -56,14 +55,6 @@ def send(
             del waiting[name]
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
-
-
-def _join(spans: list[Span], more: Span) -> None:
-    """Adds positions, which mostly follow those before."""
-    if spans and spans[-1][1] == more[0]:
-        spans[-1] = (spans[-1][0], more[1])
-    else:
-        spans.append(more)
 
 
 def reads(fields: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine, Row
+from saesteer.engine.filing import Filing
 from saesteer.engine.parts import Border
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.registry import Gone
@@ -56,8 +57,12 @@ class Steering:
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
         self._sinks = Sinks()  # of requests that read by handle
-        self._readers: list[tuple[int, str, Sequence[Reading | None]]] = []  # of the last batch, with places in it
-        self._places_read = np.zeros(0, dtype=np.intp)  # these places
+        self._filing = Filing()  # what these read of the last batch
+        self._inline: dict[str, Sequence[Reading | None]] = {}  # of each request that reads, what it reads otherwise
+        self._reading: list[tuple[int, str, Sequence[Reading | None]]] = []  # who reads in the last batch, with places
+        self._sorted = True  # whether these are known to the next, and to `_filing`
+        self._readers: list[tuple[int, str, Sequence[Reading | None]]] = []  # those that read otherwise
+        self._places_read = np.zeros(0, dtype=np.intp)  # their places
         # What they read of an earlier step of this batch, and the positions of their tokens in it.
         self._took: tuple[Take, NDArray[Any]] | None = None
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
@@ -99,10 +104,16 @@ class Steering:
                 del self._recent[next(iter(self._recent))]
         return row
 
+    def _forget_files(self, request: str) -> None:
+        self._filing.forget(request)
+        self._inline.pop(request, None)
+        self._sorted = False
+
     def restart(self, request: str, computed: int) -> None:
         """A preempted request resumes after `computed` cached tokens: it holds no row, and its counts start again."""
         if request in self.rows:
             self._batch = self._took = None
+            self._forget_files(request)
             self._drop(request)
             self._cached[request] = computed
 
@@ -157,30 +168,52 @@ class Steering:
             self._stops.discard(request)
             self._borders.pop(request, None)
             self._sinks.forget(request)
+            self._forget_files(request)
 
     def read(self) -> Brought | None:
         """What the requests of the last batch read of its step, which has been launched."""
-        if not self._readers or self.step is None:
+        if self.step is None or not self._reading:
             return None
+        if not self._sorted:
+            self._sort()
         starts, positions, hidden = self.step()
+        filed = self._filing.step(starts, positions)
+        if not self._readers:
+            return self.engine.captures.bring(None, hidden, 0, filed, self._filing.sinks)
         now = positions[self._places_read]
         ahead = 0 if self._took is None else int(now[0] - self._took[1][0])
         if self._took is None or not 0 <= ahead < self._took[0].steps or (now - ahead != self._took[1]).any():
             self._took, ahead = (self.engine.captures.take(self._segments(starts.tolist(), now.tolist())), now), 0
-        return self.engine.captures.bring(self._took[0], hidden, ahead)
+        return self.engine.captures.bring(self._took[0], hidden, ahead, filed, self._filing.sinks)
+
+    def _sort(self) -> None:
+        """Tell those of the last batch's readers that have files from the others; a request may be both."""
+        files = {}
+        self._reading = [one for one in self._reading if one[1] in self.rows]
+        for _, name, readings in self._reading:
+            sinks = self._sinks.of(name)
+            if name not in self._inline:
+                if sinks:
+                    self._filing.add(name, readings, sinks, self.engine.captures.where)
+                rest = [None if number in sinks else one for number, one in enumerate(readings)] if sinks else readings
+                self._inline[name] = rest if any(rest) else ()
+            if sinks:
+                files[name] = sinks
+        self._filing.look(((at, name) for at, name, _ in self._reading), files)
+        self._readers = [(at, name, rest) for at, name, _ in self._reading if (rest := self._inline[name])]
+        self._places_read = np.array([at for at, *_ in self._readers], dtype=np.intp)
+        self._took, self._sorted = None, True
 
     def _segments(self, starts: Sequence[int], positions: Sequence[int]) -> list[Segment]:
-        sinks_of, guesses = self._sinks.of, self.guesses
+        guesses = self.guesses
         found = []
         for (at, name, readings), position in zip(self._readers, positions, strict=True):
             start, tokens = starts[at], starts[at + 1] - starts[at]
-            if name not in self.rows:
-                continue
             if name not in guesses:
-                found.append(Segment(name, readings, start, position, tokens, sinks_of(name)))
+                found.append(Segment(name, readings, start, position, tokens))
                 continue
             for first, some in drafts.pieces(guesses[name], tokens):
-                found.append(Segment(name, readings, start + first, position + first, some, sinks_of(name)))
+                found.append(Segment(name, readings, start + first, position + first, some))
         return found
 
     def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
@@ -222,6 +255,6 @@ class Steering:
         self.counting = any(row.counters for row in found if row.listed)
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
-        self._readers = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
-        self._places_read = np.array([at for at, *_ in self._readers], dtype=np.intp)
+        self._reading = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
+        self._sorted = False
         return True

@@ -1,0 +1,106 @@
+"""Rows of a step that go into files are those of the right tokens, at the right places. Starts no engine."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saesteer.engine.filing import Filing, Step
+from saesteer.engine.readouts import Reading
+from saesteer.engine.spool import Sink
+from saesteer.planning.plan import END, Window
+from saesteer.planning.windows import rank
+
+PLANES = {"a": [0], "b": [100], "c": [200, 0, 100]}  # where each kind of readout is captured, in the same bank
+NAMES = "xyz"
+
+
+class Room(Sink):
+    """A sink without a file."""
+
+    def __init__(self, rows: int) -> None:
+        self.start, self.rows = 0, rows
+
+
+class Request:
+    """One request, its readouts, and the position that it computes next."""
+
+    def __init__(self, readouts: list[tuple[str, list[Window], int]]) -> None:
+        self.readouts = [
+            (kind, Reading("activation", (kind,), False, windows, False, "none", None, 0, ()), Room(rows))
+            for kind, windows, rows in readouts
+        ]
+        self.position = 0
+
+    def expected(self, first: int, tokens: int) -> dict[tuple[int, int], list[int]]:
+        """By id of the file and its row, rows of the bank."""
+        found = {}
+        for kind, reading, sink in self.readouts:
+            for at in range(self.position, self.position + tokens):
+                row = rank(reading.windows, at)
+                if row < sink.rows and any(lo <= at < hi for lo, hi in reading.windows):
+                    found[id(sink), row] = [plane + first + at - self.position for plane in PLANES[kind]]
+        return found
+
+
+def where(ops: tuple[str, ...], _: bool) -> tuple[int, Any]:
+    return 7, np.array(PLANES[ops[0]])
+
+
+def rows_of(step: Step) -> dict[tuple[int, int], list[int]]:
+    """The same of a step."""
+    found, chosen = {}, step.chosen.tolist()
+    each = len(chosen) // int(step.lengths.sum())
+    for sink, first, length in zip(step.sinks, step.first, step.lengths, strict=True):
+        for ahead in range(length):
+            found[id(sink), int(first) + ahead] = chosen[:each]
+            del chosen[:each]
+    assert not chosen
+    return found
+
+
+def windows() -> st.SearchStrategy[list[Window]]:
+    borders = st.lists(st.integers(0, 30), min_size=2, max_size=8, unique=True).map(sorted)
+    closed = borders.map(lambda many: [*zip(many[::2], many[1::2], strict=False)])
+    return closed | borders.map(lambda many: [*zip(many[1::2], [*many[2::2], END], strict=False)])
+
+
+@given(st.data())
+def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> None:
+    """Prompts in chunks, guesses that do not hold, files that are full, and batches that change."""
+    filing, readouts = Filing(), st.tuples(st.sampled_from("abc"), windows(), st.integers(1, 12) | st.just(40))
+    requests = {name: Request(data.draw(st.lists(readouts, min_size=1, max_size=2))) for name in NAMES}
+    for name, one in requests.items():
+        sinks = {number: sink for number, (*_, sink) in enumerate(one.readouts)}
+        filing.add(name, [reading for _, reading, _ in one.readouts], sinks, where)
+    for _ in range(data.draw(st.integers(1, 6))):
+        batch = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+        places = data.draw(st.integers(0, 1))  # in front of them is somebody who reads nothing
+        filing.look([(places + at, name) for at, name in enumerate(batch)], {})
+        for _ in range(data.draw(st.integers(1, 8))):
+            tokens = [2] * places + [data.draw(st.just(1) | st.integers(1, 9)) for _ in batch]
+            starts = np.cumsum([0, *tokens])
+            steps = filing.step(starts, np.array([0] * places + [requests[name].position for name in batch]))
+            expected: dict[tuple[int, int], list[int]] = {}
+            for at, name in enumerate(batch, places):
+                expected |= requests[name].expected(int(starts[at]), tokens[at])
+                requests[name].position += tokens[at] - data.draw(st.integers(0, tokens[at] - 1))
+            found: dict[tuple[int, int], list[int]] = {}
+            for step in steps:
+                assert step.bank == 7
+                found |= rows_of(step)
+            assert found == expected and sum(int(step.lengths.sum()) for step in steps) == len(expected)
+
+
+def test_positions_are_told_beside_rows() -> None:
+    filing, sink = Filing(), Room(40)
+    reading = Reading("activation", ("a",), False, [(2, 4), (6, END)], False, "none", None, 0, ())
+    filing.add("x", [None, reading], {0: Room(1), 1: sink}, where)
+    filing.look([(0, "x")], {})
+    [step] = filing.step(np.array([0, 8]), np.array([0]))
+    assert (step.first.tolist(), step.positions.tolist(), step.lengths.tolist()) == ([0, 2], [2, 6], [2, 2])
+    [step] = filing.step(np.array([0, 1]), np.array([8]))
+    assert (step.first.tolist(), step.positions.tolist(), step.chosen.tolist()) == ([4], [8], [0])
+    filing.forget("x")
+    assert not filing.step(np.array([0, 1]), np.array([9]))
