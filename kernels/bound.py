@@ -28,8 +28,8 @@ class Bound:
     table: Tensor  # [rows, words] int32, see layout.py
     work: Tensor  # [max_tokens + 1, 4] int32, see layout.py; filled by ops.map_
     positions: Tensor  # [>= max_tokens] int32 or int64, of each token in its request, where a request's are consecutive
-    # [1] int32 on the CPU: the kinds of layout.py that the step's rows have, 0 when nobody is steered. It spares
-    # launches outside of CUDA graphs; nothing looks at it during capture.
+    # [1] int32 on the CPU: the kinds of layout.py that the step's rows have, BEFORE and AFTER for those that only
+    # capture, 0 when nobody is steered. It spares launches outside of CUDA graphs; nothing looks at it during capture.
     kinds: Tensor
     w_enc: Tensor  # [slots, d] contiguous, any float dtype
     w_dec: Tensor  # [slots, d], like w_enc; the number of slots may differ

@@ -23,8 +23,9 @@ from saesteer.kernels.step.updates import News
 hits: dict[int, int] = {}
 # Addresses of the same kind: there the ops do nothing for now.
 _silent: set[int] = set()
-# Addresses of `site`s: there tokens are only captured for now.
+# Addresses of `site`s: there tokens are only captured for now, or rows have one entry each.
 _copying: set[int] = set()
+_single: set[int] = set()
 
 
 @contextmanager
@@ -53,6 +54,15 @@ def copying(sites: Iterable[Tensor]) -> AbstractContextManager[None]:
         sites: the `site` of each edit_ that is meant; what is bound to it has `before` and `after`.
     """
     return _noted(_copying, sites)
+
+
+def single(sites: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Until this ends, edit_ on a GPU does only LONE and SHORT rows there (layout.py), as graphs captured meanwhile.
+
+    Args:
+        sites: the `site` of each edit_ that is meant.
+    """
+    return _noted(_single, sites)
 
 
 def edit_(
@@ -116,9 +126,13 @@ def edit_(
     check_edit(x, second, norm_weight, counts, bound, form)
     _hit(site)
     if x.is_cuda and site.data_ptr() in _copying:
-        from saesteer.kernels.edit.captured import capture_triton  # a CPU may have no Triton
+        from saesteer.kernels.edit.captured import capture  # a CPU may have no Triton
 
-        capture_triton(x, second, bound, form)
+        capture(x, second, bound, form)
+    elif x.is_cuda and site.data_ptr() in _single:
+        from saesteer.kernels.edit.launch import one_triton
+
+        one_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     elif x.is_cuda:
         from saesteer.kernels.edit.launch import edit_triton
 

@@ -1,5 +1,6 @@
 """Where a row says that doses are measured, and how they are limited. What its entries mean, test_formulas.py has."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from saesteer.engine import table
 from saesteer.engine.table import Arrow, Places, Row
 from saesteer.engine.wire import decode, encode
 from saesteer.kernels import layout
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan, Readout
 
 SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
 ALONG = Direction("v", None)
@@ -110,3 +111,17 @@ def test_each_site_finds_its_entries_and_a_lone_one_in_its_span(groups: Any) -> 
     assert len(row.words) == layout.head(len(SITES)) + layout.ENTRY * sum(count for count in counts if count > 1)
     slots = row.at - layout.SLOT  # where vectors get their slots
     assert len(slots) == sum(counts) and all(taken[at] for at in slots.tolist())
+
+
+def test_what_nobody_edits_is_captured_as_it_comes() -> None:
+    """Both are the same, and copies of what comes in need no kernel; where something is edited they differ."""
+    for groups, expected in (
+        ([], layout.BEFORE),
+        ([("resid_post.7", 1)], layout.BEFORE),
+        ([("resid_post.1", 1)], layout.AFTER),
+    ):
+        reads = Readout("activation", "saesteer.return", "resid_post.1", "resid_post.1", True, ((0, END),))
+        wire = decode(encode(replace(plan(*groups), readouts=(reads,)), CATALOG)["plan"])
+        [(_, _, _, _, captured)] = [site for site in wire.sites if site[0] == "resid_post.1"]
+        [(_, ops, after, *_)] = wire.readouts
+        assert captured == expected and ops == ["resid_post.1"] and after == (expected == layout.AFTER)

@@ -10,6 +10,7 @@ import torch
 
 from saesteer.kernels import layout
 from saesteer.kernels.early import early
+from saesteer.kernels.edit.captured import capture
 from saesteer.kernels.edit.configs import (
     EXACT_ENCODE,
     RUNS_ABOVE,
@@ -25,6 +26,7 @@ from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.lone import lone_kernel
 from saesteer.kernels.edit.many import many_kernel
+from saesteer.kernels.edit.one import one_kernel
 from saesteer.kernels.edit.runs import runs_kernel
 
 if TYPE_CHECKING:
@@ -82,7 +84,11 @@ def edit_triton(
     wanted = _ALL
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
     if tiled or (tiled is None and not captured):
-        wanted = int(bound.kinds[0]) & _ALL
+        kinds = int(bound.kinds[0])
+        if kinds == layout.BEFORE and tokens <= TILED_ABOVE:
+            capture(stream, second, bound, form)
+            return
+        wanted = kinds & _ALL | layout.ANY * (kinds & (layout.BEFORE | layout.AFTER) != 0)
         if not wanted:
             return
     if tiled is None:
@@ -209,3 +215,48 @@ def edit_triton(
             **_constants(edit),
             **waits,
         )
+
+
+def one_triton(
+    stream: Tensor,
+    second: Tensor | None,
+    norm_weight: Tensor | None,
+    counts: Tensor,
+    bound: Bound,
+    form: int,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Launch the kernel for rows of one entry, as the edit kernel is launched: a row gets the same bits from both.
+
+    Arguments as for the op `edit_`, which has checked them.
+    """
+    tokens, width = stream.shape
+    places = min(tokens, bound.work.shape[0] - 1)
+    if places <= 0:
+        return
+    warps = for_tokens(configs(width).edit, tokens).num_warps
+    one_kernel[(places,)](
+        stream,
+        second,
+        norm_weight,
+        bound.table,
+        bound.index,
+        bound.work,
+        bound.positions,
+        bound.w_enc,
+        bound.w_dec,
+        bound.registers,
+        counts,
+        eps,
+        weight_offset,
+        bound.table.stride(0),
+        *counts.stride(),
+        bound.registers.stride(0),
+        WIDTH=width,
+        BLOCK=block(warps),
+        FORM=form,
+        HAS_WEIGHT=norm_weight is not None,
+        num_warps=warps,
+        **early(stream.device.index),
+    )

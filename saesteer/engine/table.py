@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 
 import numpy as np
@@ -91,7 +91,9 @@ class Row:
     """What a request's table row holds; the registry puts the slots of its vectors into the words."""
 
     words: NDArray[np.int32]  # shortened to what is used
-    kinds: NDArray[np.int32]  # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there
+    # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there; BEFORE and AFTER where it only
+    # captures. Requests that ask for the same share it, so a step looks at few of them.
+    kinds: NDArray[np.int32]
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
     doses: int  # sites whose doses are measured, in the columns after these, in forward order
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
@@ -180,11 +182,40 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     if at:
         slots = np.array([moved[line] + layout.ENTRY * line + layout.SLOT for line in at], np.intp)
         used = np.array(which, np.intp)
-    row = Row(words, spans[:, layout.KIND] & _KERNELS, wire.edits, doses, (*uses,), slots, used)
+    kinds = spans[:, layout.KIND] & _KERNELS
+    for site, count, *_, captures in wire.sites:
+        if not count:
+            kinds[places.sites[site]] = captures
+    row = Row(words, _shared(kinds.tobytes()), wire.edits, doses, (*uses,), slots, used)
     row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters
     words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (row.counters > 0)
     return row
+
+
+@lru_cache(256)
+def _shared(kinds: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(kinds, np.int32)
+
+
+def single(wire: Wire, places: Places, *, limit: float = 0.0) -> frozenset[str]:
+    """The sites at which ``make_row`` makes a LONE or SHORT row; arguments as there.
+
+    It needs no vectors: which of them a request names may be gone, on one rank sooner than on another.
+    """
+    table = wire.lines[:, : layout.ENTRY].copy()
+    _link(table, wire, places, ())
+    found, first = set(), 0
+    for site, count, groups, changed, captures in wire.sites:
+        if count == 1 and not (changed and (wire.dose or limit > 0)):
+            flags, gates = table[first, [layout.FLAGS, layout.GATES]].tolist()
+            words = layout.span_words(
+                [flags], gated=bool(gates), groups=groups, begin=0, dense=(0, 0, 0), captures=captures
+            )
+            if words[layout.KIND] & (layout.LONE | layout.SHORT):
+                found.add(site)
+        first += count
+    return frozenset(found)
 
 
 def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence[Arrow]) -> None:

@@ -92,13 +92,18 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
                 edits += 1
         here[group.site].append(members)
     changed = {group.site for group in plan.groups}
+    edited = {catalog.op_site(site) for site in changed}
     captured: defaultdict[str, int] = defaultdict(int)
-    for readout in (*plan.readouts, *plan.measures):
-        if readout.op is not None:
-            captured[readout.op] |= layout.AFTER if readout.captured_after else layout.BEFORE
-            here[readout.op]  # it may have no lines
-    readouts = [targets.readout(several) for several in together(plan.readouts, catalog)]
-    readouts += [targets.readout([one], number) for number, one in enumerate(plan.measures)]
+    readouts: list[list[Any]] = []
+    measures = (((one,), number) for number, one in enumerate(plan.measures))
+    for several, watched in (*((several, None) for several in together(plan.readouts, catalog)), *measures):
+        # Where the request edits nothing, both are the same, and what comes in is copied faster.
+        after = several[0].captured_after and any(one.op in edited for one in several)
+        for readout in several:
+            if readout.op is not None:
+                captured[readout.op] |= layout.AFTER if after else layout.BEFORE
+                here[readout.op]  # it may have no lines
+        readouts.append(targets.readout(several, after, watched))
     sites: dict[str, list[Any]] = {}
     lines: list[bytes] = []
     for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
@@ -188,10 +193,13 @@ class _Targets:
         behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
         return [_LINE(source.slot, 0, lo, ~hi if one.part == "answer" else hi, *behind) for lo, hi in one.windows]
 
-    def readout(self, several: Sequence[Readout], watched: int | None = None) -> list[Any]:
-        """What the worker must know of readouts whose rows travel as one, or of what rules watch.
+    def readout(self, several: Sequence[Readout], after: bool, watched: int | None) -> list[Any]:
+        """What the worker must know of readouts whose rows travel as one; ``Engine`` takes it apart.
 
-        ``Engine`` takes it apart.
+        Args:
+            several: of the same tensors but for their sites.
+            after: whether the tensors are captured as the ops leave them.
+            watched: number of what rules watch, which no answer has.
         """
         one = several[0]
         source: int | list[int] = 0
@@ -202,7 +210,7 @@ class _Targets:
             source = [self._source(same.probe, str(same.site)).target for same in several]
             bias = [self._bias(same.probe) for same in several]
         ops = [same.op for same in several if same.op is not None]
-        about = [one.kind, ops, one.captured_after, one.windows, one.last, one.reduce]
+        about = [one.kind, ops, after, one.windows, one.last, one.reduce]
         return [*about, source, bias, one.top_k, one.features, one.starts, watched]
 
     def _bias(self, target: object) -> float:

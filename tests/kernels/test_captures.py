@@ -55,25 +55,46 @@ def test_a_captured_token_is_what_comes_and_what_stays(run: Run, case: str, form
     assert torch.equal(bits(out.after), bits(stays if captures & layout.AFTER else nothing))
 
 
-@pytest.mark.parametrize("captures", [layout.BEFORE, layout.AFTER, BOTH])
 @pytest.mark.parametrize("form", [BARE, NORMED, PAIR])
-@pytest.mark.parametrize("span", [1, layout.TILE])
-def test_a_kernel_of_its_own_copies_the_same(
-    span: int, form: int, captures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_all_of_a_step_is_copied_at_once(form: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """It replaces the edit kernel in graphs of steps that only read."""
-    from saesteer.kernels.edit.captured import capture_triton
+    from saesteer.kernels.edit import captured
     from tests.kernels import exact, harness  # they import Triton
 
     def capture(x: Any, addend: Any, _weight: Any, _counts: Any, bound: Any, form: int, *_: Any, **__: Any) -> None:
-        capture_triton(x, addend, bound, form)
+        captured.capture(x, addend, bound, form)
 
-    stream = torch.tensor(ramp(*range(70)), dtype=torch.float16)
-    second = None if form == BARE else torch.full_like(stream, 0.125)
-    given: Any = {"form": form, "second": second, "captures": captures}
+    stream = torch.tensor(ramp(*range(70))).to(dtype)
+    second = None if form == BARE else torch.full_like(stream, 0.1)
+    given: Any = {"form": form, "second": second, "captures": layout.BEFORE}
     want = exact.edit(None, stream, [], **given)
     monkeypatch.setattr(harness, "edit_triton", capture)
-    out = exact.edit(harness.Path(span), stream, [], **given)
+    out = exact.edit(harness.Path(1), stream, [], **given)
     for name in ("stream", "second", "before", "after", "counts"):
         one, other = getattr(out, name), getattr(want, name)
         assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kinds", [layout.BEFORE, layout.BEFORE | layout.LONE, layout.BEFORE | layout.AFTER])
+@pytest.mark.parametrize("long", [False, True])
+def test_a_step_in_which_rows_only_capture_is_copied_at_once(
+    kinds: int, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of graphs, unless somebody edits there or it is long; then tokens of nobody are left out."""
+    from saesteer.kernels.edit import launch
+    from tests.kernels import exact, harness  # they import Triton
+
+    def launched(*given: Any, **how: Any) -> None:
+        bound = given[4]
+        bound.kinds[0] = kinds
+        bound.work[0, 0] -= 1  # the last token is nobody's
+        launch.edit_triton(*given, **how | {"tiled": how["tiled"] or None})
+
+    monkeypatch.setattr(harness, "edit_triton", launched)
+    monkeypatch.setattr(launch, "TILED_ABOVE", 4 if long else 512)
+    stream = torch.tensor(ramp(*range(6)), dtype=torch.float16)
+    out = exact.edit(harness.Path(1), stream, [], captures=layout.BEFORE)
+    assert out.before is not None
+    same = (bits(out.before) == bits(stream)).all(dim=1).tolist()
+    assert same == [True] * 5 + [kinds == layout.BEFORE and not long]

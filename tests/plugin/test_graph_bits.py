@@ -23,8 +23,9 @@ MIXED = [None, CLAMP, None, ADD]
 READING = [None, READ, READ, None]
 # Tokens of each answer: who steers ends before the others, in either order.
 TOKENS = {"clamp first": [48, 12, 40, 24], "vector first": [48, 24, 40, 12]}
-REPLAYED = {"clamp first": [3, 0], "vector first": [3, 2, 0]}  # sets, one after the other
-NONE, READS = 0, 1
+NONE, READS, SINGLE, DICTIONARY, ALL = range(5)
+# Sets, one after the other.
+REPLAYED = {"clamp first": [ALL, NONE], "vector first": [ALL, SINGLE, NONE]}
 
 
 WAYS = {"plain": None, "mixed": MIXED, "again": None, "reading": READING}
@@ -40,23 +41,26 @@ def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
 
 
 def test_a_request_keeps_its_bits_whichever_graphs_are_replayed(model_dir: str, dictionaries: Dictionaries) -> None:
-    stock, one, four = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "4"))
+    stock, one, five = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "5"))
     for name, sets in REPLAYED.items():
-        plain, mixed, again, reading = (four["answers"][f"{name}, {what}"] for what in WAYS)
+        plain, mixed, again, reading = (five["answers"][f"{name}, {what}"] for what in WAYS)
         expected = stock["answers"][name]
         assert plain == expected and again == expected and reading == expected
         assert mixed[0] == expected[0] and mixed[2] == expected[2], "beside others, and when they have ended"
         assert mixed[1] != expected[1] and mixed[3] != expected[3]
         assert mixed == one["answers"][f"{name}, mixed"], "with all ops in every step"
-        assert four["read"][name] == one["read"][name] != []
-        replayed = [four["replayed"][f"{name}, {what}"] for what in WAYS]
+        assert five["read"][name] == one["read"][name] != []
+        replayed = [five["replayed"][f"{name}, {what}"] for what in WAYS]
         assert replayed[:3] == [[NONE], sets, [NONE]] and replayed[3] in ([READS], [READS, NONE])
-    assert stock["kernels"] == four["kernels"][:1], "nothing is launched for nobody"
-    none, read, dictionary, every = four["kernels"]
+    assert stock["kernels"] == five["kernels"][:1], "nothing is launched for nobody"
+    none, read, single, dictionary, every = five["kernels"]
     assert one["kernels"] == [every]
-    added = [{name: two.get(name, 0) - times for name, times in none.items()} for two in (read, dictionary, every)]
+    added = [
+        {name: two.get(name, 0) - times for name, times in none.items()} for two in (read, single, dictionary, every)
+    ]
     assert not any(times for extra in added for times in extra.values()), "the same kernels beside ours"
     assert sum(read.values()) == sum(none.values()) + 1, "what captures"
+    assert sum(single.values()) == sum(none.values()) + 2, "op and counts"
     assert sum(dictionary.values()) == sum(none.values()) + 3, "encoder, op and counts"
     assert sum(every.values()) == sum(none.values()) + 30 + 2
 

@@ -7,7 +7,7 @@ an op does. V1 and piecewise graphs have all ops.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import and_
@@ -39,10 +39,11 @@ class Choice:
 
     Args:
         sets: those of the engine.
+        single: the sites at which a plan has one entry that asks for no more than `edit_one` does.
     """
 
-    def __init__(self, sets: Sets) -> None:
-        self.sets = sets
+    def __init__(self, sets: Sets, single: Callable[[Wire], frozenset[str]] = lambda _: frozenset()) -> None:
+        self.sets, self._single = sets, single
         self._captured: Collection[int] = range(len(sets))
         self._all = (1 << len(sets)) - 1  # numbers of sets, as bits
         self.fits = self._all  # the same of those that will do for the last batch
@@ -78,13 +79,19 @@ class Choice:
         self.at = smallest(self.fits, captured)
 
     def _read(self, plan: bytes) -> int:
-        return enough(self.sets, _needed(decode(plan))) if plan else self._all
+        if not plan:
+            return self._all
+        wire = decode(plan)
+        here = {site for site, *_ in wire.sites}
+        worth = any(here <= one.single for one in self.sets)
+        return enough(self.sets, needed(wire, self._single(wire) if worth else frozenset()))
 
 
-def _needed(wire: Wire) -> Sites:
+def needed(wire: Wire, single: frozenset[str]) -> Sites:
+    """Where a request needs ops; ``single``: the sites at which it has one entry that asks for no more."""
     # A site without lines has nothing to do but to capture.
     reads = frozenset(site for site, lines, _, changed, _ in wire.sites if not (lines or changed))
-    return Sites(frozenset(site for site, *_ in wire.sites) - reads, reads)
+    return Sites(frozenset(site for site, *_ in wire.sites) - reads - single, reads, single)
 
 
 class Chosen:
@@ -148,16 +155,20 @@ def chosen(choice: Choice, captured: Mapping[int, Mapping[Any, Any]]) -> dict[An
 @contextmanager
 def only(engine: Engine, sites: Sites) -> Iterator[None]:
     """Until this ends, ops elsewhere launch nothing; where nobody edits, nothing is published either."""
-    silent = [site.index for name, site in engine.sites.items() if name not in sites.edits | sites.reads]
-    copying = [site.index for name, site in engine.sites.items() if name in sites.reads]
-    with ops.silenced(silent if sites.edits else [*silent, engine.published]), ops.copying(copying):
+    silent, copying, single = (
+        [site.index for name, site in engine.sites.items() if name in names]
+        for names in (engine.sites.keys() - sites.all, sites.reads, sites.single)
+    )
+    silent += [] if sites.counts else [engine.published]
+    with ops.silenced(silent), ops.copying(copying), ops.single(single):
         yield
 
 
 def _named(sites: Sites) -> str:
     if not sites.ops:
         return "steps that edit nowhere"
-    return f"steps that only {'use dictionaries' if sites.edits else 'read'}, at {sites.ops} sites"
+    what = "use dictionaries" if sites.edits else "have one entry for each row" if sites.single else "read"
+    return f"steps that only {what}, at {sites.ops} sites"
 
 
 def _free() -> int:

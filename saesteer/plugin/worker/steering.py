@@ -5,7 +5,7 @@ The worker's hooks (worker.py) say what comes and goes; of vLLM's runners only a
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.config import KEY
+from saesteer.engine import table
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine, Row
@@ -40,7 +41,8 @@ class Steering:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.choice = graphs.Choice(engine.graph_sets)
+        single = partial(table.single, places=engine.places, limit=engine.config.max_dose or 0.0)
+        self.choice = graphs.Choice(engine.graph_sets, single)
         self.health = health.Health() if engine.config.fail_fast else None
         self.rows: dict[str, Row] = {}  # of steered requests only
         self._recent: dict[bytes, Row] = {}  # by plan
@@ -250,8 +252,8 @@ class Steering:
             return True
         self._batch, self._listed, self._took = list(batch), None, None
         found = [self.rows[request] for request in batch if request in self.rows]
-        kinds = [row.kinds for row in found if row.listed]
-        self.any, self.kinds = bool(found), reduce(or_, kinds) if kinds else None
+        kinds = {id(row.kinds): row.kinds for row in found if row.listed}
+        self.any, self.kinds = bool(found), reduce(or_, kinds.values()) if kinds else None
         self.counting = any(row.counters for row in found if row.listed)
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
