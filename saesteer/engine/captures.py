@@ -25,6 +25,7 @@ from saesteer.kernels.read.rows import read_probes, reduce_rows
 from saesteer.planning.plan import END
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
+_INDICES = 16  # of rows for files, kept; of a step in which all decode, and of those with prompts
 
 # What becomes of rows: they stay rows, each is a reduction of itself alone, or all become one.
 _How = Literal["rows", "alone", "reduced"]
@@ -72,8 +73,7 @@ class Captures:
             width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
-        # The last index of rows for files, here and on the device, by its number in the step.
-        self._last: dict[int, tuple[NDArray[np.int64], Tensor]] = {}
+        self._indices: dict[bytes, Tensor] = {}  # of rows for files, on the device, by their bytes
         self._writer = Writer()
         self._side: Any = None
         if device.type == "cuda":
@@ -145,7 +145,7 @@ class Captures:
         if not gathers and not sinks:
             return None
         gathered = [(self._rows(bank, index, hidden), works) for bank, index, works in gathers]
-        kept = [self._rows(one.bank, self._known(number, one.chosen), hidden) for number, one in enumerate(filed)]
+        kept = [self._rows(one.bank, self._known(one.chosen), hidden) for one in filed]
         if self._side is None:
             made, event = [*_made(gathered, ahead)], None
             self._file(filed, kept, None)
@@ -167,12 +167,15 @@ class Captures:
         assert source is not None
         return source.index_select(0, index)
 
-    def _known(self, number: int, chosen: NDArray[np.int64]) -> Tensor:
-        """An index on the device, which is often that of the step before."""
-        index, there = self._last.get(number, (None, None))
-        if index is None or there is None or not np.array_equal(index, chosen):
+    def _known(self, chosen: NDArray[np.int64]) -> Tensor:
+        """An index on the device, where steps before often had the same one."""
+        key = chosen.tobytes()
+        there = self._indices.pop(key, None)
+        if there is None:
             there = self._on_device(chosen)
-            self._last[number] = chosen, there
+            if len(self._indices) >= _INDICES:
+                del self._indices[next(iter(self._indices))]
+        self._indices[key] = there  # the last used stands last
         return there
 
     def _file(self, filed: Sequence[Step], rows: Sequence[Tensor], event: Any) -> None:
