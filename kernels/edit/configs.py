@@ -45,7 +45,7 @@ class ManyConfig:
     block_n: int  # and while decoding
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
-    block_z: int = 128  # columns at once of the norm
+    block_z: int = 512  # columns at once of the norm
 
 
 @dataclass(frozen=True, slots=True)

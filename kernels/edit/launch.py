@@ -84,7 +84,7 @@ def edit_triton(
     wanted = _ALL
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
     if tiled or (tiled is None and not captured):
-        kinds = int(bound.kinds[0])
+        kinds = int(bound.kinds.item())
         if kinds == layout.BEFORE and tokens <= TILED_ABOVE:
             capture(stream, second, bound, form)
             return

@@ -78,6 +78,7 @@ class Captures:
         self._side: Any = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._gathered = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of each step in turn
 
     @property
     def widths(self) -> Collection[int]:
@@ -150,7 +151,8 @@ class Captures:
             made, event = [*_made(gathered, ahead)], None
             self._file(filed, kept, None)
         else:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            self._gathered.record(torch.cuda.current_stream(self.device))
+            self._side.wait_event(self._gathered)
             with torch.cuda.stream(self._side):
                 made = [*_made(gathered, ahead)]
                 there = [rows.to("cpu", non_blocking=True) for rows in kept]

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from saesteer.kernels import layout, ops
-from saesteer.kernels.bound import bind, bound_at
+from saesteer.kernels.bound import Spread, bind, bound_at, spread
+from saesteer.kernels.layout import BARE
 from saesteer.kernels.reference import edit_ref_
 from saesteer.kernels.step.updates import News
 from tests.kernels.calls import (
@@ -29,6 +31,7 @@ from tests.kernels.calls import (
     SITE,
     STREAM,
     WHOLE,
+    WIDTH,
     clone,
     edit_args,
     map_args,
@@ -92,6 +95,30 @@ def test_where_it_is_silenced_nothing_happens(device: torch.device) -> None:
         assert not torch.equal(mine[STREAM], args[STREAM])
     EDIT(*elsewhere)
     assert torch.equal(elsewhere[STREAM], mine[STREAM])
+
+
+@pytest.mark.parametrize("where", ["anywhere", "single", "copying", "spread"])
+def test_an_idle_op_is_done_at_once_but_not_where_graphs_or_other_ranks_rely_on_it(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of graphs are compiled while nobody asks for anything, and all ranks gather alike."""
+    args, bound = edit_args(torch.device("cpu"), BARE)
+    mine, parts = replaced(clone(args), SITE, args[SITE]), list[Tensor]()
+    if where == "spread":
+        mine[STREAM] = mine[STREAM][:, : WIDTH // 2].contiguous()
+
+        def gather(part: Tensor) -> Tensor:
+            parts.append(part)
+            return clone(args)[STREAM]
+
+        spread(bound, Spread(gather, lambda: 0))
+    ops.hits.pop(bound.index.data_ptr(), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_idle", lambda *_: True)
+        with getattr(ops, where)([bound.index]) if where in ("single", "copying") else nullcontext():
+            EDIT(*mine)
+    assert ops.hits[bound.index.data_ptr()] == 1 and len(parts) == (where == "spread")
+    assert torch.equal(mine[STREAM], args[STREAM][:, : mine[STREAM].shape[1]]) == (where == "anywhere")
 
 
 def test_no_tokens(device: torch.device) -> None:

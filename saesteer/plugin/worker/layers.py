@@ -16,7 +16,7 @@ comes behind, the addition of the layer's part included, reads the same tensor.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -153,6 +153,13 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     if engine.device.type != "cuda":
         return
     tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
+    _warm_up(tapped, engine)
+    single = {name for one in engine.graph_sets for name in one.single}
+    with ops.single(site.index for name, site in engine.sites.items() if name in single):
+        _warm_up(tapped, engine)
+
+
+def _warm_up(tapped: Sequence[_Tapped], engine: Engine) -> None:
     with engine.warming() as sizes_of:
         for module, op in ((one, op) for one in tapped for op in (*one.saesteer_before, *one.saesteer_after)):
             for tokens in sizes_of(op.width):
