@@ -59,9 +59,9 @@ class Step(NamedTuple):
     bank: int | None  # None: what lm_head multiplies
     chosen: _Ints  # rows of the bank, those of a position side by side
     sinks: Sequence[Sink]
-    first: _Ints  # row of the file; as the others of a step, by file
-    positions: _Ints  # of that row
-    lengths: _Ints  # positions that follow one another
+    first: _Ints  # by file, its row of the first one
+    positions: _Ints  # by file, of the first one
+    lengths: _Ints  # by file, how many positions follow one another
 
     def rows(self, data: memoryview) -> Rows:
         """These rows, once they are gathered."""

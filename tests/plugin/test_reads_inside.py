@@ -1,0 +1,121 @@
+"""Reads where worker and scheduler are one process: what is kept for aborted requests, and rows in files.
+
+Here nothing is sent between the two, so only who may end waits for files. The engine runs in a process of its own: this
+file is the test and that process.
+"""
+
+import json
+import os
+import sys
+from base64 import b64decode
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.apart import hear, tell
+from tests.plugin.conftest import Dictionaries, engine_options, preemptions
+from tests.plugin.test_reads import OPTIONS, READS, add, ask, text
+
+pytestmark = pytest.mark.slow
+
+
+def test_nothing_stays_behind_a_request_that_was_aborted(model_dir: str, dictionaries: Dictionaries) -> None:
+    """In mid-prompt, where what was read waits for an output, although nobody else runs; and in mid-answer."""
+    found = inside("aborts", model_dir, dictionaries)
+    assert found == {"waits": 1, "in mid-prompt": [0, False], "in mid-answer": [0, False], "told": 9}
+
+
+def test_files_have_the_rows_that_answers_have_inline(model_dir: str, dictionaries: Dictionaries) -> None:
+    """Of a crowd whose prompts come in chunks, that preempts, and whose answers end one by one; of stop strings, too."""
+    found = inside("files", model_dir, dictionaries)
+    assert found["preempted"] and found["stopped"] == 2 and found["rows"] > 500
+    assert found["apart"] < 1e-4, "of the largest number of a row; batches differ, and so do last bits"
+
+
+def inside(what: str, model_dir: str, dictionaries: Dictionaries) -> Any:
+    """What an engine tells that has done something."""
+    options = {**dictionaries.options, "inline_rows": 2, **engine_options(**OPTIONS)}
+    options["distributed_executor_backend"] = "uni"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    job = json.dumps({"what": what, "model": model_dir, "options": options})
+    return hear("-m", "tests.plugin.test_reads_inside", job, environment=environment)
+
+
+def main() -> None:
+    """Do what is asked, and tell what came out."""
+    from saesteer import LLM
+
+    job = json.loads(sys.argv[1])
+    llm = LLM(job["model"], **job["options"])
+    tell({"aborts": aborts, "files": files}[job["what"]](llm))
+
+
+def aborts(llm: Any) -> dict[str, Any]:
+    """Abort one request in each way; how many requests the scheduler keeps something for."""
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+
+    def kept() -> int:
+        return len(vars(scheduler).get("saesteer_read", ()))
+
+    def abort(name: str) -> list[Any]:
+        engine.abort_request([name])
+        engine.step()
+        return [kept(), engine.has_unfinished_requests()]
+
+    found: dict[str, Any] = {}
+    add(llm, "one", text("one", 900), READS["all"], 8)
+    while not kept():
+        engine.step()
+    found["waits"] = kept()
+    found["in mid-prompt"] = abort("one")
+    add(llm, "two", text("two", 100), READS["all"], 300)
+    for _ in range(6):
+        engine.step()
+    found["in mid-answer"] = abort("two")
+    add(llm, "three", text("three", 100), {"probes": ["probe"]}, 10)
+    told: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told = [at for entry in output.outputs[0].saesteer["probes"] for at in entry["positions"]]
+    return found | {"told": len(told)}
+
+
+def files(llm: Any) -> dict[str, Any]:
+    """Ask for the same rows by handle and inline; how far they are apart."""
+    scopes = [{"positions": [[0, None]]}, {"generated": True}, {"positions": [[3, 9], [-2, None]]}]
+    prompts = [text(f"inside {n}", 120 + 90 * (n % 5)) for n in range(9)]
+    tokens = [40 + 12 * (n % 5) for n in range(9)]
+
+    def rows(place: str) -> list[tuple[list[int], Any]]:
+        returns = [
+            [{"site": site, "scope": scopes[n % 3], "as": place} for site in ("resid_post.7", "resid_post.18")]
+            for n in range(9)
+        ]
+        steer = [{"return": {"activations": one}} for one in returns]
+        llm.reset_prefix_cache()
+        outputs = ask(llm, prompts, steer, tokens)
+        for n in (1, 2):
+            stop = llm.get_tokenizer().decode(list(outputs[n].outputs[0].token_ids[5:7]))
+            outputs += ask(llm, [prompts[n]], [steer[n]], 40, stop=[stop])
+        stopped.extend(one for one in outputs if one.outputs[0].finish_reason == "stop")
+        entries = [entry for output in outputs for entry in output.outputs[0].saesteer["activations"]]
+        if place == "handle":
+            return [(entry["positions"], entry["handle"].numbers()) for entry in entries]
+        data = (np.frombuffer(b64decode(entry["data"]), np.float32).reshape(entry["shape"]) for entry in entries)
+        return [(entry["positions"], one) for entry, one in zip(entries, data, strict=True)]
+
+    stopped: list[Any] = []
+    before = preemptions(llm)
+    handled, preempted = rows("handle"), preemptions(llm) > before
+    apart = 0.0
+    for (positions, one), (expected, other) in zip(handled, rows("inline"), strict=True):
+        assert positions == expected
+        apart = max(apart, float((np.abs(np.asarray(one) - other).max(axis=1) / np.abs(other).max(axis=1)).max()))
+    total = sum(len(positions) for positions, _ in handled)
+    return {"preempted": preempted, "stopped": len(stopped) // 2, "rows": total, "apart": apart}
+
+
+if __name__ == "__main__":
+    main()
