@@ -27,7 +27,7 @@ def test_nothing_stays_behind_a_request_that_was_aborted(model_dir: str, diction
 
 
 def test_files_have_the_rows_that_answers_have_inline(model_dir: str, dictionaries: Dictionaries) -> None:
-    """Of a crowd whose prompts come in chunks, that preempts, and whose answers end one by one, two by a stop string."""
+    """Of a crowd whose prompts come in chunks, that preempts, and whose answers end one by one, two by stop strings."""
     found = inside("files", model_dir, dictionaries)
     assert found["preempted"] and found["stopped"] == 2 and found["rows"] > 500
     assert found["apart"] < 1e-4, "of the largest number of a row; batches differ, and so do last bits"
