@@ -3,7 +3,7 @@
 Knows neither how rows were computed (captures.py) nor what an answer makes of them (planning/answers.py).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,31 +20,27 @@ Told = list[Any]  # number of the readout, spans
 
 
 class Part(NamedTuple):
-    """What one readout of one request gets from a step."""
+    """A readout of a request."""
 
     name: str
     number: int  # of the readout in its request
     reading: Reading
-    spans: list[Span]
-    first: int  # its rows, of those that were made together
-    end: int
 
 
 class Made(NamedTuple):
-    """What was made of rows of several readouts together, in host memory."""
+    """What was made of rows together, in host memory, one part behind the other."""
 
     parts: Sequence[Part]
+    spans: Sequence[list[Span]]  # positions of each part
+    rows: Sequence[int]  # of the arrays, for each part
     arrays: tuple[Tensor, ...]
-    base: int = 0  # the row of the arrays from which the parts' rows count
-    ahead: int = 0  # steps behind the one of which the parts' positions are
 
-    def spans(self, part: Part) -> list[Span]:
-        """The positions of a part."""
-        return [(lo + self.ahead, hi + self.ahead) for lo, hi in part.spans] if self.ahead else part.spans
-
-    def rows(self, part: Part) -> slice:
-        """The rows of a part in the arrays."""
-        return slice(self.base + part.first, self.base + part.end)
+    def each(self) -> Iterator[tuple[Part, list[Span], slice]]:
+        """The parts, their positions, and their rows of the arrays."""
+        at = 0
+        for part, spans, rows in zip(self.parts, self.spans, self.rows, strict=True):
+            yield part, spans, slice(at, at + rows)
+            at += rows
 
 
 @dataclass(slots=True)
@@ -75,16 +71,16 @@ class Brought:
 
     def watched(self) -> dict[str, dict[int, tuple[list[int], list[float]]]]:
         """What rules watch: by request and number of the measure, positions and the value at each."""
-        parts = [(one, part) for one in self.made for part in one.parts if part.reading.watched is not None]
-        if parts:
+        made = [one for one in self.made if any(part.reading.watched is not None for part in one.parts)]
+        if made:
             self._land()
         found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
-        for one, part in parts:
-            number = part.reading.watched
-            assert number is not None
-            own = found.setdefault(part.name, {}).setdefault(number, ([], []))
-            own[0].extend(at for lo, hi in one.spans(part) for at in range(lo, hi))
-            own[1].extend(one.arrays[-1][one.rows(part), 0].tolist())  # [rows, 1]
+        for one in made:
+            for (name, _, reading), spans, rows in one.each():
+                if reading.watched is not None:
+                    own = found.setdefault(name, {}).setdefault(reading.watched, ([], []))
+                    own[0].extend(at for lo, hi in spans for at in range(lo, hi))
+                    own[1].extend(one.arrays[-1][rows, 0].tolist())  # [rows, 1]
         return found
 
     def filed(self, ending: Collection[str]) -> Mapping[str, Sequence[Told]]:
@@ -109,15 +105,12 @@ class Brought:
             own = numbers.get(id(one.arrays))
             if own is None:
                 own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
-            base, ahead = one.base, one.ahead
-            for name, number, reading, spans, first, end in one.parts:
+            for (name, number, reading), spans, rows in one.each():
                 if reading.watched is not None or (reading.last and name not in ending):
                     continue
-                if ahead:
-                    spans = [(lo + ahead, hi + ahead) for lo, hi in spans]
                 if ends and name in ends and spans[0][0] >= ends[name]:
                     continue
-                blob = [number, spans, *[array[base + first : base + end].tobytes() for array in own]]
+                blob = [number, spans, *[array[rows].tobytes() for array in own]]
                 if name in found:
                     found[name].append(blob)
                 else:

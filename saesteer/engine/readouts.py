@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes, Reduction
-from saesteer.planning.plan import END
 
 if TYPE_CHECKING:
     from saesteer.engine.table import Arrow, Placement
@@ -88,15 +87,6 @@ class Reading:
             if lo < end and position < hi:
                 yield max(lo, position), min(hi, end)
 
-    def decodes(self, position: int) -> tuple[bool, int]:
-        """Whether it asks for a position, and for how many positions from this one on that stays so."""
-        if self.last:
-            return True, END
-        for lo, hi in self.windows:
-            if position < hi:
-                return position >= lo, (hi if position >= lo else lo) - position
-        return False, END
-
     def parts(self, position: int, tokens: int) -> Iterator[list[Span]]:
         """``spans`` as they are reduced: those of each message alone, or all together; none without positions."""
         spans = [*self.spans(position, tokens)]
@@ -114,7 +104,7 @@ class Segment(NamedTuple):
     """The tokens of one request in a step."""
 
     name: str
-    readings: Sequence[Reading | None]  # by number; None: another stage of a pipeline has it, or it is filed
+    readings: Sequence[Reading | None]  # by number; None: another stage of a pipeline has it
     first: int  # index in the step
     position: int  # of this token in the request
     tokens: int

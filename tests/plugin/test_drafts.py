@@ -114,7 +114,7 @@ def test_the_scheduler_knows_how_many_tokens_a_request_has_got() -> None:
 
 def read(at: int, value: float, *, last: bool = False, watched: int | None = None) -> Any:
     reading = Reading("hidden", (), False, ((0, END),), last, "none", None, 0, (), (), watched)
-    return Made([Part("a", 0, reading, [(at, at + 1)], 0, 1)], (torch.tensor([[value]]),))
+    return Made([Part("a", 0, reading)], [[(at, at + 1)]], [1], (torch.tensor([[value]]),))
 
 
 def test_what_wrong_guesses_have_read_is_dropped() -> None:

@@ -338,7 +338,7 @@ LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
 def brought(*found: tuple[str, Reading, int]) -> Brought:
     """One position of each of these requests."""
     parts = [
-        Made([Part(name, number, reading, [(at, at + 1)], 0, 1)], (torch.tensor([[float(at)]]),))
+        Made([Part(name, number, reading)], [[(at, at + 1)]], [1], (torch.tensor([[float(at)]]),))
         for number, (name, reading, at) in enumerate(found)
     ]
     return Brought(parts)

@@ -27,7 +27,7 @@ from saesteer.consumers.known import Consumers
 from saesteer.engine import spool
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Captures
-from saesteer.engine.filing import Filing
+from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.spool import SPOOLS, Sinks, address
 from saesteer.errors import SpecError
@@ -88,7 +88,7 @@ class Steps:
         self.names = SITES[:sites]
         self.captures = Captures(dict.fromkeys(self.names, WIDTH), STEP, torch.bfloat16, torch.device("cpu"))
         self.reading = Reading("activation", self.names, False, scope, False, "none", None, 0, ())
-        self.filing, self.sinks = Filing(), None
+        self.lanes, self.sinks = Lanes(), None
 
     def run(self, sinks: Any, lo: int, hi: int, noise: int = 0, first: int = 2) -> Brought | None:
         """A step of one request's tokens, behind some of another one."""
@@ -97,12 +97,14 @@ class Steps:
                 self.captures.of(name)["before"][first + at - lo] = truth(site, at, noise)
         if sinks is None:
             return self.captures.read([Segment("r", [self.reading], first, lo, hi - lo)], None)
-        if sinks is not self.sinks:
+        if sinks is not self.sinks or lo == 0:  # it begins, or was preempted
             self.sinks = sinks
-            self.filing.add("r", [self.reading], sinks, self.captures.where)
-            self.filing.look([(1, "r")], {"r": sinks})
-        filed = self.filing.step(np.array([0, first, first + hi - lo]), np.array([0, lo]))
-        return self.captures.bring(None, None, 0, filed, self.filing.sinks)
+            self.lanes.forget("r")
+            self.lanes.add("r", [self.reading], sinks, self.captures.where)
+            self.lanes.look([(1, "r")], {"r": sinks})
+        reads, files = self.lanes.step(np.array([0, first]), np.array([first, first + hi - lo]), np.array([0, lo]))
+        assert not reads
+        return self.captures.bring([], None, files, self.lanes.sinks)
 
 
 def check(found: Results, entries: Any, positions: Sequence[int], noise: int = 0) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.brought import Brought
-from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.spool import SPOOLS, Sink, address
@@ -183,23 +182,6 @@ def test_a_step_reads_what_it_would_read_anew(engine: Engine, tmp_path: Path, da
             tokens = kept or dict.fromkeys(NAMES, 1)
             world.step(tokens, tokens.keys() & data.draw(st.sampled_from([(), (), ("a", "b"), ("c",)])))
             kept = dict.fromkeys(kept, 1)
-
-
-def test_steps_that_go_on_as_before_take_nothing_anew(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, taken, take = World(engine), list[list[Segment]](), engine.captures.take
-
-    def counted(segments: list[Segment]) -> Take:
-        taken.append(segments)
-        return take(segments)
-
-    monkeypatch.setattr(engine.captures, "take", counted)
-    for name, spec in zip("ab", SPECS[2:4], strict=True):
-        world.begin(name, spec)
-    world.step({"a": PROMPT, "b": PROMPT})
-    for _ in range(10):
-        world.step({"a": 1, "b": 1})
-    # World looks anew in each step; beside that: the prompts, positions 5, 7 and 12, where b begins and ends to read.
-    assert len(taken) - 11 == 4
 
 
 def test_a_preempted_request_files_its_first_positions_again(engine: Engine, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ The worker's hooks (worker.py) say what comes and goes; of vLLM's runners only a
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -16,11 +16,10 @@ from torch import Tensor
 from saesteer.config.config import KEY
 from saesteer.engine import table
 from saesteer.engine.brought import Brought
-from saesteer.engine.captures import Take
 from saesteer.engine.engine import Engine, Row
-from saesteer.engine.filing import Filing
+from saesteer.engine.lanes import Lanes, whole
 from saesteer.engine.parts import Border
-from saesteer.engine.readouts import Reading, Segment
+from saesteer.engine.readouts import Reading
 from saesteer.engine.registry import Gone
 from saesteer.engine.spool import SPOOLS, Sinks
 from saesteer.plugin.reasoning import border_in
@@ -59,14 +58,9 @@ class Steering:
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
         self._sinks = Sinks()  # of requests that read by handle
-        self._filing = Filing()  # what these read of the last batch
-        self._inline: dict[str, Sequence[Reading | None]] = {}  # of each request that reads, what it reads otherwise
+        self._lanes = Lanes()  # what requests read
         self._reading: list[tuple[int, str, Sequence[Reading | None]]] = []  # who reads in the last batch, with places
-        self._sorted = True  # whether these are known to the next, and to `_filing`
-        self._readers: list[tuple[int, str, Sequence[Reading | None]]] = []  # those that read otherwise
-        self._places_read = np.zeros(0, dtype=np.intp)  # their places
-        # What they read of an earlier step of this batch, and the positions of their tokens in it.
-        self._took: tuple[Take, NDArray[Any]] | None = None
+        self._sorted = True  # whether the lanes know of them
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline.
         self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None]] | None = None
@@ -83,7 +77,7 @@ class Steering:
             self.fail(request.req_id, exc)
             return None
         if row is not None:
-            self._batch = self._took = None
+            self._batch = None
             self.rows[request.req_id] = row
             self._cached[request.req_id] = request.num_computed_tokens
             if request.sampling_params.stop:
@@ -106,16 +100,15 @@ class Steering:
                 del self._recent[next(iter(self._recent))]
         return row
 
-    def _forget_files(self, request: str) -> None:
-        self._filing.forget(request)
-        self._inline.pop(request, None)
+    def _forget_reads(self, request: str) -> None:
+        self._lanes.forget(request)
         self._sorted = False
 
     def restart(self, request: str, computed: int) -> None:
         """A preempted request resumes after `computed` cached tokens: it holds no row, and its counts start again."""
         if request in self.rows:
-            self._batch = self._took = None
-            self._forget_files(request)
+            self._batch = None
+            self._forget_reads(request)
             self._drop(request)
             self._cached[request] = computed
 
@@ -164,13 +157,13 @@ class Steering:
         """Forget a request that has ended or will start again."""
         self.failed.pop(request, None)
         if request in self.rows:
-            self._batch = self._took = None
+            self._batch = None
             self._drop(request)
             del self.rows[request], self._cached[request]
             self._stops.discard(request)
             self._borders.pop(request, None)
             self._sinks.forget(request)
-            self._forget_files(request)
+            self._forget_reads(request)
 
     def read(self) -> Brought | None:
         """What the requests of the last batch read of its step, which has been launched."""
@@ -179,44 +172,24 @@ class Steering:
         if not self._sorted:
             self._sort()
         starts, positions, hidden = self.step()
-        filed = self._filing.step(starts, positions)
-        if not self._readers:
-            return self.engine.captures.bring(None, hidden, 0, filed, self._filing.sinks)
-        now = positions[self._places_read]
-        ahead = 0 if self._took is None else int(now[0] - self._took[1][0])
-        if self._took is None or not 0 <= ahead < self._took[0].steps or (now - ahead != self._took[1]).any():
-            self._took, ahead = (self.engine.captures.take(self._segments(starts.tolist(), now.tolist())), now), 0
-        return self.engine.captures.bring(self._took[0], hidden, ahead, filed, self._filing.sinks)
+        reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces)
+        return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
 
     def _sort(self) -> None:
-        """Tell those of the last batch's readers that have files from the others; a request may be both."""
+        """Let the lanes know who reads in the last batch."""
         files = {}
         self._reading = [one for one in self._reading if one[1] in self.rows]
         for _, name, readings in self._reading:
-            sinks = self._sinks.of(name)
-            if name not in self._inline:
-                if sinks:
-                    self._filing.add(name, readings, sinks, self.engine.captures.where)
-                rest = [None if number in sinks else one for number, one in enumerate(readings)] if sinks else readings
-                self._inline[name] = rest if any(rest) else ()
+            sinks = self._sinks.of(name) or {}
+            self._lanes.add(name, readings, sinks, self.engine.captures.where)
             if sinks:
                 files[name] = sinks
-        self._filing.look(((at, name) for at, name, _ in self._reading), files)
-        self._readers = [(at, name, rest) for at, name, _ in self._reading if (rest := self._inline[name])]
-        self._places_read = np.array([at for at, *_ in self._readers], dtype=np.intp)
-        self._took, self._sorted = None, True
+        self._lanes.look(((at, name) for at, name, _ in self._reading), files)
+        self._sorted = True
 
-    def _segments(self, starts: Sequence[int], positions: Sequence[int]) -> list[Segment]:
-        guesses = self.guesses
-        found = []
-        for (at, name, readings), position in zip(self._readers, positions, strict=True):
-            start, tokens = starts[at], starts[at + 1] - starts[at]
-            if name not in guesses:
-                found.append(Segment(name, readings, start, position, tokens))
-                continue
-            for first, some in drafts.pieces(guesses[name], tokens):
-                found.append(Segment(name, readings, start + first, position + first, some))
-        return found
+    def _pieces(self, name: str, tokens: int) -> Iterable[tuple[int, int]]:
+        """Each guess is read by itself."""
+        return drafts.pieces(self.guesses[name], tokens) if name in self.guesses else whole(name, tokens)
 
     def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
         """A step has run: of its guesses, keep what those that hold have counted, and nothing of the others."""
@@ -246,11 +219,8 @@ class Steering:
         """
         before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            if before == tokens == len(batch):
-                return False
-            self._took = None
-            return True
-        self._batch, self._listed, self._took = list(batch), None, None
+            return not before == tokens == len(batch)
+        self._batch, self._listed = list(batch), None
         found = [self.rows[request] for request in batch if request in self.rows]
         kinds = {id(row.kinds): row.kinds for row in found if row.listed}
         self.any, self.kinds = bool(found), reduce(or_, kinds.values()) if kinds else None

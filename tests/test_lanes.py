@@ -1,12 +1,12 @@
-"""Rows of a step that go into files are those of the right tokens, at the right places. Starts no engine."""
+"""What each readout gets of a step: rows of the right tokens, in files at the right places. Starts no engine."""
 
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.engine.filing import Filing, Step
+from saesteer.engine.lanes import File, Lanes
 from saesteer.engine.readouts import Reading
 from saesteer.engine.spool import Sink
 from saesteer.planning.plan import END, Window
@@ -48,7 +48,7 @@ def where(ops: tuple[str, ...], _: bool) -> tuple[int, Any]:
     return 7, np.array(PLANES[ops[0]])
 
 
-def rows_of(step: Step) -> dict[tuple[int, int], list[int]]:
+def rows_of(step: File) -> dict[tuple[int, int], list[int]]:
     """The same of a step."""
     found, chosen = {}, step.chosen.tolist()
     each = len(chosen) // int(step.lengths.sum())
@@ -66,26 +66,29 @@ def windows() -> st.SearchStrategy[list[Window]]:
     return closed | borders.map(lambda many: [*zip(many[1::2], [*many[2::2], END], strict=False)])
 
 
+@settings(max_examples=300)
 @given(st.data())
 def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> None:
     """Prompts in chunks, guesses that do not hold, files that are full, and batches that change."""
-    filing, readouts = Filing(), st.tuples(st.sampled_from("abc"), windows(), st.integers(1, 12) | st.just(40))
+    lanes, readouts = Lanes(), st.tuples(st.sampled_from("abc"), windows(), st.integers(1, 12) | st.just(40))
     requests = {name: Request(data.draw(st.lists(readouts, min_size=1, max_size=2))) for name in NAMES}
     for name, one in requests.items():
         sinks = {number: sink for number, (*_, sink) in enumerate(one.readouts)}
-        filing.add(name, [reading for _, reading, _ in one.readouts], sinks, where)
-    for _ in range(data.draw(st.integers(1, 6))):
+        lanes.add(name, [reading for _, reading, _ in one.readouts], sinks, where)
+    for _ in range(data.draw(st.integers(1, 10))):
         batch = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
         places = data.draw(st.integers(0, 1))  # in front of them is somebody who reads nothing
-        filing.look([(places + at, name) for at, name in enumerate(batch)], {})
-        for _ in range(data.draw(st.integers(1, 8))):
+        lanes.look([(places + at, name) for at, name in enumerate(batch)], {})
+        for _ in range(data.draw(st.integers(1, 3))):
             tokens = [2] * places + [data.draw(st.just(1) | st.integers(1, 9)) for _ in batch]
             starts = np.cumsum([0, *tokens])
-            steps = filing.step(starts, np.array([0] * places + [requests[name].position for name in batch]))
+            at = np.array([0] * places + [requests[name].position for name in batch])
+            reads, steps = lanes.step(starts[:-1], starts[1:], at)
+            assert not reads
             expected: dict[tuple[int, int], list[int]] = {}
-            for at, name in enumerate(batch, places):
-                expected |= requests[name].expected(int(starts[at]), tokens[at])
-                requests[name].position += tokens[at] - data.draw(st.integers(0, tokens[at] - 1))
+            for place, name in enumerate(batch, places):
+                expected |= requests[name].expected(int(starts[place]), tokens[place])
+                requests[name].position += tokens[place] - data.draw(st.integers(0, tokens[place] - 1))
             found: dict[tuple[int, int], list[int]] = {}
             for step in steps:
                 assert step.bank == 7
@@ -94,13 +97,13 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
 
 
 def test_positions_are_told_beside_rows() -> None:
-    filing, sink = Filing(), Room(40)
+    lanes, sink = Lanes(), Room(40)
     reading = Reading("activation", ("a",), False, [(2, 4), (6, END)], False, "none", None, 0, ())
-    filing.add("x", [None, reading], {0: Room(1), 1: sink}, where)
-    filing.look([(0, "x")], {})
-    [step] = filing.step(np.array([0, 8]), np.array([0]))
+    lanes.add("x", [None, reading], {0: Room(1), 1: sink}, where)
+    lanes.look([(0, "x")], {})
+    _, [step] = lanes.step(np.array([0]), np.array([8]), np.array([0]))
     assert (step.first.tolist(), step.positions.tolist(), step.lengths.tolist()) == ([0, 2], [2, 6], [2, 2])
-    [step] = filing.step(np.array([0, 1]), np.array([8]))
+    _, [step] = lanes.step(np.array([0]), np.array([1]), np.array([8]))
     assert (step.first.tolist(), step.positions.tolist(), step.chosen.tolist()) == ([4], [8], [0])
-    filing.forget("x")
-    assert not filing.step(np.array([0, 1]), np.array([9]))
+    lanes.forget("x")
+    assert lanes.step(np.array([0]), np.array([1]), np.array([9])) == ([], [])

@@ -1,0 +1,262 @@
+"""Which rows of a step the readouts of a batch get. Knows positions and where sites are captured, and no tensor.
+
+Most requests decode one token more in each step. What they read then follows from a few arrays with an element for
+each readout, so a step takes the host hardly longer for many requests than for one. Tokens of prompts and guesses are
+looked at request by request.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.engine.brought import Part
+from saesteer.engine.readouts import Reading, Span
+from saesteer.engine.spool import Rows, Sink
+from saesteer.planning.plan import END
+
+_Ints = NDArray[np.int64]
+Where = Callable[[tuple[str, ...], bool], tuple[int | None, _Ints]]  # as Captures has it
+# The tokens of a request in a step, in pieces that are read apart: the first of each, and how many.
+Pieces = Callable[[str, int], Iterable[tuple[int, int]]]
+
+
+def whole(_: str, tokens: int) -> Iterable[tuple[int, int]]:
+    """All tokens of a request are read together."""
+    return [(0, tokens)]
+
+
+class Lane:
+    """One readout of a request.
+
+    Args:
+        part: the readout.
+        place: of its sites: a bank, and the first row of each in it.
+        sink: the file of its rows, which are as they are captured; None: it has none.
+    """
+
+    def __init__(self, part: Part, place: tuple[int | None, _Ints], sink: Sink | None) -> None:
+        reading = part.reading
+        self.part, self.sink = part, sink
+        self.bank, self.planes = place
+        # Rows that are made of a position. All sites of a probe become one.
+        self.each = 1 if reading.kind == "probe" else len(self.planes)
+        # Lanes with the same are computed together.
+        self.key = self.bank, len(self.planes), sink is not None, reading.reduce == "none", *_computed(reading)
+        # Positions from lo up to hi are read; one after the other, each is the file's row of that number less `base`.
+        self.lo = self.hi = self.base = 0
+
+    def seek(self, position: int) -> None:
+        """Set the window to that of a position, or to the next one; to none where there is none with room."""
+        if self.part.reading.last:  # whatever is the last
+            self.lo, self.hi = 0, END
+            return
+        before = 0
+        for lo, hi in self.part.reading.windows:
+            self.lo, self.base = lo, lo - before
+            self.hi = hi if self.sink is None else min(hi, self.base + self.sink.rows)
+            if position < self.hi:
+                return
+            before += hi - lo
+        self.lo = self.hi = END
+
+    def filed(self, position: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Of a step's tokens those that have room in the file: the first position, its row, and how many follow."""
+        for lo, hi in self.part.reading.spans(position, tokens):
+            self.seek(lo)
+            if self.lo <= lo < self.hi:
+                yield lo, lo - self.base, min(hi, self.hi) - lo
+        self.seek(position)  # if tokens behind it were guesses that do not hold, they come once more
+
+
+def _computed(reading: Reading) -> tuple[Any, ...]:
+    """Equal for readouts that one computation serves."""
+    if reading.kind == "features":
+        return 2, id(reading.source), reading.top_k, reading.named
+    return (1, id(reading.source)) if reading.kind == "probe" else (0,)
+
+
+class Read(NamedTuple):
+    """Rows of a step of which something is made together, and whose that is, one part behind the other."""
+
+    bank: int | None  # None: what lm_head multiplies
+    chosen: _Ints  # rows of the bank, those of a position side by side
+    parts: Sequence[Part]
+    spans: Sequence[list[Span]]  # positions of each part
+    rows: Sequence[int]  # that are made for each part
+    reduced: bool = False  # whether all become one
+
+
+class File(NamedTuple):
+    """Rows of a step that go into files, one file behind the other."""
+
+    bank: int | None
+    chosen: _Ints  # as in Read
+    sinks: Sequence[Sink]
+    first: _Ints  # by file, its row of the first one
+    positions: _Ints  # by file, of the first one
+    lengths: _Ints  # by file, how many positions follow one another
+
+    def written(self, data: memoryview) -> Rows:
+        """These rows, once they are gathered."""
+        return Rows(self.sinks, self.first.tolist(), self.positions.tolist(), self.lengths.tolist(), data)
+
+
+_Several = Sequence[int]  # tokens of a lane's request: number of the lane, first, position, and how many
+
+
+class _Group:
+    """Lanes that are computed together.
+
+    Args:
+        lanes: of a batch.
+        places: of their requests in it.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], places: Sequence[int]) -> None:
+        self._lanes, self._parts = lanes, [lane.part for lane in lanes]
+        self._bank, self._rows = lanes[0].bank, [lane.each for lane in lanes]
+        self._sinks = [lane.sink for lane in lanes if lane.sink is not None]  # all have one, or none
+        self._places: _Ints = np.array(places, dtype=np.int64)
+        self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
+        self._planes: _Ints = np.concatenate([lane.planes for lane in lanes]).reshape(len(lanes), -1)
+        self._look()
+
+    def _look(self) -> None:
+        lanes = self._lanes
+        self._lo, self._hi = np.array([lane.lo for lane in lanes]), np.array([lane.hi for lane in lanes])
+        self._base = np.array([lane.base for lane in lanes])
+
+    def step(
+        self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces
+    ) -> list[Read | File]:
+        """What is read of a step; arguments as for ``Lanes.step``."""
+        at, position = first[self._places], positions[self._places]
+        tokens = end[self._places] - at
+        alone = tokens == 1
+        over = alone & (position >= self._hi)  # where a window has ended, or none was looked for
+        if over.any():
+            for number in np.flatnonzero(over).tolist():
+                self._lanes[number].seek(int(position[number]))
+            self._look()
+        reads = alone & (position >= self._lo) & (position < self._hi)
+        if reads.all():  # the usual step
+            chosen = (self._planes + at[:, None]).ravel()
+            if self._sinks:
+                return [File(self._bank, chosen, self._sinks, position - self._base, position, self._ones)]
+            return [Read(self._bank, chosen, self._parts, _singles(position), self._rows)]
+        one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
+        several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
+        chosen = (self._planes[one] + at[one, None]).ravel()
+        if self._sinks:
+            return [*self._files(one, chosen, position[one], several)]
+        return [*self._reads(one, chosen, position[one], several, pieces)]
+
+    def _reads(
+        self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
+    ) -> Iterator[Read]:
+        bank, each, where = self._bank, self._rows[0], _singles(position)
+        parts, made, rows = [self._parts[number] for number in one.tolist()], [each] * len(one), [chosen]
+        for number, at, here, tokens in several:
+            part = self._parts[number]
+            for ahead, some in pieces(part.name, tokens):
+                for spans in part.reading.parts(here + ahead, some):
+                    there = np.concatenate([np.arange(lo, hi) for lo, hi in spans]) + (at - here)
+                    own = (self._planes[number] + there[:, None]).ravel()
+                    if part.reading.reduce != "none":  # each by itself
+                        yield Read(bank, own, [part], [spans], [1], True)
+                        continue
+                    rows.append(own)
+                    parts.append(part)
+                    where.append(spans)
+                    made.append(each * len(there))
+        if parts:
+            yield Read(bank, np.concatenate(rows), parts, where, made)
+
+    def _files(self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several]) -> Iterator[File]:
+        rows = [chosen]
+        more: list[tuple[int, int, int, int]] = []  # lane, row of the file, position, and how many
+        for number, at, here, tokens in several:
+            for lo, row, length in self._lanes[number].filed(here, tokens):
+                rows.append((self._planes[number] + (np.arange(lo, lo + length) + at - here)[:, None]).ravel())
+                more.append((number, row, lo, length))
+        if len(one) or more:
+            lanes, first, there, lengths = (
+                np.concatenate([these, np.array([other[n] for other in more], dtype=np.int64)])
+                for n, these in enumerate((one, position - self._base[one], position, self._ones[one]))
+            )
+            sinks = [self._sinks[number] for number in lanes.tolist()]
+            yield File(self._bank, np.concatenate(rows), sinks, first, there, lengths)
+
+
+def _singles(positions: NDArray[Any]) -> list[list[Span]]:
+    return [[(at, at + 1)] for at in positions.tolist()]
+
+
+class Lanes:
+    """The requests of a worker that read, and those of its last batch."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Sequence[Lane]] = {}
+        self._groups: Sequence[_Group] = ()
+        self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
+
+    def add(self, request: str, readings: Sequence[Reading | None], sinks: Mapping[int, Sink], where: Where) -> None:
+        """Remember a request, unless it is known.
+
+        Args:
+            request: its id.
+            readings: by number; None: another stage of a pipeline has it.
+            sinks: of those that have files, by number.
+            where: a readout's sites are.
+        """
+        if request not in self._known:
+            self._known[request] = [
+                Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
+                for number, one in enumerate(readings)
+                if one is not None
+            ]
+
+    def forget(self, request: str) -> None:
+        """Forget a request, and the batch, which may hold its files; ``look`` comes before the next step."""
+        if self._known.pop(request, None) is not None:
+            self.look((), {})
+
+    def look(self, batch: Iterable[tuple[int, str]], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
+        """Remember a batch.
+
+        Args:
+            batch: places and names of its requests that read.
+            sinks: of those that have files, by number of the readout.
+        """
+        found: dict[tuple[Any, ...], tuple[list[Lane], list[int]]] = {}
+        for at, name in batch:
+            for lane in self._known[name]:
+                group = found.get(lane.key)
+                if group is None:
+                    group = found[lane.key] = ([], [])
+                group[0].append(lane)
+                group[1].append(at)
+        self._groups, self.sinks = [_Group(*group) for group in found.values()], sinks
+
+    def step(
+        self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces = whole
+    ) -> tuple[list[Read], list[File]]:
+        """What is read of a step of the batch, and what goes into files.
+
+        Args:
+            first: the first token of each request in the step.
+            end: the token behind its last one.
+            positions: of the first ones in their requests.
+            pieces: of a request with several tokens.
+        """
+        reads: list[Read] = []
+        files: list[File] = []
+        for group in self._groups:
+            for one in group.step(first, end, positions, pieces):
+                if isinstance(one, Read):
+                    reads.append(one)
+                else:
+                    files.append(one)
+        return reads, files
