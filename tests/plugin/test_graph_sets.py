@@ -123,6 +123,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.ops: set[int] = set()
+        self.how: dict[str, set[int]] = {}  # sites that were in another way, by address
         self.replays = 0
 
     def replay(self) -> None:
@@ -131,7 +132,7 @@ class Graph:
     @staticmethod
     @contextmanager
     def capturing(graph: "Graph", *_: Any, **__: Any) -> Iterator[None]:
-        before = dict(ops.hits)
+        before, graph.how = dict(ops.hits), {"reads": {*ops._copying}, "single": {*ops._single}}
         yield
         graph.ops = {address for address, times in ops.hits.items() if times > before.get(address, 0)}
 
@@ -207,6 +208,10 @@ def test_every_full_graph_is_captured_once_for_each_set(engine: Engine, monkeypa
                 ({"resid_post.1", "resid_post.3"}, False),
                 (set(SITES), True),
             ]
+            for at, graph in ordered:
+                sites = engine.graph_sets[at]
+                for how, names in (("reads", sites.reads), ("single", sites.single)):
+                    assert graph.how[how] == {engine.sites[name].index.data_ptr() for name in names}
     assert not ops._silent and not ops._copying and not ops._single
 
 
