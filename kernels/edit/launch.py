@@ -229,9 +229,13 @@ def one_triton(
 ) -> None:
     """Launch the kernel for rows of one entry, as the edit kernel is launched: a row gets the same bits from both.
 
-    Arguments as for the op `edit_`, which has checked them.
+    Arguments as for the op `edit_`, which has checked them. In longer steps items span several tokens, which this kernel
+    does not know; vLLM captures them only if it is told to.
     """
     tokens, width = stream.shape
+    if tokens > TILED_ABOVE:
+        edit_triton(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
+        return
     places = min(tokens, bound.work.shape[0] - 1)
     if places <= 0:
         return

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.launch import one_triton
+from saesteer.kernels.edit import launch
 from saesteer.kernels.layout import ANY, BARE, HELD, LONE, MATCH, NORMED, PAIR, READ, SHORT
 from saesteer.kernels.reference import rms_norm_ref
 from tests.kernels import harness
@@ -223,16 +223,23 @@ def test_rows_of_one_entry_beside_others(
     tokens=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     shape=SHAPES,
     seed=st.integers(0, 2**16),
+    long=st.booleans(),
 )
 def test_a_kernel_that_can_do_nothing_else_leaves_the_same_bits(
-    singles: list[Entry], tokens: list[int], shape: Shape, seed: int
+    singles: list[Entry], tokens: list[int], shape: Shape, seed: int, long: bool
 ) -> None:
-    """A request that goes on in other graphs, as its neighbours come and go, has the bits that it would have had."""
+    """A request that goes on in other graphs, as its neighbours come and go, has the bits that it would have had.
+
+    In long steps, whose items may span several tokens, it leaves the work to others.
+    """
     step = a_step([[one] for one in singles], tokens[: len(singles)], shape, seed)
+    path = TILED if long else TOKEN
     with pytest.MonkeyPatch.context() as patch:
-        expected = step.run(TOKEN)
-        patch.setattr(harness, "edit_triton", lambda *given, **_: one_triton(*given))
-        found = step.run(TOKEN)
+        expected = step.run(path)
+        patch.setattr(harness, "edit_triton", lambda *given, **_: launch.one_triton(*given))
+        if long:
+            patch.setattr(launch, "TILED_ABOVE", 0)
+        found = step.run(path)
     for name in ("stream", "second", "registers", "counts", "cells"):
         one, other = getattr(found, name), getattr(expected, name)
         assert one is other is None or torch.equal(bits(one), bits(other))
