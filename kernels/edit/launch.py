@@ -229,8 +229,8 @@ def one_triton(
 ) -> None:
     """Launch the kernel for rows of one entry, as the edit kernel is launched: a row gets the same bits from both.
 
-    Arguments as for the op `edit_`, which has checked them. In longer steps items span several tokens, which this kernel
-    does not know; vLLM captures them only if it is told to.
+    Arguments as for the op `edit_`, which has checked them. In longer steps items span several tokens, which this
+    kernel does not know; vLLM captures them only if it is told to.
     """
     tokens, width = stream.shape
     if tokens > TILED_ABOVE:
