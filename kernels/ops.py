@@ -132,14 +132,11 @@ def edit_(
         from saesteer.kernels.edit.captured import capture  # a CPU may have no Triton
 
         capture(x, second, bound, form)
-    elif x.is_cuda and site.data_ptr() in _single:
-        from saesteer.kernels.edit.launch import one_triton
-
-        one_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     elif x.is_cuda:
         from saesteer.kernels.edit.launch import edit_triton
 
-        edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
+        single = site.data_ptr() in _single
+        edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset, single=single)
     else:
         edit_ref_(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     if ranks is not None:

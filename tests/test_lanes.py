@@ -51,8 +51,9 @@ def where(ops: tuple[str, ...], _: bool) -> tuple[int, Any]:
 def rows_of(step: File) -> dict[tuple[int, int], list[int]]:
     """The same of a step."""
     found, chosen = {}, step.chosen.tolist()
-    each = len(chosen) // int(step.lengths.sum())
-    for sink, first, length in zip(step.sinks, step.first, step.lengths, strict=True):
+    filing = step.filing
+    each = len(chosen) // int(filing.lengths.sum())
+    for sink, first, length in zip(filing.sinks, filing.first, filing.lengths, strict=True):
         for ahead in range(length):
             found[id(sink), int(first) + ahead] = chosen[:each]
             del chosen[:each]
@@ -93,7 +94,7 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
             for step in steps:
                 assert step.bank == 7
                 found |= rows_of(step)
-            assert found == expected and sum(int(step.lengths.sum()) for step in steps) == len(expected)
+            assert found == expected and sum(int(step.filing.lengths.sum()) for step in steps) == len(expected)
 
 
 def test_positions_are_told_beside_rows() -> None:
@@ -102,8 +103,8 @@ def test_positions_are_told_beside_rows() -> None:
     lanes.add("x", [None, reading], {0: Room(1), 1: sink}, where)
     lanes.look([(0, "x")], {})
     _, [step] = lanes.step(np.array([0]), np.array([8]), np.array([0]))
-    assert (step.first.tolist(), step.positions.tolist(), step.lengths.tolist()) == ([0, 2], [2, 6], [2, 2])
+    assert [each.tolist() for each in step.filing[1:]] == [[0, 2], [2, 6], [2, 2]]
     _, [step] = lanes.step(np.array([0]), np.array([1]), np.array([8]))
-    assert (step.first.tolist(), step.positions.tolist(), step.chosen.tolist()) == ([4], [8], [0])
+    assert [each.tolist() for each in (*step.filing[1:3], step.chosen)] == [[4], [8], [0]]
     lanes.forget("x")
     assert lanes.step(np.array([0]), np.array([1]), np.array([9])) == ([], [])

@@ -64,6 +64,7 @@ def edit_triton(
     tuned: Configs | None = None,
     tiled: bool | None = None,
     runs: bool | None = None,
+    single: bool = False,
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
@@ -76,14 +77,16 @@ def edit_triton(
             tokens.
         runs: whether neighbours with many entries are done together, whatever the step is; for tests. Items are single
             tokens.
+        single: whether only LONE and SHORT rows are done, by a kernel that can do nothing else. They get the bits that
+            they get from the edit kernel. In steps of more than TILED_ABOVE tokens, whose items span several, all are.
     """
     tokens, width = stream.shape
     places = min(tokens, bound.work.shape[0] - 1)
     if places <= 0:
         return
-    wanted = _ALL
+    wanted, single = _ALL, single and tokens <= TILED_ABOVE
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
-    if tiled or (tiled is None and not captured):
+    if tiled or (tiled is None and not captured and not single):
         kinds = int(bound.kinds.item())
         if kinds == layout.BEFORE and tokens <= TILED_ABOVE:
             capture(stream, second, bound, form)
@@ -103,6 +106,20 @@ def edit_triton(
     cores = _multiprocessors(stream.device.index)
     waits = early(stream.device.index)
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
+    if single:
+        warps = for_tokens(tuned.edit, tokens).num_warps
+        one_kernel[(places,)](
+            *common,
+            bound.registers,
+            counts,
+            *rest,
+            bound.registers.stride(0),
+            BLOCK=block(warps),
+            num_warps=warps,
+            **form_of,
+            **waits,
+        )
+        return
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone
@@ -215,52 +232,3 @@ def edit_triton(
             **_constants(edit),
             **waits,
         )
-
-
-def one_triton(
-    stream: Tensor,
-    second: Tensor | None,
-    norm_weight: Tensor | None,
-    counts: Tensor,
-    bound: Bound,
-    form: int,
-    eps: float,
-    weight_offset: float,
-) -> None:
-    """Launch the kernel for rows of one entry, as the edit kernel is launched: a row gets the same bits from both.
-
-    Arguments as for the op `edit_`, which has checked them. In longer steps items span several tokens, which this
-    kernel does not know; vLLM captures them only if it is told to.
-    """
-    tokens, width = stream.shape
-    if tokens > TILED_ABOVE:
-        edit_triton(stream, second, norm_weight, counts, bound, form, eps, weight_offset)
-        return
-    places = min(tokens, bound.work.shape[0] - 1)
-    if places <= 0:
-        return
-    warps = for_tokens(configs(width).edit, tokens).num_warps
-    one_kernel[(places,)](
-        stream,
-        second,
-        norm_weight,
-        bound.table,
-        bound.index,
-        bound.work,
-        bound.positions,
-        bound.w_enc,
-        bound.w_dec,
-        bound.registers,
-        counts,
-        eps,
-        weight_offset,
-        bound.table.stride(0),
-        *counts.stride(),
-        bound.registers.stride(0),
-        WIDTH=width,
-        BLOCK=block(warps),
-        FORM=form,
-        HAS_WEIGHT=norm_weight is not None,
-        num_warps=warps,
-        **early(stream.device.index),
-    )

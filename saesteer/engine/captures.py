@@ -1,8 +1,8 @@
 """What is read of captured tensors once a step has run: its tokens, the computation, and the way to the host.
 
-Knows rows, tensors and positions, and neither vLLM nor an answer's form. The op copies the tokens of rows that read
-(kernels/layout.py, before and after); here one gather for each width takes those that somebody asks for, and what is
-made of them runs beside the next step, on a stream of its own.
+Knows rows and tensors, and neither vLLM nor an answer's form; lanes.py says which rows a step has. The op copies the
+tokens of rows that read (kernels/layout.py, before and after); here one gather for each width takes those that somebody
+asks for, and what is made of them runs beside the next step, on a stream of its own.
 """
 
 from collections import defaultdict
@@ -142,7 +142,7 @@ class Captures:
     def _file(self, files: Sequence[File], rows: Sequence[Tensor], event: Any) -> None:
         if files:
             data = (one.view(torch.uint8).view(-1).numpy().data for one in rows)
-            self._writer.put([one.written(words) for one, words in zip(files, data, strict=True)], event)
+            self._writer.put([*zip((one.filing for one in files), data, strict=True)], event)
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:
         """The same of one step alone.

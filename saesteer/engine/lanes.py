@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from saesteer.engine.brought import Part
 from saesteer.engine.readouts import Reading, Span
-from saesteer.engine.spool import Rows, Sink
+from saesteer.engine.spool import Filing, Sink
 from saesteer.planning.plan import END
 
 _Ints = NDArray[np.int64]
@@ -93,14 +93,7 @@ class File(NamedTuple):
 
     bank: int | None
     chosen: _Ints  # as in Read
-    sinks: Sequence[Sink]
-    first: _Ints  # by file, its row of the first one
-    positions: _Ints  # by file, of the first one
-    lengths: _Ints  # by file, how many positions follow one another
-
-    def written(self, data: memoryview) -> Rows:
-        """These rows, once they are gathered."""
-        return Rows(self.sinks, self.first.tolist(), self.positions.tolist(), self.lengths.tolist(), data)
+    filing: Filing
 
 
 _Several = Sequence[int]  # tokens of a lane's request: number of the lane, first, position, and how many
@@ -142,13 +135,14 @@ class _Group:
             self._look()
         reads = alone & (position >= self._lo) & (position < self._hi)
         if reads.all():  # the usual step
-            chosen = (self._planes + at[:, None]).ravel()
+            chosen = _rows(self._planes, at)
             if self._sinks:
-                return [File(self._bank, chosen, self._sinks, position - self._base, position, self._ones)]
+                filing = Filing(self._sinks, position - self._base, position, self._ones)
+                return [File(self._bank, chosen, filing)]
             return [Read(self._bank, chosen, self._parts, _singles(position), self._rows)]
         one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
         several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
-        chosen = (self._planes[one] + at[one, None]).ravel()
+        chosen = _rows(self._planes[one], at[one])
         if self._sinks:
             return [*self._files(one, chosen, position[one], several)]
         return [*self._reads(one, chosen, position[one], several, pieces)]
@@ -163,7 +157,7 @@ class _Group:
             for ahead, some in pieces(part.name, tokens):
                 for spans in part.reading.parts(here + ahead, some):
                     there = np.concatenate([np.arange(lo, hi) for lo, hi in spans]) + (at - here)
-                    own = (self._planes[number] + there[:, None]).ravel()
+                    own = _rows(self._planes[number], there)
                     if part.reading.reduce != "none":  # each by itself
                         yield Read(bank, own, [part], [spans], [1], True)
                         continue
@@ -179,7 +173,7 @@ class _Group:
         more: list[tuple[int, int, int, int]] = []  # lane, row of the file, position, and how many
         for number, at, here, tokens in several:
             for lo, row, length in self._lanes[number].filed(here, tokens):
-                rows.append((self._planes[number] + (np.arange(lo, lo + length) + at - here)[:, None]).ravel())
+                rows.append(_rows(self._planes[number], np.arange(lo, lo + length) + (at - here)))
                 more.append((number, row, lo, length))
         if len(one) or more:
             lanes, first, there, lengths = (
@@ -187,10 +181,17 @@ class _Group:
                 for n, these in enumerate((one, position - self._base[one], position, self._ones[one]))
             )
             sinks = [self._sinks[number] for number in lanes.tolist()]
-            yield File(self._bank, np.concatenate(rows), sinks, first, there, lengths)
+            yield File(self._bank, np.concatenate(rows), Filing(sinks, first, there, lengths))
+
+
+def _rows(planes: _Ints, tokens: NDArray[Any]) -> _Ints:
+    """Rows of a bank, those of a token side by side; the planes are [sites], or [tokens, sites]."""
+    found: _Ints = (planes + tokens[:, None]).ravel()
+    return found
 
 
 def _singles(positions: NDArray[Any]) -> list[list[Span]]:
+    """Positions that are read one by one, as spans."""
     return [[(at, at + 1)] for at in positions.tolist()]
 
 

@@ -1,6 +1,6 @@
 """What a worker knows of a request's readouts: what each reads, where, and at which positions.
 
-Knows positions and weights, and neither steps nor an answer's form. captures.py reads a step by them.
+Knows positions and weights, and neither steps nor an answer's form. lanes.py finds a step's rows by them.
 """
 
 from bisect import bisect_right

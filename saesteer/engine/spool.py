@@ -18,6 +18,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from saesteer.config.config import KEY
 from saesteer.engine.readouts import Span
 
@@ -142,14 +145,13 @@ class Sinks:
         self._open.pop(request, None)
 
 
-class Rows(NamedTuple):
-    """Rows of one step that lie one behind the other, those of a file's each position side by side."""
+class Filing(NamedTuple):
+    """Where the rows of a step go, which lie file by file; a row has all sites of a position."""
 
-    sinks: Sequence[Sink]  # whose rows they are, one after the other
-    first: Sequence[int]  # by sink, which row of its file the first of them is
-    positions: Sequence[int]  # by sink, of its first one
-    lengths: Sequence[int]  # by sink, how many positions follow one another
-    data: memoryview  # bytes
+    sinks: Sequence[Sink]
+    first: NDArray[np.int64]  # by sink, which row of its file the first of them is
+    positions: NDArray[np.int64]  # by sink, of its first one
+    lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
 
 class Writer:
@@ -161,7 +163,8 @@ class Writer:
 
     def __init__(self) -> None:
         self.ticket = 0  # of the last step that was put
-        self._put: deque[tuple[int, Any, Rows]] = deque()  # ticket, event of the device, and rows that are not dealt
+        # Ticket, event of the device, where rows go that are not dealt, and the rows.
+        self._put: deque[tuple[int, Any, Filing, memoryview]] = deque()
         self._waiting: dict[Sink, None] = {}  # files with rows, the longest waiting first
         self._ready: dict[Sink, None] = {}  # of them, those that threads should take
         self._busy = 0  # files that somebody writes now
@@ -172,11 +175,11 @@ class Writer:
         self._threads: list[Thread] = []
         self._broken: BaseException | None = None  # a thread has ended for it
 
-    def put(self, several: Sequence[Rows], event: Any) -> None:
+    def put(self, several: Sequence[tuple[Filing, memoryview]], event: Any) -> None:
         """Take the rows of a step.
 
         Args:
-            several: of the step.
+            several: where they go, and their bytes.
             event: of the device, behind the copies that bring them to the host; None: they are there.
         """
         with self._lock:
@@ -188,8 +191,8 @@ class Writer:
             self._check()
             self.ticket += 1
             begins = not (self._put or self._waiting)
-            self._put.extend((self.ticket, event, rows) for rows in several)
-            size = sum(len(rows.data) for rows in several)
+            self._put.extend((self.ticket, event, *one) for one in several)
+            size = sum(len(data) for _, data in several)
             self._held, self._fresh = self._held + size, self._fresh + size
             if self._fresh >= MOST // 2:
                 self._hand_over_all()
@@ -208,7 +211,7 @@ class Writer:
             RuntimeError: a thread has ended.
         """
         with self._lock:
-            event = next((event for step, event, _ in self._put if step == ticket), None)
+            event = next((event for step, event, *_ in self._put if step == ticket), None)
         if event is not None:
             event.synchronize()
         with self._lock:
@@ -251,7 +254,8 @@ class Writer:
     def _deal(self) -> None:
         """Give rows that have landed to their files."""
         while self._put and ((event := self._put[0][1]) is None or event.query()):
-            sinks, firsts, positions, lengths, data = self._put.popleft()[2]
+            *_, (sinks, *numbers), data = self._put.popleft()
+            firsts, positions, lengths = (each.tolist() for each in numbers)
             stride, at = len(data) // sum(lengths), 0
             for sink, first, position, length in zip(sinks, firsts, positions, lengths, strict=True):
                 end = at + stride * length

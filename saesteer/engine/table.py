@@ -140,7 +140,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     first, doses, most, whole = 0, 0, 1, False
     for site, count, groups, changed, captures in wire.sites:
         end = first + count
-        measured = changed and (wire.dose or limit > 0)
+        measured = _measured(wire, limit, changed)
         dense = (0, 0, 0)
         plain = not arrows and not reduce(or_, flags[first:end], 0) & (layout.RANKED | layout.RECONSTRUCT)
         for line in () if plain else range(first, end):
@@ -193,6 +193,11 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     return row
 
 
+def _measured(wire: Wire, limit: float, changed: bool) -> bool:
+    """Whether doses are measured at a site."""
+    return changed and (wire.dose or limit > 0)
+
+
 @lru_cache(256)
 def _shared(kinds: bytes) -> NDArray[np.int32]:
     return np.frombuffer(kinds, np.int32)
@@ -207,10 +212,16 @@ def single(wire: Wire, places: Places, *, limit: float = 0.0) -> frozenset[str]:
     _link(table, wire, places, ())
     found, first = set(), 0
     for site, count, groups, changed, captures in wire.sites:
-        if count == 1 and not (changed and (wire.dose or limit > 0)):
+        if count == 1:
             flags, gates = table[first, [layout.FLAGS, layout.GATES]].tolist()
             words = layout.span_words(
-                [flags], gated=bool(gates), groups=groups, begin=0, dense=(0, 0, 0), captures=captures
+                [flags],
+                gated=bool(gates),
+                groups=groups,
+                begin=0,
+                dense=(0, 0, 0),
+                doses=int(_measured(wire, limit, changed)),
+                captures=captures,
             )
             if words[layout.KIND] & (layout.LONE | layout.SHORT):
                 found.add(site)

@@ -236,7 +236,7 @@ def test_a_kernel_that_can_do_nothing_else_leaves_the_same_bits(
     path = TILED if long else TOKEN
     with pytest.MonkeyPatch.context() as patch:
         expected = step.run(path)
-        patch.setattr(harness, "edit_triton", lambda *given, **_: launch.one_triton(*given))
+        patch.setattr(harness, "edit_triton", lambda *given, **_: launch.edit_triton(*given, single=True))
         if long:
             patch.setattr(launch, "TILED_ABOVE", 0)
         found = step.run(path)

@@ -73,7 +73,7 @@ def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
 def test_a_batch_replays_a_graph_with_the_ops_of_all_its_requests(
     dictionaries: frozenset[str], readable: frozenset[str], most: int, asked: list[Sites], captured: set[int]
 ) -> None:
-    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most))
+    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most), lambda _: frozenset())
     sets, last = choice.sets, len(choice.sets) - 1
     for number, needed in enumerate(asked):
         choice._needs[str(number)] = enough(sets, needed)
@@ -146,7 +146,8 @@ class Captured:
     """
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, free: Sequence[int] = (64 << 30,)) -> None:
-        self.engine, self.choice, self.ran = engine, graphs.Choice(engine.graph_sets), Counter[str]()
+        self.engine, self.ran = engine, Counter[str]()
+        self.choice = graphs.Choice(engine.graph_sets, lambda _: frozenset())
         self.manager: Any = object.__new__(CudaGraphManager)
         shapes = [BatchExecutionDescriptor(FULL, tokens, tokens) for tokens in (8, 1)]
         stream = BatchExecutionDescriptor(PIECEWISE, 8, None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine import spool
-from saesteer.engine.spool import Rows, Sink, Sinks, Writer, address
+from saesteer.engine.spool import Filing, Sink, Sinks, Writer, address
 from saesteer.planning.plan import END
 from tests.plugin.test_spools import WIDTH, Steps, check, results, sinks_of, spool_of, told
 
@@ -128,6 +128,11 @@ class Event:
 FILES, ROWS = 3, 8  # of a row of two bytes each
 
 
+def filing(sinks: list[Sink], rows: list[int]) -> Filing:
+    """A row of each, at the position of its number."""
+    return Filing(sinks, np.array(rows), np.array(rows), np.ones(len(rows), dtype=np.int64))
+
+
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
@@ -168,8 +173,8 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         for number, (rows, behind, wanted) in enumerate(steps, 1):
             for file, row in rows:
                 expected[file, row] = number, row
-            at, data = [row for _, row in rows], memoryview(bytes(one for _, row in rows for one in (number, row)))
-            writer.put([Rows([sinks[file] for file, _ in rows], at, at, [1] * len(rows), data)], Event())
+            data = memoryview(bytes(one for _, row in rows for one in (number, row)))
+            writer.put([(filing([sinks[file] for file, _ in rows], [row for _, row in rows]), data)], Event())
             Event.landed = max(Event.landed, number - behind)
             if wanted is not None:
                 file, ago = wanted
@@ -191,7 +196,7 @@ def test_who_waits_for_one_file_writes_no_other(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).touch()
     one, other = (Sink(str(tmp_path / name), 0, 1) for name in "ab")
     writer = Writer()
-    writer.put([Rows([one, other], [0, 0], [0, 0], [1, 1], memoryview(b"xy"))], None)
+    writer.put([(filing([one, other], [0, 0]), memoryview(b"xy"))], None)
     writer.settle(writer.ticket, [one])
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes()
     writer.settle(writer.ticket, [other])
@@ -205,9 +210,9 @@ def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monk
         sinks.add("r", address([(0, *made.address)]))
         opened = sinks.of("r")
         assert opened is not None
-        writer.put([Rows([opened[0]], [0], [0], [1], memoryview(bytes([turn])))], None)
+        writer.put([(filing([opened[0]], [0]), memoryview(bytes([turn])))], None)
         sinks.forget("r")
-    first, second = (rows.sinks[0] for _, _, rows in writer._put)
+    first, second = (there.sinks[0] for *_, there, _ in writer._put)
     assert first is second and writer.settle(writer.ticket, [first]) == [[(0, 1), (0, 1)]]
     start = made.address[1]
     assert Path(made.address[0]).read_bytes()[start : start + 1] == b"\1"

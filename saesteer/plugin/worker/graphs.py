@@ -42,7 +42,7 @@ class Choice:
         single: the sites at which a plan has one entry that asks for no more than `edit_one` does.
     """
 
-    def __init__(self, sets: Sets, single: Callable[[Wire], frozenset[str]] = lambda _: frozenset()) -> None:
+    def __init__(self, sets: Sets, single: Callable[[Wire], frozenset[str]]) -> None:
         self.sets, self._single = sets, single
         self._captured: Collection[int] = range(len(sets))
         self._all = (1 << len(sets)) - 1  # numbers of sets, as bits
@@ -83,11 +83,12 @@ class Choice:
             return self._all
         wire = decode(plan)
         here = {site for site, *_ in wire.sites}
-        worth = any(here <= one.single for one in self.sets)
-        return enough(self.sets, needed(wire, self._single(wire) if worth else frozenset()))
+        # Looked at only where a set could hold it, since a new module waits for this.
+        single = self._single(wire) if any(here <= one.single for one in self.sets) else frozenset()
+        return enough(self.sets, _needed(wire, single))
 
 
-def needed(wire: Wire, single: frozenset[str]) -> Sites:
+def _needed(wire: Wire, single: frozenset[str]) -> Sites:
     """Where a request needs ops; ``single``: the sites at which it has one entry that asks for no more."""
     # A site without lines has nothing to do but to capture.
     reads = frozenset(site for site, lines, _, changed, _ in wire.sites if not (lines or changed))

@@ -16,7 +16,7 @@ comes behind, the addition of the layer's part included, reads the same tensor.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -153,15 +153,18 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     if engine.device.type != "cuda":
         return
     tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
-    _warm_up(tapped, engine)
-    single = {name for one in engine.graph_sets for name in one.single}
-    with ops.single(site.index for name, site in engine.sites.items() if name in single):
-        _warm_up(tapped, engine)
+    several = [(module, op) for module in tapped for op in (*module.saesteer_before, *module.saesteer_after)]
+    _warm_up(several, engine)
+    names = {name for one in engine.graph_sets for name in one.single}
+    single = [site.index.data_ptr() for name, site in engine.sites.items() if name in names]
+    several = [(module, op) for module, op in several if op.index.data_ptr() in single]
+    with ops.single(op.index for _, op in several):
+        _warm_up(several, engine)
 
 
-def _warm_up(tapped: Sequence[_Tapped], engine: Engine) -> None:
+def _warm_up(several: Iterable[tuple[_Tapped, Any]], engine: Engine) -> None:
     with engine.warming() as sizes_of:
-        for module, op in ((one, op) for one in tapped for op in (*one.saesteer_before, *one.saesteer_after)):
+        for module, op in several:
             for tokens in sizes_of(op.width):
                 stream = torch.zeros(tokens, op.width, dtype=engine.dtype, device=engine.device)
                 if op.normed:
