@@ -87,7 +87,7 @@ class Layers:
         of_all = {
             "work": work,
             "positions": torch.arange(TOKENS, device=own.device),
-            "kinds": torch.tensor([layout.ANY | layout.LONE | layout.MANY], dtype=torch.int32),
+            "kinds": torch.tensor([layout.KERNELS], dtype=torch.int32),
             "cells": torch.zeros(TOKENS, dtype=torch.int32, device=own.device),
             "registers": torch.zeros(TOKENS, 1, device=own.device),
         }

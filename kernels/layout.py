@@ -83,15 +83,17 @@ ONE = 8  # here stands the only entry of a site that has one, so that no load wa
 
 DENSE_ALL = 1  # bit of DENSE_NORM: some entry asks for activations that are not above their thresholds
 
-# Bits of KIND. One of the first three names the kernel for the row's longer spans of tokens. LONE and SHORT have a
+# Bits of KIND. One of the first four names the kernel for the row's longer spans of tokens. LONE and SHORT have a
 # short way through the edit kernel.
 ANY = 1  # the edit kernel, which can do everything
 LONE = 2  # the kernel for a single entry without gates, ranks, reconstruction or input norms
 MANY = 4  # the kernel for one group of up to MOST_MANY such entries, none in lengths of x
-GATED = 8  # set if some entry writes or reads cells or registers
-BEFORE = 16  # the row's tokens are captured as they come
-AFTER = 32  # they are captured as the edits leave them
-SHORT = 64  # beside ANY: a single entry as of LONE, but for a register that it writes (READ) or has f from (HELD)
+FULL = 8  # the kernel for a single reconstruction without gates, ranks or input norms, which is not kept for elsewhere
+KERNELS = ANY | LONE | MANY | FULL
+GATED = 16  # set if some entry writes or reads cells or registers
+BEFORE = 32  # the row's tokens are captured as they come
+AFTER = 64  # they are captured as the edits leave them
+SHORT = 128  # beside ANY: a single entry as of LONE, but for a register that it writes (READ) or has f from (HELD)
 DOSE = 16  # from this bit on: the first column of the site's doses, 0 if they are not measured
 
 # An entry.
@@ -151,7 +153,8 @@ PART = 4  # entries of a part, as long as MOST_PARTS is not reached
 MOST_MANY = 256
 MOST_PARTS = 16
 TILE = 64  # most tokens of an item in a step of many tokens
-PARTIALS = 1024  # rows of scratch for parts of tokens
+PARTIALS = 1024  # rows of scratch for parts of tokens, and arrivals in front of them
+LEFT = PARTIALS - 1  # the arrival in whose place runs.py says how many tokens it has left; half of them have parts
 LEAST_ROW = 64  # words of such a row at least
 LARGEST = 1e15  # element of an edited stream, so that its squares have a finite sum; NaN becomes this, too
 LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream
@@ -243,7 +246,9 @@ def span_words(
     general = RANKED | RECONSTRUCT | LAYER_NORM | L2_NORM | GATE | SCALED
     registers = every & (READ | HELD)
     locked = gated and not (n == 1 and every & READ)  # GATES of a READ is its register
-    if locked or doses or captures or every & general or (registers and n > 1):
+    if not (gated or doses or captures or registers) and n == 1 and every & general == RECONSTRUCT:
+        kind = FULL
+    elif locked or doses or captures or every & general or (registers and n > 1):
         kind = ANY | GATED * gated | captures | doses << DOSE
     elif n == 1:
         kind = ANY | SHORT if registers else LONE

@@ -41,7 +41,7 @@ def columns(row: Row) -> list[int]:
 
 
 def kinds(row: Row) -> list[int]:
-    every = layout.ANY | layout.LONE | layout.MANY
+    every = layout.KERNELS
     return [int(row.words[layout.HEAD + layout.SPAN * at + layout.KIND]) & every for at in range(len(SITES))]
 
 

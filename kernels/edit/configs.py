@@ -45,7 +45,8 @@ class ManyConfig:
     block_n: int  # and while decoding
     stages: int  # loads in flight
     programs: int  # most programs per multiprocessor
-    block_z: int = 512  # columns at once of the norm
+    block_z: int = 256  # columns at once of the norm
+    ahead_z: int = 5  # as many of these in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,17 @@ class RunsConfig:
     entries: int  # at once; a power of two from 16
     block: int  # columns at once
     slices: int  # programs of a group, each with some columns
+
+
+@dataclass(frozen=True, slots=True)
+class FullConfig:
+    """One way to launch the kernel for long spans that are reconstructed."""
+
+    num_warps: int
+    decoded: int  # decoder rows at once; a power of two
+    ahead: int  # as many of these in flight
+    programs: int  # most programs per multiprocessor
+    listed: int = 16384  # features searched at once; a power of two from 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class EncodeConfig:
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
 _RUNS = RunsConfig(num_warps=8, tokens=16, entries=32, block=256, slices=3)
+_FULL = FullConfig(num_warps=1, decoded=2, ahead=3, programs=8)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=3, programs=2)),
     (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
@@ -89,6 +102,7 @@ class Configs:
     lone: LoneConfig
     many: ManyConfig = _MANY
     runs: RunsConfig = _RUNS
+    full: FullConfig = _FULL
     encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
 
 
@@ -126,11 +140,13 @@ CONFIGS: dict[int, Configs] = {
             (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, ahead=3)),
         ),
         lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
+        full=replace(_FULL, num_warps=2, programs=4),
     ),
     MAX_WIDTH: Configs(
         edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
         lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
         runs=replace(_RUNS, slices=5),
+        full=replace(_FULL, num_warps=4, programs=3),
     ),
 }
 
@@ -165,7 +181,8 @@ def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
 def launch_sizes(width: int, max_tokens: int) -> list[int]:
     """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch."""
     tuned = configs(width)
-    borders = {1, TILED_ABOVE, max_tokens, *(most for table in (tuned.edit, tuned.encode) for most, _ in table)}
+    tables = (tuned.edit, tuned.encode)
+    borders = {1, RUNS_ABOVE, TILED_ABOVE, max_tokens, *(most for table in tables for most, _ in table)}
     return sorted(size for size in borders if size <= max_tokens)
 
 

@@ -177,6 +177,47 @@ def _whole(entries, begin, end, here, bits, register):
 
 
 @triton.jit
+def list_active(words, listed, begin, until, LISTED: tl.constexpr):
+    """List the features of [begin, until) whose bit in `words` is set, in order; their number."""
+    many = 0
+    for start in range(begin, until, LISTED):
+        at = start + tl.arange(0, LISTED // WORD) * WORD
+        left = tl.load(words + at // WORD, mask=at < until, other=0)
+        ones = _ones(left)
+        order = many + tl.cumsum(ones, axis=0) - ones
+        many += tl.sum(ones, axis=0)
+        while tl.max((left != 0).to(tl.int32), axis=0) > 0:  # each word's lowest bit; few have more than two
+            tl.store(listed + order, at + _ones((left & -left) - 1), mask=left != 0)
+            order += (left != 0).to(tl.int32)
+            left &= left - 1
+    return many
+
+
+@triton.jit
+def decode(
+    change,
+    dense,
+    listed,
+    many,
+    dense_base,
+    w_dec,
+    cols,
+    WIDTH: tl.constexpr,
+    DECODED: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """change + the decoder rows of the listed features, each times its activation."""
+    for one in tl.range(0, many, DECODED, num_stages=AHEAD):
+        lanes = one + tl.arange(0, DECODED)
+        feature = tl.load(listed + lanes, mask=lanes < many, other=0)
+        f = tl.load(dense + feature, mask=lanes < many, other=0.0)
+        starts = (dense_base + feature).to(tl.int64) * WIDTH
+        decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
+        change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
+    return change
+
+
+@triton.jit
 def reconstruct(
     entries,  # of the row
     begin,  # word offsets of the group
@@ -238,24 +279,9 @@ def reconstruct(
                 many += tl.sum(active.to(tl.int32), axis=0)
         else:  # the encoder has compared them with their thresholds
             words = (dense + stride_dense).to(tl.pointer_type(tl.int32))
-            for start in range(share * each, until, LISTED):
-                at = start + tl.arange(0, LISTED // WORD) * WORD
-                word = tl.load(words + at // WORD, mask=at < until, other=0)
-                ones = _ones(word)
-                order = many + tl.cumsum(ones, axis=0) - ones
-                for bit in range(WORD):
-                    active = (word >> bit) & 1
-                    tl.store(listed + order, at + bit, mask=active != 0)
-                    order += active
-                many += tl.sum(ones, axis=0)
+            many = list_active(words, listed, share * each, until, LISTED)
         tl.debug_barrier()
-        for one in tl.range(0, many, DECODED, num_stages=AHEAD):
-            lanes = one + tl.arange(0, DECODED)
-            feature = tl.load(listed + lanes, mask=lanes < many, other=0)
-            f = tl.load(dense + feature, mask=lanes < many, other=0.0)
-            starts = (dense_base + feature).to(tl.int64) * WIDTH
-            decoders = [rows(w_dec, starts, lanes < many, col, WIDTH).to(tl.float32) for col in cols]
-            change = plus(change, [tl.sum(f[:, None] * part, axis=0) for part in decoders])
+        change = decode(change, dense, listed, many, dense_base, w_dec, cols, WIDTH, DECODED, AHEAD)
         image = tl.where((flags & READ) != 0, 0, flags)  # what a transcoder makes of x is none
         shift = 0.0
         if HAS_NORMS:

@@ -36,6 +36,7 @@ from saesteer.kernels.edit.words import (
     HEAD,
     HELD,
     KIND,
+    LEFT,
     LONE,
     ONE,
     PARTIALS,
@@ -111,6 +112,7 @@ def edit_kernel(
     HAS_KEPT: tl.constexpr,  # whether transcoders are reconstructed from here or to here
     HAS_CAPTURES: tl.constexpr,  # whether tokens may be captured
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
+    RUNS: tl.constexpr,  # whether runs.py has done some of them
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """x[token] += the deltas of its row's entries at this site, for all listed tokens; see ops.edit_.
@@ -138,6 +140,8 @@ def edit_kernel(
     site_number = kept(site)
     number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
+    if RUNS:
+        n_items = tl.where(kept(scratch.to(tl.pointer_type(tl.int32)) + LEFT) == 0, 0, n_items)
 
     first_item = 0
     if ROUNDS:

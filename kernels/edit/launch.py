@@ -24,6 +24,7 @@ from saesteer.kernels.edit.configs import (
 )
 from saesteer.kernels.edit.edit import edit_kernel
 from saesteer.kernels.edit.encode import encode_kernel
+from saesteer.kernels.edit.full import full_kernel
 from saesteer.kernels.edit.lone import lone_kernel
 from saesteer.kernels.edit.many import many_kernel
 from saesteer.kernels.edit.one import one_kernel
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from saesteer.kernels.bound import Bound
 
-_ALL = layout.ANY | layout.LONE | layout.MANY
 _OF_HOST = ("num_warps", "programs", "parts")  # fields of configs that are not constants of a kernel
 
 
@@ -84,20 +84,21 @@ def edit_triton(
     places = min(tokens, bound.work.shape[0] - 1)
     if places <= 0:
         return
-    wanted, single = _ALL, single and tokens <= TILED_ABOVE
+    wanted, single = layout.KERNELS, single and tokens <= TILED_ABOVE
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
     if tiled or (tiled is None and not captured and not single):
         kinds = int(bound.kinds.item())
         if kinds == layout.BEFORE and tokens <= TILED_ABOVE:
             capture(stream, second, bound, form)
             return
-        wanted = kinds & _ALL | layout.ANY * (kinds & (layout.BEFORE | layout.AFTER) != 0)
+        wanted = kinds & layout.KERNELS | layout.ANY * (kinds & (layout.BEFORE | layout.AFTER) != 0)
         if not wanted:
             return
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not captured
     if runs is None:
         runs = not tiled and RUNS_ABOVE < tokens <= TILED_ABOVE
+    runs = runs and bool(wanted & layout.MANY)
     tuned = tuned or configs(width)
     read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
     common: Any = (*read, bound.w_enc, bound.w_dec)
@@ -149,7 +150,7 @@ def edit_triton(
             **_constants(many),
             **waits,
         )
-    if runs and wanted & layout.MANY:
+    if runs:
         of_group = in_fp32(tuned.runs) if exact else tuned.runs
         if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
             of_group = replace(of_group, slices=1)
@@ -166,8 +167,9 @@ def edit_triton(
             **_constants(of_group),
             **waits,
         )
-    kept = layout.ANY if tiled else _ALL
-    if not wanted & kept:
+    full = tiled and wanted & layout.FULL
+    kept = layout.ANY if tiled else layout.KERNELS
+    if not (full or wanted & kept):
         return
     edit = for_tokens(tuned.edit, tokens)
     dense = scratch[layout.dense_words(width) :]
@@ -201,6 +203,26 @@ def edit_triton(
                 **_constants(encode),
                 **waits,
             )
+        if full:
+            of_full = tuned.full
+            full_kernel[(min(at_once, cores * of_full.programs),)](
+                *read,
+                bound.w_dec,
+                bound.b_dec,
+                counts,
+                dense,
+                *rest,
+                dense_size,
+                first,
+                at_once,
+                BLOCK=block(of_full.num_warps),
+                ROUNDS=at_once < places,
+                **form_of,
+                **_constants(of_full),
+                **waits,
+            )
+        if not wanted & kept:
+            continue
         programs = cores * edit.programs
         edit_kernel[(at_once, share) if at_once * share <= programs else (programs, 1)](
             *common,
@@ -228,6 +250,7 @@ def edit_triton(
             HAS_KEPT=bound.kept is not None,
             HAS_CAPTURES=bound.before is not None,
             ROUNDS=at_once < places,
+            RUNS=runs,
             **form_of,
             **_constants(edit),
             **waits,

@@ -126,6 +126,7 @@ def _edit(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Z: tl.constexpr,
+    AHEAD_Z: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -179,7 +180,7 @@ def _edit(
         if FORM == NORMED:
             tl.debug_barrier()
             scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
-            for start in range(0, WIDTH, BLOCK_Z):
+            for start in tl.range(0, WIDTH, BLOCK_Z, num_stages=AHEAD_Z):
                 cols = start + tl.arange(0, BLOCK_Z)
                 at = x_at[:, None] + cols[None, :]
                 mask = keep[:, None] & (cols < WIDTH)[None, :]
@@ -214,6 +215,7 @@ def many_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Z: tl.constexpr,  # columns of the norm at once
+    AHEAD_Z: tl.constexpr,  # as many of these in flight
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -247,5 +249,5 @@ def many_kernel(
             words = (entries, tl.load(entries + number + BEGIN), tl.load(entries + number + END))
             _edit(
                 *(tensors, norm, words, tokens, counter, own, most_entries),
-                *(WIDTH, TOKENS, ENTRIES, BLOCK_K, BLOCK_N, BLOCK_Z, STAGES, FORM, HAS_WEIGHT, EXACT),
+                *(WIDTH, TOKENS, ENTRIES, BLOCK_K, BLOCK_N, BLOCK_Z, AHEAD_Z, STAGES, FORM, HAS_WEIGHT, EXACT),
             )

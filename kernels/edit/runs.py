@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, product, rounded, rows, tile, unpack
 from saesteer.kernels.edit.many import add, count, deltas, put_normed, stored
-from saesteer.kernels.edit.words import BEGIN, END, ENTRY, HEAD, KIND, MANY, NORMED, PARTIALS, PARTS, SPAN
+from saesteer.kernels.edit.words import BEGIN, END, ENTRY, HEAD, KIND, LEFT, MANY, NORMED, PARTIALS, PARTS, SPAN
 
 SEARCHED = tl.constexpr(512)  # items of the list that are searched at once
 
@@ -31,7 +31,8 @@ def _run(work, n_items, it, position, TOKENS: tl.constexpr):
 
 @triton.jit
 def _begins(work, table, positions, stride_table, number, first, n_items, TOKENS: tl.constexpr):
-    """From item `first` on: the number of the turn that begins at each item, -1 where none does, and how many do.
+    """From item `first` on: the number of the turn that begins at each item, -1 where none does, how many do, and how
+    many items are no turn's.
 
     A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds all turns by itself.
     Rows without PARTS have none.
@@ -44,10 +45,11 @@ def _begins(work, table, positions, stride_table, number, first, n_items, TOKENS
     before = tl.load(item - 3, mask=inside & (at > 0), other=0)  # row 0 is nobody's
     position = tl.load(positions + token, mask=inside, other=0)
     here = table + row.to(tl.int64) * stride_table + number
-    begins = inside & ((row != before) | (position % TOKENS == 0))
-    begins = begins & ((tl.load(here + KIND, mask=inside, other=0) & MANY) != 0)
-    begins = (begins & (tl.load(here + PARTS, mask=inside, other=0) > 1)).to(tl.int32)
-    return tl.where(begins > 0, tl.cumsum(begins, axis=0) - 1, -1), tl.sum(begins, axis=0)
+    mine = inside & ((tl.load(here + KIND, mask=inside, other=0) & MANY) != 0)
+    mine = mine & (tl.load(here + PARTS, mask=inside, other=0) > 1)
+    begins = (mine & ((row != before) | (position % TOKENS == 0))).to(tl.int32)
+    left = tl.sum((inside & (mine == 0)).to(tl.int32), axis=0)
+    return tl.where(begins > 0, tl.cumsum(begins, axis=0) - 1, -1), tl.sum(begins, axis=0), left
 
 
 @triton.jit
@@ -204,7 +206,8 @@ def runs_kernel(
 
     Programs of a group are neighbours and wait for each other, so all of the launch must run at once: the host starts
     at most one on each multiprocessor. A group goes from turn to turn together. So where one turn's products are read,
-    the next turn's are stored elsewhere, and behind the next meeting nobody reads the former any more.
+    the next turn's are stored elsewhere, and behind the next meeting nobody reads the former any more. The edit kernel
+    behind does what is left, and is told how much that is.
     """
     if PDL:
         gdc_wait()
@@ -221,12 +224,14 @@ def runs_kernel(
     tensors = (stream, second, norm_weight, w_enc, w_dec)
     norm = (eps, weight_offset)
     lanes = tl.arange(0, TOKENS)
+    left = n_items
     if tl.load(work + 1) > 1:  # or nobody has enough entries
+        left = 0
         came = 0
         done = 0
         parity = 0
         for first in range(0, n_items, SEARCHED):
-            order, here = _begins(work, table, positions, stride_table, number, first, n_items, TOKENS)
+            order, here, others = _begins(work, table, positions, stride_table, number, first, n_items, TOKENS)
             for turn in range((group + groups - done % groups) % groups, here, groups):
                 it = first + tl.sum(tl.where(order == turn, tl.arange(0, SEARCHED), 0), axis=0)
                 token = tl.load(work + 4 + it * 4)
@@ -244,7 +249,10 @@ def runs_kernel(
                 )
                 parity = 1 - parity
             done += here
+            left += others
         if came > 0:  # the last one to leave
             tl.debug_barrier()
             if tl.atomic_add(arrivals, 1, sem="acq_rel") == came + SLICES - 1:
                 tl.store(arrivals, 0)
+    if tl.program_id(0) == 0:
+        tl.store(scratch.to(tl.pointer_type(tl.int32)) + LEFT, left)

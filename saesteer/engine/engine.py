@@ -382,7 +382,7 @@ class Engine:
     def warming(self) -> Iterator[Callable[[int], list[int]]]:
         """Let every kernel launch on an empty work list; yield what numbers of tokens make all variants of a width."""
         self.work[0].zero_()
-        self._kinds[:] = layout.ANY | layout.LONE | layout.MANY
+        self._kinds[:] = layout.KERNELS
         try:
             yield partial(launch_sizes, max_tokens=len(self.work) - 1)
         finally:

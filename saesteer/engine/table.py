@@ -15,7 +15,7 @@ from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
-_KERNELS = layout.ANY | layout.LONE | layout.MANY
+_KERNELS = layout.KERNELS
 _NOWHERE = np.empty(0, dtype=np.intp)
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 

@@ -270,6 +270,13 @@ OTHERS: dict[str, tuple[list[int], dict[str, Any], int]] = {
     "a read of a dictionary of differences": ([READ | layout.LAYER_NORM], {}, ANY),
     "a transcoder's output": ([READ | layout.RECONSTRUCT], {}, ANY),
     "and where it is put": ([HELD | layout.RECONSTRUCT], {}, ANY),
+    "a reconstruction": ([layout.RECONSTRUCT | layout.ANSWER], {"dense": (0, 4, 0)}, layout.FULL),
+    "and an edit": ([layout.RECONSTRUCT, 0], {"dense": (0, 4, 0)}, ANY),
+    "a ranked one": ([layout.RECONSTRUCT | layout.RANKED], {"dense": (0, 4, 0)}, ANY),
+    "one by what was read": ([layout.RECONSTRUCT | layout.SCALED], {"dense": (0, 4, 0)}, ANY),
+    "one behind a gate": ([layout.RECONSTRUCT], {"gated": True, "dense": (0, 4, 0)}, ANY | layout.GATED),
+    "a measured one": ([layout.RECONSTRUCT], {"doses": 3, "dense": (0, 4, 0)}, ANY | 3 << layout.DOSE),
+    "a captured one": ([layout.RECONSTRUCT], {"captures": layout.AFTER, "dense": (0, 4, 0)}, ANY | layout.AFTER),
     "held and scaled": ([HELD | layout.SCALED], {}, ANY),
     "measured": ([HELD], {"doses": 3}, ANY | 3 << layout.DOSE),
     "captured": ([READ], {"captures": layout.BEFORE}, ANY | layout.BEFORE),
@@ -277,6 +284,6 @@ OTHERS: dict[str, tuple[list[int], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_which_rows_have_the_short_way(name: str) -> None:
+def test_which_kernel_does_a_row(name: str) -> None:
     flags, more, kind = OTHERS[name]
     assert layout.span_words(flags, **(PLAIN | more))[layout.KIND] == kind
