@@ -53,7 +53,6 @@ from saesteer.plugin.contract import vllm_version
 
 PLACES = 4  # requests of a run for each that is under way, unless said otherwise
 WARM_TOKENS = 16
-FILLING_TOKENS = 64  # where rows are read: the page-locked memory in which they wait for later steps is made once
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -144,8 +143,7 @@ class Bench:
         for at_once in self.given.concurrency:
             for name in (STOCK.name, *self.given.modes):
                 warm = at_once if self.given.burst else 2 * at_once
-                most = FILLING_TOKENS if name != STOCK.name and reads([name]) else WARM_TOKENS
-                self._run(name, at_once, warm, min(most, *self.given.tokens))
+                self._run(name, at_once, warm, min(WARM_TOKENS, *self.given.tokens))
 
     def round(self, turn: int) -> None:
         """Run every mode once, for each number of requests at a time and each length of their answers."""

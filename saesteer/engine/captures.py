@@ -6,7 +6,7 @@ asks for, and what is made of them runs beside the next step, on a stream of its
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from saesteer.engine.brought import Brought, Made
 from saesteer.engine.lanes import File, Lanes, Read
+from saesteer.engine.pinned import Pinned
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.spool import Filed, Sink, Writer
+from saesteer.engine.spool import MOST, Filed, Sink, Writer
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import read_probes, reduce_rows
+from saesteer.kernels.read.rows import warm_up as warm_probes
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
 _INDICES = 16  # of rows, kept; of a step in which all decode, and of those with prompts
@@ -51,14 +53,10 @@ class Captures:
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
         self._writer = Writer()
         self._side: Any = None
+        self._pinned: Pinned | None = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of each step in turn
-
-    @property
-    def widths(self) -> Collection[int]:
-        """The widths of what is captured."""
-        return self._banks.keys()
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +72,13 @@ class Captures:
     def _plane(self, site: str, after: bool) -> Tensor:
         width, number = self._planes[site, after]
         return self._banks[width][number * self.max_tokens :][: self.max_tokens]
+
+    def warm(self) -> None:
+        """Compile what probes launch, and make the memory in which rows for files come home."""
+        for width, bank in self._banks.items():
+            warm_probes(width, bank.dtype, self.device)
+        if self._side is not None and self._banks:
+            self._pinned = Pinned(MOST, locked=True)
 
     def bring(
         self,
@@ -97,13 +102,13 @@ class Captures:
         gathered = self._gather([*reads, *files], hidden)
         if self._side is None:
             made, event = [*map(_made, reads, gathered)], None
-            self._file(files, gathered[len(reads) :], None)
+            self._file(files, map(_bytes, gathered[len(reads) :]), None)
         else:
             self._ready.record(torch.cuda.current_stream(self.device))
             self._side.wait_event(self._ready)
             with torch.cuda.stream(self._side):
                 made = [*map(_made, reads, gathered)]
-                there = [rows.to("cpu", non_blocking=True) for rows in gathered[len(reads) :]]
+                there = [self._home(rows) for rows in gathered[len(reads) :]]
                 for rows in gathered:
                     rows.record_stream(self._side)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -139,10 +144,14 @@ class Captures:
         self._indices[key] = there  # the last used stands last
         return there
 
-    def _file(self, files: Sequence[File], rows: Sequence[Tensor], event: Any) -> None:
+    def _home(self, rows: Tensor) -> memoryview:
+        """The bytes of rows, on their way."""
+        there = None if self._pinned is None else self._pinned.copied(rows)
+        return _bytes(rows.to("cpu", non_blocking=True)) if there is None else there
+
+    def _file(self, files: Sequence[File], rows: Iterable[memoryview], event: Any) -> None:
         if files:
-            data = (one.view(torch.uint8).view(-1).numpy().data for one in rows)
-            self._writer.put([*zip((one.filing for one in files), data, strict=True)], event)
+            self._writer.put([*zip((one.filing for one in files), rows, strict=True)], event)
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:
         """The same of one step alone.
@@ -175,6 +184,10 @@ class Captures:
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
         found = torch.from_numpy(index)
         return found if self._side is None else found.pin_memory().to(self.device, non_blocking=True)
+
+
+def _bytes(rows: Tensor) -> memoryview:
+    return rows.view(torch.uint8).view(-1).numpy().data
 
 
 def _made(read: Read, rows: Tensor) -> Made:

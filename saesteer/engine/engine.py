@@ -25,7 +25,6 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
 from saesteer.kernels.read.features import warm_up as warm_features
-from saesteer.kernels.read.rows import warm_up as warm_probes
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
@@ -368,15 +367,14 @@ class Engine:
         self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, with types of its own
 
     def warm_reads(self) -> None:
-        """Compile what reads of features and probes launch."""
+        """Compile what reads of features and probes launch, and make the memory in which rows for files come home."""
         for key, place in self.places.dictionaries.items():
             site = self._reads[key]
             if site.before is not None and key not in self._sources:
                 source = self._sources[key] = source_of(place, site)
                 assert source.encoder is not None
                 warm_features(source.encoder)
-        for width in self.captures.widths:
-            warm_probes(width, self.dtype, self.device)
+        self.captures.warm()
 
     @contextmanager
     def warming(self) -> Iterator[Callable[[int], list[int]]]:
