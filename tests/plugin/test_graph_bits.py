@@ -55,11 +55,11 @@ def test_a_request_keeps_its_bits_whichever_graphs_are_replayed(model_dir: str, 
     assert stock["kernels"] == five["kernels"][:1], "nothing is launched for nobody"
     none, read, single, dictionary, every = five["kernels"]
     assert one["kernels"] == [every]
-    added = [
-        {name: two.get(name, 0) - times for name, times in none.items()} for two in (read, single, dictionary, every)
-    ]
-    assert not any(times for extra in added for times in extra.values()), "the same kernels beside ours"
-    assert sum(read.values()) == sum(none.values()) + 1, "what captures"
+    for some in (single, dictionary, every):
+        assert {name: some.get(name) for name in none} == none, "the same kernels beside ours"
+    # What captures is torch's copy, of which the model may have some.
+    assert all(read.get(name, 0) >= times for name, times in none.items())
+    assert sum(read.values()) == sum(none.values()) + 1
     assert sum(single.values()) == sum(none.values()) + 2, "op and counts"
     assert sum(dictionary.values()) == sum(none.values()) + 3, "encoder, op and counts"
     assert sum(every.values()) == sum(none.values()) + 30 + 2
