@@ -167,7 +167,7 @@ def edit_triton(
             **_constants(of_group),
             **waits,
         )
-    full = tiled and wanted & layout.FULL
+    full = tiled and dense_size > 0 and wanted & layout.FULL
     kept = layout.ANY if tiled else layout.KERNELS
     if not (full or wanted & kept):
         return

@@ -12,23 +12,26 @@ from typing import Any
 import pytest
 
 from tests.apart import hear, tell
-from tests.plugin.conftest import BRIDGE, PROMPTS, WIDTH, Dictionaries, engine_options
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, WIDTH, Dictionaries, engine_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
 CLAMP = {"edits": [BRIDGE]}
+CLAMPS = {"edits": [BRIDGE, OCEAN]}
 ADD = {"edits": [{"op": "add", "vector": [((7 * n) % 11 - 5) / 5 for n in range(WIDTH)], "site": "resid_post.7"}]}
 READ = {"return": {"features": [{"dictionary": "demo", "top_k": 4}], "activations": [{"site": "resid_post.15"}]}}
 MIXED = [None, CLAMP, None, ADD]
+CLAMPED = [None, CLAMP, None, CLAMPS]
 READING = [None, READ, READ, None]
 # Tokens of each answer: who steers ends before the others, in either order.
 TOKENS = {"clamp first": [48, 12, 40, 24], "vector first": [48, 24, 40, 12]}
 NONE, READS, SINGLE, DICTIONARY, ALL = range(5)
 # Sets, one after the other.
-REPLAYED = {"clamp first": [ALL, NONE], "vector first": [ALL, SINGLE, NONE]}
-
-
-WAYS = {"plain": None, "mixed": MIXED, "again": None, "reading": READING}
+REPLAYED = {
+    "clamp first": {"mixed": [ALL, NONE], "clamped": [DICTIONARY, NONE]},
+    "vector first": {"mixed": [ALL, SINGLE, NONE], "clamped": [DICTIONARY, SINGLE, NONE]},
+}
+WAYS = {"plain": None, "mixed": MIXED, "clamped": CLAMPED, "again": None, "reading": READING}
 
 
 def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
@@ -43,15 +46,20 @@ def told(kind: str, model: str, dictionaries: dict[str, str]) -> Any:
 def test_a_request_keeps_its_bits_whichever_graphs_are_replayed(model_dir: str, dictionaries: Dictionaries) -> None:
     stock, one, five = (told(kind, model_dir, dictionaries.arguments) for kind in ("stock", "1", "5"))
     for name, sets in REPLAYED.items():
-        plain, mixed, again, reading = (five["answers"][f"{name}, {what}"] for what in WAYS)
+        answers, replayed = ({way: five[what][f"{name}, {way}"] for way in WAYS} for what in ("answers", "replayed"))
         expected = stock["answers"][name]
-        assert plain == expected and again == expected and reading == expected
-        assert mixed[0] == expected[0] and mixed[2] == expected[2], "beside others, and when they have ended"
-        assert mixed[1] != expected[1] and mixed[3] != expected[3]
-        assert mixed == one["answers"][f"{name}, mixed"], "with all ops in every step"
+        for way in ("plain", "again", "reading"):
+            assert answers[way] == expected
+        for way in sets:
+            found = answers[way]
+            assert found[0] == expected[0] and found[2] == expected[2], "beside others, and when they have ended"
+            assert found[1] != expected[1] and found[3] != expected[3]
+            assert found == one["answers"][f"{name}, {way}"], "with all ops in every step"
+            assert replayed[way] == sets[way]
+        assert answers["clamped"][1] == answers["mixed"][1] and answers["clamped"][3] != answers["mixed"][3]
         assert five["read"][name] == one["read"][name] != []
-        replayed = [five["replayed"][f"{name}, {what}"] for what in WAYS]
-        assert replayed[:3] == [[NONE], sets, [NONE]] and replayed[3] in ([READS], [READS, NONE])
+        assert replayed["plain"] == replayed["again"] == [NONE]
+        assert replayed["reading"] in ([READS], [READS, NONE])
     assert stock["kernels"] == five["kernels"][:1], "nothing is launched for nobody"
     none, read, single, dictionary, every = five["kernels"]
     assert one["kernels"] == [every]
