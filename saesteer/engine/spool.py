@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -153,6 +154,15 @@ class Filing(NamedTuple):
     positions: NDArray[np.int64]  # by sink, of its first one
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
+    def follows(self, other: "Filing") -> bool:
+        """Whether each file's rows are those behind another step's, and as many; both steps say by the same objects."""
+        return (
+            self.sinks is other.sinks
+            and self.lengths is other.lengths
+            and bool((self.first == other.first + other.lengths).all())
+            and bool((self.positions == other.positions + other.lengths).all())
+        )
+
 
 class Writer:
     """Threads that write the rows of each file in their order. Who waits for a file takes part.
@@ -252,17 +262,28 @@ class Writer:
         self._work.notify_all()
 
     def _deal(self) -> None:
-        """Give rows that have landed to their files."""
-        while self._put and ((event := self._put[0][1]) is None or event.query()):
-            *_, (sinks, *numbers), data = self._put.popleft()
+        """Give rows that have landed to their files; steps of the same files follow one another in them."""
+        while (steps := self._landed()) is not None:
+            sinks, *numbers = steps[0][0]
             firsts, positions, lengths = (each.tolist() for each in numbers)
-            stride, at = len(data) // sum(lengths), 0
+            stride, at = len(steps[0][1]) // sum(lengths), 0
             for sink, first, position, length in zip(sinks, firsts, positions, lengths, strict=True):
                 end = at + stride * length
-                sink.pieces.append((sink.start + stride * first, data[at:end]))
+                places = count(sink.start + stride * first, end - at)
+                sink.pieces.extend(zip(places, [data[at:end] for _, data in steps]))  # noqa: B905  (places never end)
                 at = end
-                _join(sink.spans, position, position + length)
+                _join(sink.spans, position, position + length * len(steps))
             self._waiting.update(dict.fromkeys(sinks))
+
+    def _landed(self) -> list[tuple[Filing, memoryview]] | None:
+        """The next steps whose copies are done, as far as they follow one another; None if the next one's is not."""
+        found: list[tuple[Filing, memoryview]] = []
+        while self._put and ((event := self._put[0][1]) is None or event.query()):
+            filing = self._put[0][2]
+            if found and not filing.follows(found[-1][0]):
+                break
+            found.append(self._put.popleft()[2:])
+        return found or None
 
     def _take(self, sink: Sink) -> Sequence[_Piece]:
         """A file's rows; nobody else takes the file until they are written."""

@@ -128,16 +128,21 @@ class Event:
 FILES, ROWS = 3, 8  # of a row of two bytes each
 
 
+ONES = np.ones(4, dtype=np.int64)  # as many files as a step has at most
+
+
 def filing(sinks: list[Sink], rows: list[int]) -> Filing:
     """A row of each, at the position of its number."""
-    return Filing(sinks, np.array(rows), np.array(rows), np.ones(len(rows), dtype=np.int64))
+    return Filing(sinks, np.array(rows), np.array(rows), ONES[: len(rows)])
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
         st.tuples(
-            st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
+            # A row for each file, or None: the next rows of the same files.
+            st.none()
+            | st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
             st.integers(0, 3),  # steps of which the device has not finished the copies
             st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3)),  # a file and how many steps ago
         ),
@@ -170,11 +175,17 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
             write(sink, several)
 
         patch.setattr(Sink, "write", watched)
-        for number, (rows, behind, wanted) in enumerate(steps, 1):
+        rows = [(file, -1) for file in range(FILES)]
+        files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
+        for number, (others, behind, wanted) in enumerate(steps, 1):
+            rows = others or [(file, (row + 1) % ROWS) for file, row in rows]
+            if others:
+                files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
+            at = np.array([row for _, row in rows])
             for file, row in rows:
                 expected[file, row] = number, row
             data = memoryview(bytes(one for _, row in rows for one in (number, row)))
-            writer.put([(filing([sinks[file] for file, _ in rows], [row for _, row in rows]), data)], Event())
+            writer.put([(Filing(files, at, at, ones), data)], Event())
             Event.landed = max(Event.landed, number - behind)
             if wanted is not None:
                 file, ago = wanted
