@@ -40,6 +40,7 @@ ROOF = {
     **dict.fromkeys(("256 x 1", "8192 x 1", "16 x reconstruct", "8192 x reconstruct"), -6),
 }
 MANY = 16  # requests of a step whose sites or edits are varied
+COSTS = ("idle", "clamp", "named")  # modes of a step whose requests are varied
 
 
 def read(path: Path) -> list[Row]:
@@ -168,12 +169,21 @@ def last(rows: Sequence[Row], *keys: str) -> list[Row]:
     return list({tuple(row.get(key) for key in keys): row for row in rows}.values())
 
 
-def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of a file that grows, by model: those of the commit that each was last measured at."""
-    commits = {row["model"]: row["commit"] for row in rows}
-    return {
-        model: [row for row in rows if (row["model"], row["commit"]) == (model, commits[model])] for model in commits
-    }
+def latest(rows: Sequence[Row], *keys: str) -> list[Row]:
+    """Of rows that are equal in these keys those of the commit, and of the GPU, that were measured last: the order of
+    the lines tells. Where a commit has a case twice, see ``last``."""
+    newest = {tuple(row[key] for key in keys): (row["commit"], row["gpu"]) for row in rows}
+    return [row for row in rows if newest[tuple(row[key] for key in keys)] == (row["commit"], row["gpu"])]
+
+
+def size(row: Row) -> tuple[int, int]:
+    """Sorts sets of graphs, that with all ops comes last; two may have as many sites."""
+    return row["sites"], row.get("set", 0)
+
+
+def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each model."""
+    return {model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)}
 
 
 def varied(rows: Sequence[Row], first: str, prefix: str, last: str = "") -> list[Row]:
@@ -191,21 +201,25 @@ def varied(rows: Sequence[Row], first: str, prefix: str, last: str = "") -> list
 
 def draw_costs(rows: Sequence[Row], out: Path) -> None:
     """A line for each model, with panels for requests, sites and edits; solid is what is served, with the smallest and
-    largest round, dashed what the same step would take with all ops."""
+    largest round, dashed what the same step would take with all ops. Each point is the newest of its kind, so a curve
+    may have points of several commits: the title names all."""
     usual = [row for row in rows if row.get("prompt_tokens", PROMPT) == PROMPT]
-    found = latest(last(usual, "model", "commit", "mode", "requests", "sites"))
-    title = f"What a step takes longer with edits, GPU time on one {rows[-1]['gpu']}; dashed: with all ops in the graph"
-    with sheet(out, title, 3, len(found)) as axes:
-        for (requests, sites, edits), (model, own) in zip(axes, found.items(), strict=True):
-            every = max(row["sites"] for row in own)
-            modes = [name for name in ("idle", "clamp", "named") if any(row["mode"] == name for row in own)]
+    edited = [row for row in usual if row["requests"] == MANY and row["mode"].startswith(("clamps-", "vectors-"))]
+    shown = [row for row in usual if row["mode"] in COSTS] + edited
+    found = last(latest(shown, "model", "mode", "requests"), "model", "mode", "requests", "set", "sites")
+    measured = ", ".join(dict.fromkeys(f"{row['commit']} on one {row['gpu']}" for row in found))
+    title = f"What a step takes longer with edits, GPU time; dashed: with all ops in the graph\nMeasured: {measured}"
+    with sheet(out, title, 3, len({row["model"] for row in found})) as axes:
+        for (requests, sites, edits), (model, own) in zip(axes, by_model(found).items(), strict=True):
+            modes = [name for name in COSTS if any(row["mode"] == name for row in own)]
             for mode, colour in zip(modes, COLOURS, strict=False):
-                mine = sorted((row for row in own if row["mode"] == mode), key=lambda row: row["requests"])
+                mine = [row for row in own if row["mode"] == mode]
+                mine.sort(key=lambda row: (row["requests"], *size(row)))
                 served = [row for row in mine if row["served"]]
                 line(requests, served, "requests", "percent", ("low", "high"), color=colour, label=mode)
-                whole = [row for row in mine if row["sites"] == every]
+                whole = last(mine, "requests")
                 xs = [row["requests"] for row in whole]
-                requests.plot(xs, [row["percent"] for row in whole], color=colour, ls=DASHED, lw=1.2)
+                requests.plot(xs, [row["percent"] for row in whole], color=colour, marker="_", ls=DASHED, lw=1.2)
             requests.legend(frameon=False, fontsize=9)
             requests.set_ylabel(f"{model}: % over a step without ops")
             named(requests, "against requests", "requests that decode")
@@ -216,12 +230,13 @@ def draw_costs(rows: Sequence[Row], out: Path) -> None:
                 line(axis, mine, "varied", "percent", ("low", "high"), color=colour)
                 named(axis, f"{MANY} requests", label)
                 axis.set_ylim(bottom=0)
+                axis.set_visible(len(mine) > 1)  # one point is in the panel of requests as well
 
 
 def draw_lengths(rows: Sequence[Row], out: Path) -> None:
     """A line for each model: time per token against tokens of an answer and against requests; dashed is eager."""
     swept = [row for row in rows if "eager" in row]
-    found = latest(last(swept, "model", "commit", "mode", "tokens", "at_once", "eager"))
+    found = by_model(last(latest(swept, "model"), "model", "mode", "tokens", "at_once", "eager"))
     with sheet(out, f"Time per token on one {rows[-1]['gpu']}; dashed: without CUDA graphs", 2, len(found)) as axes:
         for pair, (model, own) in zip(axes, found.items(), strict=True):
             for axis, along, fixed in zip(pair, ("tokens", "at_once"), ("at_once", "tokens"), strict=True):

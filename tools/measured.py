@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.plot import last, read
+from bench.plot import COSTS, last, latest, read, size
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Row = dict[str, Any]
@@ -24,26 +24,32 @@ MODELS = {"gemma-3-4b": "4B", "gemma-3-27b": "27B"}
 USUAL = {"at_once": 16, "requests": 64, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
 
 
-def rows(name: str, *keys: str) -> list[Row]:
-    """The rows of a file, of those that are equal in these keys the last; none if there is no such file."""
+def stored(name: str) -> list[Row]:
+    """All rows of a file; none if there is no such file."""
     path = RESULTS / name
-    return last(read(path), *keys) if path.exists() else []
+    return read(path) if path.exists() else []
+
+
+def rows(name: str, *keys: str) -> list[Row]:
+    """The rows of a file, of those that are equal in these keys the last."""
+    return last(stored(name), *keys)
 
 
 def steps() -> Table:
-    """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would."""
+    """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would.
+
+    All lines of a model are of the commit at which it was last measured.
+    """
     head = ("edits in each request", "model", "smallest set, as served", "graphs with all ops", "commit")
-    found = rows("steps.jsonl", "model", "mode", "requests", "sites", "prompt_tokens")
-    found = [row for row in found if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
+    found = [row for row in stored("steps.jsonl") if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
+    found = latest([row for row in found if row["mode"] in COSTS], "model")
+    found = last(found, "model", "mode", "set", "sites")
     lines: list[Sequence[object]] = []
     for model, label in MODELS.items():
-        own = [row for row in found if row["model"] == model]
-        for mode in ("idle", "clamp", "named"):
-            mine = sorted((row for row in own if row["mode"] == mode), key=lambda row: row["sites"])
-            served = [row for row in mine if row["served"]]
-            if served:
-                shown = (_percent(one) for one in (served[-1], mine[-1]))
-                lines.append((BRINGS[mode], label, *shown, served[-1]["commit"]))
+        for mode in COSTS:
+            mine = sorted((row for row in found if (row["model"], row["mode"]) == (model, mode)), key=size)
+            served = (row for row in mine if row["served"])
+            lines.extend((BRINGS[mode], label, _percent(row), _percent(mine[-1]), row["commit"]) for row in served)
     return head, lines
 
 

@@ -43,15 +43,32 @@ def test_lengths_are_those_with_and_without_graphs(write: Any) -> None:
 
 
 def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> None:
+    """Sets with as many sites are two, and a model's newest commit has all lines, though an older one had more."""
     rows = [
-        {"model": "gemma-3-4b", "mode": "clamp", "requests": requests, "sites": sites, "served": sites == 1}
-        | {"percent": sites / 10, "low": 0.0, "high": 5.0, "commit": "abc"}
+        {"model": model, "mode": mode, "requests": requests, "set": number, "sites": sites, "served": number == 1}
+        | {"percent": number / 10, "low": 0.0, "high": 5.0, "commit": commit, "gpu": "none"}
+        for model, commit in (("gemma-3-4b", "old"), ("gemma-3-27b", "old"), ("gemma-3-4b", "new"))
+        for mode in ("clamp", *(("named",) if commit == "old" else ()))
         for requests in (1, 16)
-        for sites in (0, 1, 34)
+        for number, sites in enumerate((0, 1, 1, 34, 34))
     ]
     write("steps.jsonl", *rows)
     _, lines = measured.steps()
-    assert lines == [("one clamp, at one layer", "4B", "0.10 (0.00 to 5.00)", "3.40 (0.00 to 5.00)", "abc")]
+    shown = ("0.10 (0.00 to 5.00)", "0.40 (0.00 to 5.00)")
+    assert lines == [
+        ("one clamp, at one layer", "4B", *shown, "new"),
+        ("one clamp, at one layer", "27B", *shown, "old"),
+        ("a module of vectors for all layers, by name", "27B", *shown, "old"),
+    ]
+    assert measured.costs()[1][1] == ("a module of vectors for all layers, by name", "", shown[0])
+
+
+def test_of_a_commit_that_was_measured_twice_the_last_rows_count(write: Any) -> None:
+    row = {"model": "gemma-3-4b", "mode": "idle", "requests": 16, "set": 0, "sites": 0, "served": True, "gpu": "none"}
+    each = (("a", 1.0), ("b", 2.0), ("a", 3.0))
+    write("steps.jsonl", *(row | {"commit": commit, "percent": one, "low": one, "high": one} for commit, one in each))
+    _, lines = measured.steps()
+    assert lines == [("nothing", "4B", *("3.00 (3.00 to 3.00)",) * 2, "a")]
 
 
 def test_rivals_say_what_they_pin_and_why_they_were_not_run(write: Any) -> None:

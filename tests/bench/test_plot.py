@@ -1,6 +1,7 @@
 """The charts: drawn from made-up rows, from what is stored, and shown on the page. Nothing is measured."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from bench.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
+SERVED = {"idle": 0, "clamp": 1}  # the set by mode; else that with all ops
 
 
 def stored(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
@@ -31,15 +33,17 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def steps() -> list[dict[str, Any]]:
-    spread = {"percent": 1.0, "low": 0.9, "high": 1.2}
+    """Both models at an old commit, and at a new one a few modes of one model with one number of requests. Of a clamp
+    two sets have one op, of which the smaller one is served."""
+    curves = product(("4b", "27b"), ("idle", "clamp", "named", *VARIED), (1, 16, 64))
+    few = product(("4b",), ("idle", "clamp", "named"), (16,))
     return [
-        {"gpu": "none", "model": model, "commit": commit, "mode": mode, "requests": requests, "sites": sites}
-        | {"served": sites == served, **spread}
-        for model, commit in (("4b", "old"), ("27b", "old"), ("4b", "new"))
-        for mode, served in (("idle", 0), ("clamp", 1), ("named", 34), *((name, 34) for name in VARIED))
-        for requests in (1, 16)
-        for sites in (0, 1, 34)
-        if sites >= served
+        {"gpu": "none", "model": model, "commit": commit, "mode": mode, "requests": requests, "set": number}
+        | {"sites": sites, "served": number == SERVED.get(mode, 3), "percent": 1.0 + number, "low": 0.9, "high": 4.2}
+        for commit, each in (("old", curves), ("new", few))
+        for model, mode, requests in each
+        for number, sites in enumerate((0, 1, 1, 34))
+        if number == 0 or number >= SERVED.get(mode, 3)
     ]
 
 
@@ -76,13 +80,55 @@ def test_a_run_without_curves_says_so(tmp_path: Path) -> None:
         plot.points([one for one in kernels() if one["curve"] is None], "edits", 2304)
 
 
-def test_the_last_commit_of_each_model_is_drawn() -> None:
-    latest = plot.latest(steps())
-    assert {model: {one["commit"] for one in own} for model, own in latest.items()} == {"4b": {"new"}, "27b": {"old"}}
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What runs along the x axis of each curve that is drawn, and its rows."""
+    found: list[tuple[str, list[dict[str, Any]]]] = []
+    original = plot.line
+
+    def line(axis: Any, rows: list[dict[str, Any]], along: str, *rest: Any, **how: Any) -> None:
+        found.append((along, rows))
+        original(axis, rows, along, *rest, **how)
+
+    monkeypatch.setattr(plot, "line", line)
+    return found
+
+
+def test_curves_of_costs_keep_their_points_when_few_are_measured_anew(tmp_path: Path, curves: Any) -> None:
+    plot.draw_costs(steps(), tmp_path / "costs.svg")
+    assert [along for along, _ in curves] == [*("requests",) * 3, "varied", "varied"] * 2
+    for along, rows in curves:
+        assert len(rows) >= 3 and all(row["served"] for row in rows)
+        assert [row[along] for row in rows] == sorted({row[along] for row in rows})
+    commits = {
+        row["model"]: {one["commit"] for _, rows in curves for one in rows if one["model"] == row["model"]}
+        for row in steps()
+    }
+    assert commits == {"4b": {"old", "new"}, "27b": {"old"}}
+    assert "old on one none, new on one none" in (tmp_path / "costs.svg").read_text()
+
+
+def test_what_is_stored_has_curves(tmp_path: Path, curves: Any) -> None:
+    plot.draw_costs(plot.read(RESULTS / "steps.jsonl"), tmp_path / "costs.svg")
+    varied = [rows for along, rows in curves if along == "varied" and rows[0]["model"] == "gemma-3-4b"]
+    assert len(varied) == 2 and all(len(rows) >= 3 for rows in varied)
+
+
+def test_the_last_commit_of_equal_keys_is_taken() -> None:
+    latest = plot.latest(steps(), "model")
+    assert {(one["model"], one["commit"]) for one in latest} == {("4b", "new"), ("27b", "old")}
+    other = {**steps()[-1], "gpu": "another"}
+    own = plot.by_model(plot.latest([*steps(), other], "model"))
+    assert own["4b"] == [other], "what two GPUs have measured is not mixed"
+
+
+def test_all_ops_are_in_the_last_of_the_largest_sets() -> None:
+    reads, every = {"sites": 34, "set": 3}, {"sites": 34, "set": 4}
+    assert sorted([every, {"sites": 1}, reads], key=plot.size)[-2:] == [reads, every]
 
 
 def test_a_varied_number_is_that_of_the_mode() -> None:
-    own = plot.latest(steps())["4b"]
+    own = plot.by_model(steps())["27b"]
     assert [one["varied"] for one in plot.varied(own, "clamp", "clamps")] == [1, 4, 16, 32, 64]
     assert [one["varied"] for one in plot.varied(own, "", "vectors", "named")] == [1, 4, 16, 34]
     assert all(one["requests"] == 16 and one["served"] for one in plot.varied(own, "clamp", "clamps"))
