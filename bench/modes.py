@@ -47,7 +47,7 @@ from typing import Any
 
 from bench import engines, spy, streams
 from bench.asks import MODES, STOCK, USUAL, VARIED, Load, reads
-from bench.deltas import METRICS, TARGETS, Run, figures, paired, summary, table
+from bench.deltas import METRICS, PUBLISHED, TARGETS, Run, figures, paired, summary, table
 from bench.dummy import MODELS
 from saesteer.plugin.contract import vllm_version
 
@@ -182,7 +182,8 @@ class Bench:
                     "burst": given.burst,
                     "pause_s": streams.PAUSE if given.way == "http" else 0.0,
                 }
-                found.append(about | summary(pairs[name], TARGETS.get(given.model, {})))
+                aims = TARGETS.get(given.model, {}).get((name, at_once), {})
+                found.append(about | summary(pairs[name], aims, PUBLISHED.get(given.model, {})))
         return found
 
     def _requests(self, at_once: int) -> int:

@@ -122,7 +122,7 @@ class Rotation:
                     if (name, ask) in self.failed:
                         yield row | {"not_run": self.failed[name, ask]}
                     elif pairs := found.get(f"{name} {ask}"):
-                        yield row | summary(pairs, {})
+                        yield row | summary(pairs, {}, {})
 
     def _waits(self, requests: int) -> bool:
         """Whether the last run is a contender's, which needs one of stock behind it."""
