@@ -176,12 +176,15 @@ class Front:
 
 
 def table(rows: list[Row]) -> str:
-    """For people: medians in µs, a line for each row."""
+    """For people: medians in µs of so many requests, a line for each row."""
     columns = [*PARTS, *SUMS]
-    lines = [f"{'µs':18}{'asked':>7}" + "".join(f"{'(plan)' if name == 'plan' else name:>11}" for name in columns)]
+    lines = [
+        f"{'µs':18}{'asked':>7}{'requests':>10}"
+        + "".join(f"{'(plan)' if name == 'plan' else name:>11}" for name in columns)
+    ]
     for row in rows:
         medians = [f"{row[name]['us']:11.1f}" if name in row else f"{'-':>11}" for name in columns]
-        lines.append(f"{row['case']:18}{row['asked']:>7}" + "".join(medians))
+        lines.append(f"{row['case']:18}{row['asked']:>7}{row['requests']:>10}" + "".join(medians))
     return "\n".join(lines)
 
 
@@ -210,7 +213,7 @@ def main() -> int:
     """Measure, print a table and JSON lines, write those to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
-    parser.add_argument("--first", type=int, default=60, help="specs of each case that were never seen")
+    parser.add_argument("--first", type=int, default=200, help="specs of each case that were never seen")
     parser.add_argument("--again", type=int, default=300, help="requests with one of them")
     parser.add_argument("--out", type=Path, help="folder of the JSON lines; nothing is written without it")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
