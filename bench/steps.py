@@ -12,13 +12,16 @@ saesteer captures every step without ops, with some of them and with all (engine
 in one process and read the same inputs, so a difference of two is what their ops take, whatever the clocks of the GPU
 do meanwhile. Each mode is compared with the graphs without ops. With --stock another process captures stock vLLM's
 graphs, and the kernels of the two are compared by name. A graph holds a step from the embedding to the last norm.
+What capturing a set took is read from saesteer's log. Of the set with all ops it says nothing: vLLM captures that one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,8 +45,33 @@ USUAL = ("idle", "clamp", "named")
 PROMPT, TOKENS = 256, 200  # of a request; it decodes until its mode has been measured
 SETTLE = 8  # steps in which all requests decode, before the one that is replayed
 RUN_IN = 6  # replays of each graph that count for nothing
+_LINE = re.compile(r"saesteer captured graphs for (.+), in ([\d.]+) s and (-?[\d.]+) GiB")
 
 Row = dict[str, Any]
+
+
+class Captures(logging.Filter):
+    """Listens to saesteer's log while an engine starts: seconds and GiB of each set of graphs, by its name there.
+
+    It lets all lines through. It is no handler, since vLLM takes those away when it sets up its log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[str, Row] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Remember what a set took, should the line tell it."""
+        told = _LINE.fullmatch(record.getMessage())
+        if told:
+            self._found[told[1]] = {"set_s": float(told[2]), "set_gib": float(told[3])}
+        return True
+
+    def of(self, sets: Sequence[Any]) -> list[Row]:
+        """``set_s`` and ``set_gib`` of each of these sets; None where the log told nothing."""
+        from saesteer.plugin.worker.graphs import _named
+
+        return [self._found.get(_named(sites), {"set_s": None, "set_gib": None}) for sites in sets]
 
 
 def turns(first: Any, second: Any, pairs: int) -> tuple[list[float], list[float]]:
@@ -94,8 +122,12 @@ class Meter:
 
         self.shape = Shape.of(model)
         given = engines.options(model, folder, at_once=requests, length=prompt + TOKENS)
+        log, captures = logging.getLogger("vllm.saesteer"), Captures()
+        log.addFilter(captures)
         self.llm: Any = LLM(**given, **engines.settings(model, folder, modes=modes))
+        log.removeFilter(captures)
         [(self.manager, self.steering)] = self.llm.collective_rpc(_parts)
+        self._took = captures.of(self.steering.choice.sets)
         self._then: Callable[[Any], None] | None = None
         usual = self.manager.run_fullgraph
 
@@ -140,6 +172,18 @@ class Meter:
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
         return found
+
+    def sets(self, held: Sequence[Counter[str]]) -> list[Row]:
+        """Each set's number, sites, kernels in a step, and what capturing it took.
+
+        Args:
+            held: the kernels of each set.
+        """
+        each = zip(self.steering.choice.sets, held, self._took, strict=True)
+        return [
+            {"set": number, "sites": sites.ops, "kernels": found.total(), **took}
+            for number, (sites, found, took) in enumerate(each)
+        ]
 
     def kernels(self, requests: int) -> list[Counter[str]]:
         """The kernels of each set's graphs for so many requests."""
@@ -210,6 +254,15 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def sets_table(sets: Sequence[Row]) -> str:
+    """For people: what each set of graphs holds, and what capturing it took."""
+    lines = [f"{'set':>3}{'ops':>5}{'kernels':>9}{'captured in s':>15}{'GiB':>7}"]
+    for one in sets:
+        took = "" if one["set_s"] is None else f"{one['set_s']:15.1f}{one['set_gib']:7.2f}"
+        lines.append(f"{one['set']:3}{one['sites']:5}{one['kernels']:9}{took}")
+    return "\n".join(lines)
+
+
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -248,8 +301,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
     print(table(rows))
     held = meter.kernels(given.requests[0])
-    counted = [(sites.ops, found.total()) for sites, found in zip(meter.steering.choice.sets, held, strict=True)]
-    print("kernels of a step:", ", ".join(f"{count} with ops at {sites} sites" for sites, count in counted))
+    sets = meter.sets(held)
+    print(f"\nsets of graphs, kernels in a step of {given.requests[0]} requests", sets_table(sets), sep="\n")
     unlike = None if theirs is None else differences(held[0], theirs)
     if theirs is not None and unlike is not None:
         print(f"stock vLLM has {theirs.total()} kernels; those without ops differ in {len(unlike)}", *unlike, sep="\n")
@@ -259,9 +312,8 @@ def main(words: Sequence[str] | None = None) -> int:
         name = "steps_read.jsonl" if reads(given.modes) else "steps.jsonl"  # ops that keep tensors take longer
         with (given.out / name).open("a") as file:
             for row in rows:
-                _, own = counted[row["set"]]
-                nodes = {"kernels": own, "base_kernels": counted[0][1], "unlike_stock": unlike}
-                file.write(json.dumps({**about, **row, **nodes}) + "\n")
+                nodes = {"base_kernels": sets[0]["kernels"], "unlike_stock": unlike}
+                file.write(json.dumps({**about, **row, **sets[row["set"]], **nodes}) + "\n")
     return 1 if unlike else 0
 
 

@@ -1,6 +1,8 @@
 """The meter's arithmetic and table without a GPU: graphs and events share a clock of their own. It times no kernel."""
 
+import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from bench import steps
 from bench.asks import MODES
 from bench.nodes import keep_graphs, kernels, plain
+from saesteer.engine.graph_sets import Sites
+
+ROOT = Path(__file__).parents[2]
 
 
 class Clock:
@@ -89,6 +94,28 @@ def test_the_table_and_the_usual_modes(clock: Clock) -> None:
     row = steps.measure(clock.graph(4.0), clock.graph(4.1), rounds=5, pairs=given.pairs)
     said = steps.table([{"mode": "clamp", "requests": 16, "prompt_tokens": 256, "sites": 34, "served": True, **row}])
     assert said.splitlines()[1].split()[:4] == ["clamp", "16", "256", "34"] and said.endswith("served")
+
+
+def test_what_a_set_took_is_heard_in_the_log() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker.graphs import _named
+
+    line = "saesteer captured graphs for %s, in %.1f s and %.2f GiB"
+    assert f'"{line}"' in (ROOT / "saesteer/plugin/worker/graphs.py").read_text()
+    site = frozenset({"resid_post.1"})
+    sets = (Sites(), Sites(single=site), Sites(site), Sites(site | {"resid_post.2"}))
+    captures = steps.Captures()
+    for at, one in enumerate(sets[:2]):  # too little memory for the third; the last one is vLLM's
+        assert captures.filter(logging.makeLogRecord({"msg": line, "args": (_named(one), 1.25 + at, 0.081)}))
+    assert captures.filter(logging.makeLogRecord({"msg": "saesteer captures no graphs for %s", "args": ("x",)}))
+    none = {"set_s": None, "set_gib": None}
+    assert captures.of(sets) == [{"set_s": 1.2, "set_gib": 0.08}, {"set_s": 2.2, "set_gib": 0.08}, none, none]
+
+
+def test_sets_have_a_table() -> None:
+    taken = {"set": 1, "sites": 34, "kernels": 512, "set_s": 1.2, "set_gib": 0.08}
+    said = steps.sets_table([taken, taken | {"set": 2, "set_s": None, "set_gib": None}])
+    assert [line.split() for line in said.splitlines()[1:]] == [["1", "34", "512", "1.2", "0.08"], ["2", "34", "512"]]
 
 
 @pytest.mark.gpu
