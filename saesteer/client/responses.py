@@ -27,7 +27,7 @@ class Answer:
     probes: tuple[Mapping[str, Any], ...] | None = None
     activations: tuple[Mapping[str, Any], ...] | None = None  # their numbers: ``numbers``
     hidden: tuple[Mapping[str, Any], ...] | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None  # where the chat's messages stand; None: no prompt was read
+    messages: tuple[Mapping[str, Any], ...] | None = None  # where the chat's messages stand; None: nobody knows
     consumers: Mapping[str, Any] | None = None  # what consumers made of that, by name; None: nobody asked
     flags: tuple[Mapping[str, Any], ...] | None = None  # rules that have fired; None: the request has no rules
 

@@ -25,12 +25,6 @@ def named(spec: Spec) -> bool:
     return any(scope.messages is not None for scope in chain((edit.scope for edit in spec.edits), reads))
 
 
-def reads_prompt(returns: Return, prompt_len: int) -> bool:
-    """Whether a request reads tokens of its prompt; its scopes name no messages any more."""
-    found = (windows_of_read(scope, prompt_len) for _, scope in returns.scopes())
-    return any(windows and windows[0][0] < prompt_len for windows in found)
-
-
 def by_message(returns: Return) -> str | None:
     """The path of the first read that is reduced to a row for each message; None: there is none."""
     ours = (n for n, one in enumerate(returns.activations) if one.reduce == "message")

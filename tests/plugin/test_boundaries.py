@@ -123,6 +123,36 @@ def test_a_long_chat_is_read_without_its_messages_and_never_by_message() -> None
     assert messages is None and found.returns.activations[0].scope.positions == ((0, 64),), "what is named is found"
 
 
+READS: list[Any] = [
+    {"features": [{"dictionary": "gs15"}]},
+    {"probes": ["a"]},
+    {"activations": [{"site": "resid_post.15", "scope": {"generated": True}}]},
+    {"hidden": {"scope": {"generated": True}}},
+]
+
+
+@pytest.mark.parametrize("reads", READS, ids=lambda one: next(iter(one)))
+def test_generated_tokens_are_read_beside_the_messages_before_them(reads: Any) -> None:
+    chat, ids, _ = conversation(3, 10)
+    spec = from_json({"return": reads})
+    found, messages = located(spec, CATALOG, ids, chat)
+    assert found == spec and messages == chat.told(ids) and messages
+    chat, ids, _ = conversation(3, 10)
+    ids[15] = 8
+    assert located(spec, CATALOG, ids, chat) == (spec, None), "it does not depend on them"
+    named = from_json({"edits": [{**CLAMP, "scope": {"messages": [1]}}], "return": reads})
+    with pytest.raises(SpecError, match="cannot tell where message 1 ends") as error:
+        located(named, CATALOG, ids, chat)
+    assert (error.value.field, error.value.code) == (AT, "not_served")
+
+
+@pytest.mark.parametrize("wanted", [{"dose": True}, {"hidden": True}])
+def test_nothing_is_rendered_for_what_reads_no_scope(wanted: Any) -> None:
+    chat, ids, rendered = conversation(3, 10)
+    spec = from_json({"edits": [CLAMP], "return": wanted})
+    assert located(spec, CATALOG, ids, chat) == (spec, None) and not rendered
+
+
 CLAMP = {"op": "clamp", "dictionary": "gs15", "feature": 7, "value": 2.0}
 CHAT = {"scope": {"messages": "user"}}
 

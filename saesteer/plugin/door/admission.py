@@ -24,7 +24,7 @@ from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
 from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
-from saesteer.planning.messages import by_message, named, reads_prompt, resolve
+from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.readouts import captures, declared, first_recomputed, most_rows, refuse_above
@@ -328,25 +328,30 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
 
 
 def needs_messages(spec: Spec) -> bool:
-    """Whether a conversation may have to be rendered: the spec names messages, or reads tokens that may be theirs."""
-    return named(spec) or any(True for _ in spec.returns.scopes())
+    """Whether a conversation has to be rendered: the spec names messages, or reads tokens, beside which they are told."""
+    return named(spec) or _reads(spec)
+
+
+def _reads(spec: Spec) -> bool:
+    return any(True for _ in spec.returns.scopes())
 
 
 def located(
     spec: Spec, catalog: Catalog, ids: list[int], conversation: Conversation
 ) -> tuple[Spec, list[dict[str, Any]] | None]:
-    """The spec with positions instead of the chat messages that it names, and where all of them stand, if it reads any.
+    """The spec with positions instead of the chat messages that it names, and where all of them stand, if it reads.
+
+    Where they cannot be told, only a read that is reduced to a row for each is refused.
 
     Raises:
         SpecError: there is no such message, or the chat template cannot tell where one ends.
     """
     if named(spec):
         spec = resolve(spec, catalog, len(ids), conversation.roles, partial(conversation.spans, ids))
-    each = by_message(spec.returns)
-    if each is None and not reads_prompt(spec.returns, len(ids)):
+    if not _reads(spec):
         return spec, None
     messages = conversation.told(ids)
-    if messages is None and each is not None:
+    if messages is None and (each := by_message(spec.returns)) is not None:
         conversation.spans(ids, [(n, n + 1) for n in range(len(conversation.messages))], each)  # says why
     return spec, messages
 

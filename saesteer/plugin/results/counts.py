@@ -227,7 +227,7 @@ class Report:
     counted: bytes = b""  # from the last output that had counters
     by_token: tuple[int, Sequence[bytes]] = (0, ())  # if that had several tokens: those before, and counters at each
     readouts: Sequence[Reported] = ()  # what it reads
-    messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads their tokens
+    messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads
     # For what its choices keep, which take theirs one after the other.
     rooms: list[Room | Spool] = field(default_factory=list)
     # Of choices that have ended; all of them share this list, and so do all prompts of an HTTP body.
