@@ -55,6 +55,7 @@ def test_activations_before_and_after_the_edits(model: hf.Model) -> None:
     plain = model.streams(IDS)
     after, before, mid = answer["activations"]
     assert [one["site"] for one in answer["activations"]] == [SITE, SITE, "resid_mid.2"]
+    assert [one["layers"] for one in answer["activations"]] == [[1], [1], [2]]
     assert before["positions"] == [*range(len(IDS))]
     assert before["dtype"] == "float32"
     torch.testing.assert_close(tensor(before), plain[SITE])
@@ -71,6 +72,13 @@ def test_reductions(model: hf.Model, reduce: str) -> None:
     expected = {"mean": rows.mean(0), "max": rows.amax(0), "last": rows[-1]}[reduce]
     torch.testing.assert_close(tensor(entry)[0], expected)
     assert (entry["reduce"], entry["tokens"], entry["positions"]) == (reduce, 7, [2, 9])
+    vector = {name: entry[name] for name in ("dtype", "shape", "layers", "data")}
+    add = {"op": "add", "vector": vector, "site": "resid_post", "scale": 2.0}
+    [steered] = model.read(IDS, steer={"edits": [add], "return": {"activations": [{"site": SITE, "at": "after"}]}})[
+        "activations"
+    ]
+    difference = tensor(steered)[1:] - model.streams(IDS)[SITE][1:]
+    torch.testing.assert_close(difference, (2.0 * expected).expand_as(difference), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["jump", "top"])

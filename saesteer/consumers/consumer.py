@@ -49,13 +49,18 @@ class Rows:
     """
 
     kind: str  # activation, hidden, features or probe
-    about: Mapping[str, Any]  # site, at, dictionary, layer, probe, reduce: what answers say of the read
+    about: Mapping[str, Any]  # site, at, layers, dictionary, layer, probe, reduce: what answers say of the read
     positions: NDArray[np.int64]  # [rows], absolute
     tokens: NDArray[np.int64]  # [rows], the ids of the tokens there
     arrays: Mapping[str, Array]
 
     def __len__(self) -> int:
         return next((array.shape[0] for array in self.arrays.values()), 0)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The kind and what tells the read from others of its kind; its site names the layers."""
+        return self.kind, *(str(value) for word, value in self.about.items() if word != "layers")
 
     @property
     def nbytes(self) -> int:

@@ -57,8 +57,7 @@ class Logging(Consumer):
 
     def take(self, request: Request, rows: Rows) -> None:
         """Add rows to the numbers of their read."""
-        key = rows.kind, *map(str, rows.about.values())
-        self._seen.setdefault(request, {}).setdefault(key, _Seen()).add(rows)
+        self._seen.setdefault(request, {}).setdefault(rows.words, _Seen()).add(rows)
 
     def end(self, request: Request) -> Any:
         """Write the line."""

@@ -56,8 +56,7 @@ class Shard:
 
     def _name(self, rows: Rows, key: str, array: Array) -> str:
         """The tensor of an array: what answers say of the read, and the width where another one has the name."""
-        words = [rows.kind, *map(str, rows.about.values()), *([] if key == "data" else [key])]
-        name = ".".join(words)
+        name = ".".join([*rows.words, *([] if key == "data" else [key])])
         there = self._arrays.get(name)
         alike = there is None or (there[0].shape[1], there[0].dtype) == (array.shape[1], array.dtype)
         return name if alike else f"{name}.{array.shape[1]}"

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function
+from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
 from saesteer.planning.windows import inside, rank
@@ -82,6 +83,8 @@ def _about(one: Readout, catalog: Catalog) -> dict[str, Any]:
         found = {"probe": one.probe.vector}
     if one.site is not None:
         found |= {"site": one.site, "at": "after" if one.after else "before"}
+        if one.kind == "activation":  # a tensor, which has its layers as a vector in a request does
+            found |= {"layers": [parse(one.site)[1]]}
     return found | ({} if one.reduce == "none" else {"reduce": one.reduce})
 
 
@@ -304,10 +307,8 @@ class _Features(_Kind):
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """For each position its strongest features with their activations, and the named ones."""
         top_k, names = self.readout.top_k, [*map(str, self.readout.features)]
-        features, (strengths, named) = (
-            _ints(b"".join(row[0] for row in rows)),
-            (_floats(b"".join(row[at] for row in rows)) for at in (1, 2)),
-        )
+        features = _ints(b"".join(row[0] for row in rows))
+        strengths, named = (_floats(b"".join(row[at] for row in rows)) for at in (1, 2))
         found = []
         for number, at in enumerate(positions):
             row: dict[str, Any] = {"position": at}

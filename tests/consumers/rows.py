@@ -8,7 +8,7 @@ from saesteer.consumers import Array, Request, Rows
 from saesteer.planning.answers import Reported
 from saesteer.planning.plan import END, Readout
 
-SITE = {"site": "resid_post.3", "at": "before"}
+SITE = {"site": "resid_post.3", "at": "before", "layers": [3]}
 
 
 def value(request: int, position: int) -> float:

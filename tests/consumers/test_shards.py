@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from saesteer.consumers import shards
 from saesteer.consumers.filesystem import DiskError, Filesystem
 from saesteer.errors import ConfigError, SpecError
-from tests.consumers.rows import request, rows, token, value
+from tests.consumers.rows import SITE, request, rows, token, value
 
 WIDE = 100  # numbers
 MOST = rows(0, 0, 10, WIDE).nbytes  # ten such rows
@@ -223,6 +223,7 @@ def test_the_answer_names_the_shards(tmp_path: Path) -> None:
     (shard,) = told["shards"]
     assert told == {"tag": "run7", "shards": [shard], "rows": 4}
     about = json.loads((tmp_path / shard / "rows.json").read_text())
+    assert about["tensors"] == {"activation.resid_post.3.before": {"kind": "activation", **SITE, "array": "data"}}
     assert shard.startswith("run7/") and about["pieces"][0]["request"] == "request 0"
     assert not consumer._series
     consumer.close()

@@ -42,7 +42,7 @@ from tests.plugin.test_read_rows import blob, readout
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
-ENTRY = {"site": "resid_post.3", "at": "before", "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
+ENTRY = {"site": "resid_post.3", "at": "before", "layers": [3], "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
 DATA = np.arange(6, dtype="<f4").tobytes()
 
 
@@ -113,7 +113,7 @@ def test_a_file_says_what_it_is(app: Any, tmp_path: Path) -> None:
     assert found.headers["content-length"] == str(len(found.content))
     (tmp_path / "file").write_bytes(found.content)
     with safe_open(tmp_path / "file", "np") as file:
-        assert file.metadata() == {"site": "resid_post.3", "at": "before"}
+        assert file.metadata() == {"site": "resid_post.3", "at": "before", "layers": "[3]"}
         assert file.get_tensor("positions").tolist() == [4, 6]
         assert file.get_tensor("activations").tobytes() == DATA
 

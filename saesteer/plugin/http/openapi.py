@@ -92,6 +92,7 @@ _ANSWER = {
                     "positions": {"type": "array"},
                     "dtype": {"type": "string"},
                     "shape": {"type": "array", "items": {"type": "integer"}},
+                    "layers": {"type": "array", "items": {"type": "integer"}},
                     "data": {"type": "string", "format": "byte"},
                     "handle": {"type": "string"},
                     "cached": {
