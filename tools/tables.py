@@ -59,21 +59,22 @@ CODES = {
     "dose": "A token was changed by more than `--max-dose` under `--max-dose-action refuse`.",
     "gone": "A name in the request was replaced or deleted before the request ran. Send it again.",
     "shared": "A request with the same edits failed while this one was reading its cache. Send it again.",
-    "no_space": "A result could not be written to the server's disk.",
+    "no_space": "A result, or what a consumer keeps, could not be written to the server's disk.",
     "broken": "The worker could not apply the edits. Only this request ends.",
     "non_finite": "Under `--fail-fast`: hidden states or logits held NaN or infinity. Only this request ends.",
     "collapsed": "Under `--fail-fast`: the answer began with the same token 16 times. Only this request ends.",
-    "consumer": "A consumer that the request names failed for it. Only this request ends.",
+    "consumer": "A consumer that the request names failed for it, which is no mistake in the request. Only it ends.",
     "no_room": "Admin routes: a site's pool is full (the message names `--pool-rows`), or there are 4,096 names.",
     "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",
     "in_use": "Admin routes: a module uses the name, or it is that of the default module.",
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }
-_FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "SPACE", "NON_FINITE", "COLLAPSED")
+_FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "NON_FINITE", "COLLAPSED")
 STATUS = {
     "too_large": 413,
     "results_full": 429,
+    "consumer": 500,
     "no_space": 507,
     "non_finite": 422,
     "collapsed": 422,
@@ -232,7 +233,7 @@ def codes() -> str:
     """The error codes, as found in the source code."""
     found = {*fields.CODES, *_registry_codes(), *_admin_codes()}
     found |= {_constant("saesteer/plugin/results/failures.py", name) for name in _FAILURES}
-    found.add(_constant("saesteer/plugin/results/consuming.py", "FAILED"))
+    found |= {_constant("saesteer/plugin/results/consuming.py", name) for name in ("FAILED", "SPACE")}
     assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
     return table(
         ("code", "HTTP", "meaning"), ((code(one), STATUS.get(one, 400), about) for one, about in CODES.items())

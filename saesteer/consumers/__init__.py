@@ -4,7 +4,7 @@ A consumer runs in the front end, in a thread of its own behind a bounded queue,
 knows neither vLLM nor HTTP. docs/consumers.md shows how to write one.
 """
 
-from saesteer.consumers.consumer import Array, Consumer, Request, Rows
+from saesteer.consumers.consumer import Array, Consumer, DiskError, Request, Rows
 from saesteer.consumers.known import register
 
-__all__ = ["Array", "Consumer", "Request", "Rows", "register"]
+__all__ = ["Array", "Consumer", "DiskError", "Request", "Rows", "register"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.errors import ConfigError
+from saesteer.errors import ConfigError, SaesteerError
 from saesteer.language.fields import fail, listing, step
 
 if TYPE_CHECKING:
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 _AROUND = 700  # bytes of memory, as measured: what one piece of rows takes beside its numbers
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}  # bytes of a number
+
+
+class ConsumerError(SaesteerError):
+    """A consumer failed for one request; the message is one sentence for the client, who gets a 500."""
+
+
+class DiskError(ConsumerError):
+    """A consumer could not write what it keeps; the message names no path of the operator's. The client gets a 507."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,17 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saesteer.consumers.consumer import Consumer, Request, Rows
+from saesteer.consumers.consumer import Consumer, DiskError, Request, Rows
 from saesteer.consumers.shards import Place, Shard
-from saesteer.errors import ConfigError, SaesteerError
+from saesteer.errors import ConfigError
 from saesteer.language.fields import fail, integer, known_field, show
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _OPTIONS = ("folder", "shard_mib")
-
-
-class DiskError(SaesteerError):
-    """A shard could not be written; the message does not name the operator's folder."""
 
 
 @dataclass(slots=True, eq=False)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any
 
-from saesteer.consumers.consumer import Consumer, Request, Rows
-from saesteer.errors import ConfigError, SaesteerError, SpecError
+from saesteer.consumers.consumer import Consumer, ConsumerError, DiskError, Request, Rows
+from saesteer.errors import ConfigError, SpecError
 from saesteer.language.fields import fail, flag, integer
 
 logger = logging.getLogger("vllm.saesteer.consumers")
@@ -24,10 +24,6 @@ ANSWER_SECONDS = 60.0  # that an answer waits for its consumers at most
 CLOSE_SECONDS = 30.0
 
 Count = Callable[[str, str, int], None]  # what: rows, dropped or failures; the consumer's name; how many
-
-
-class ConsumerError(SaesteerError):
-    """A consumer failed for one request; the message is one sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +195,8 @@ class Runner:
             ticket.result.set_result(found)
         else:
             about = f"{_kind(ticket.failed)}: {ticket.failed}"[:500]
-            ticket.result.set_exception(ConsumerError(f"consumer {self.name!r} failed for this request ({about})"))
+            failed = DiskError if isinstance(ticket.failed, DiskError) else ConsumerError
+            ticket.result.set_exception(failed(f"consumer {self.name!r} failed for this request ({about})"))
 
     def _guarded(self, what: str, call: Callable[[], None]) -> None:
         try:

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.consumers import Consumer, Request, Rows, register
+from saesteer.consumers.consumer import ConsumerError
 from saesteer.consumers.known import Consumers
 from saesteer.consumers.lines import Logging
-from saesteer.consumers.runner import MAX_RESULT, ConsumerError, Policy, Runner, Ticket
+from saesteer.consumers.runner import MAX_RESULT, Policy, Runner, Ticket
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.fields import fail
 from tests.consumers.rows import request, rows

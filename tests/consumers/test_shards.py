@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from saesteer.consumers import shards
-from saesteer.consumers.filesystem import DiskError, Filesystem
+from saesteer.consumers import DiskError, shards
+from saesteer.consumers.filesystem import Filesystem
 from saesteer.errors import ConfigError, SpecError
 from tests.consumers.rows import SITE, request, rows, token, value
 

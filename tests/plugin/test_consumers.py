@@ -330,7 +330,7 @@ def test_over_http(server: tuple[httpx.Client, Path]) -> None:
 
     for where in ("take", "end"):
         refused = post(client, {"judge": {"fail": where}})
-        assert refused.status_code == 400 and "the judge is ill" in refused.text and "[consumer]" in refused.text
+        assert refused.status_code == 500 and "the judge is ill" in refused.text and "[consumer]" in refused.text
         *_, last = events_of(post(client, {"judge": {"fail": where}}, stream=True))
         assert "the judge is ill" in last["error"]["message"]
         assert post(client, {"judge": {}}).status_code == 200
@@ -349,7 +349,7 @@ def test_a_folder_that_is_gone_fails_who_asked_for_it(server: tuple[httpx.Client
     shutil.move(place / "asked", place / "away")
     try:
         refused = post(client, {"filesystem": {"tag": "lost"}})
-        assert refused.status_code == 400 and "could not be written" in refused.text
+        assert refused.status_code == 507 and "could not be written" in refused.text and "[no_space]" in refused.text
         assert str(place) not in refused.text, "the operator's folder is nobody's business"
         assert post(client, {"judge": {}}).status_code == 200
     finally:

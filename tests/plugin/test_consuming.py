@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.consumers import Consumer, Request
+from saesteer.consumers import Consumer, DiskError, Request
 from saesteer.consumers.known import Consumers
 from saesteer.consumers.runner import Policy, Runner
 from saesteer.errors import SpecError
@@ -43,6 +43,8 @@ class Judge(Consumer):
         assert self.gate.wait(20)
         if request.parameters.get("ill"):
             raise RuntimeError("the judge is ill")
+        if request.parameters.get("full"):
+            raise DiskError("the book is full")
         return [int(at) for rows in request.rows for at in rows.positions]
 
     def drop(self, request: Request) -> None:
@@ -113,11 +115,15 @@ def test_a_result_comes_into_the_answer(consumers: Consumers) -> None:
     assert output.outputs[0].saesteer["consumers"] == {"judge": [*range(PROMPT + 2)]}
 
 
-def test_a_failure_is_the_requests_error(consumers: Consumers) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {"ill": True}}}})
-    with pytest.raises(SpecError, match="the judge is ill") as caught:
+FAILING = [("ill", "the judge is ill", "consumer"), ("full", "the book is full", "no_space")]
+
+
+@pytest.mark.parametrize(("how", "why", "code"), FAILING)
+def test_a_failure_is_the_requests_error(consumers: Consumers, how: str, why: str, code: str) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {how: True}}}})
+    with pytest.raises(SpecError, match=why) as caught:
         consuming.settle([run(state(report))])
-    assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", consuming.FAILED)
+    assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", code)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -171,8 +177,9 @@ def test_only_the_last_output_waits_and_nobody_else(consumers: Consumers, judge:
     assert last.outputs[0].saesteer["consumers"]["judge"]
 
 
-def test_a_failure_over_http_is_a_refusal(consumers: Consumers) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {"ill": 1}}}})
+@pytest.mark.parametrize(("how", "why", "code"), FAILING)
+def test_a_failure_over_http_is_a_refusal(consumers: Consumers, how: str, why: str, code: str) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {how: 1}}}})
     last = run(state(report, queue=object()))
 
     async def outputs() -> Any:
@@ -182,7 +189,7 @@ def test_a_failure_over_http_is_a_refusal(consumers: Consumers) -> None:
         async for _ in _settled(outputs()):
             pass
 
-    with pytest.raises(SpecRefused, match=r"the judge is ill.*\[consumer\]"):
+    with pytest.raises(SpecRefused, match=rf"{why}.*\[{code}\]"):
         asyncio.run(play())
 
 

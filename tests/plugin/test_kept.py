@@ -42,7 +42,8 @@ from tests.plugin.test_read_rows import blob, readout
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
-ENTRY = {"site": "resid_post.3", "at": "before", "layers": [3], "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
+ABOUT = {"site": "resid_post.3", "at": "before", "layers": [3]}
+ENTRY = {**ABOUT, "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
 DATA = np.arange(6, dtype="<f4").tobytes()
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.engine import FinishReason
 
 from saesteer.config.config import SaesteerConfig
-from saesteer.consumers.runner import ConsumerError
+from saesteer.consumers.consumer import ConsumerError
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import Catalog

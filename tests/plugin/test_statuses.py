@@ -26,6 +26,20 @@ BODIES: list[tuple[Any, int]] = [
 ]
 
 
+FULL = "saesteer.return.consumers.filesystem: a shard could not be written [no_space]"
+ILL = "saesteer.return.consumers.judge: consumer 'judge' failed for this request (RuntimeError: ill) [consumer]"
+
+
+@pytest.mark.parametrize(("message", "status"), [(FULL, 507), (ILL, 500)])
+def test_a_fault_of_the_server_is_not_said_to_be_the_clients(message: str, status: int) -> None:
+    wrong = {"message": message, "type": "BadRequestError", "param": "x", "code": 400}
+    found = client(JSONResponse({"error": wrong}, 400)).get("/")
+    assert found.status_code == status
+    assert found.json()["error"] == {**wrong, "type": "InternalServerError", "code": status}
+    found = client(JSONResponse({"error": {"type": "invalid_request_error", "message": message}}, 400)).get("/")
+    assert found.status_code == status and found.json()["error"] == {"type": "api_error", "message": message}
+
+
 def client(answer: Response) -> TestClient:
     app = FastAPI()
 

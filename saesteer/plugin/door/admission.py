@@ -328,7 +328,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
 
 
 def needs_messages(spec: Spec) -> bool:
-    """Whether a conversation has to be rendered: the spec names messages, or reads tokens, beside which they are told."""
+    """Whether a conversation has to be rendered: the spec names messages, or reads, and its answer tells of them."""
     return named(spec) or _reads(spec)
 
 

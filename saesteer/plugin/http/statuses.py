@@ -1,7 +1,7 @@
 """The HTTP status of refusals that are no 400. Knows codes and bodies, neither routes nor why anything was refused.
 
 vLLM answers every refusal of a request with 400. The code at the end of the message says where another status belongs,
-and here it takes the place of the 400, in the body as well.
+and here it takes the place of the 400, in the body as well. Where the fault is the server's, so does the error's type.
 """
 
 import json
@@ -17,6 +17,7 @@ STATUS: Mapping[str, int] = {
     "non_finite": 422,
     "collapsed": 422,
     "results_full": 429,
+    "consumer": 500,
     "no_space": 507,
 }
 _CODE = re.compile(r"\[([a-z_]+)\]$")
@@ -76,6 +77,9 @@ def _with_status(body: bytes) -> tuple[int, bytes]:
     status = STATUS.get(code[1], 400) if code else 400
     if status == 400:
         return 400, body
-    if "code" in error:  # not in Anthropic's form
+    anthropic = "code" not in error
+    if not anthropic:
         error["code"] = status
+    if status >= 500:
+        error["type"] = "api_error" if anthropic else "InternalServerError"
     return status, json.dumps(found, separators=(",", ":")).encode()

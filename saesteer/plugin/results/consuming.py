@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.consumers.consumer import ConsumerError, DiskError
 from saesteer.consumers.feed import Feed, Taker, ticket
 from saesteer.consumers.known import Consumers
-from saesteer.consumers.runner import ANSWER_SECONDS, ConsumerError
+from saesteer.consumers.runner import ANSWER_SECONDS
 from saesteer.errors import SpecError
 from saesteer.language.fields import step
 from saesteer.language.returns import Consumer
@@ -23,7 +24,9 @@ from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported
 from saesteer.plugin.wrap import Original, around
 
-FAILED = "consumer"  # code of the error: a consumer failed for this request
+# Codes of errors.
+FAILED = "consumer"  # a consumer failed for this request
+SPACE = "no_space"  # what was read could not be written to the disk, by a consumer or for a handle
 _AT = f"{KEY}.return.consumers"
 _PAUSE = 0.005  # seconds
 
@@ -169,4 +172,5 @@ def _results(outputs: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, "Fut
 
 def _failed(name: str, exc: Exception) -> SpecError:
     late = f"consumer {name!r} did not answer within {ANSWER_SECONDS:.0f} seconds"
-    return SpecError(str(exc) if isinstance(exc, ConsumerError) else late, field=step(_AT, name), code=FAILED)
+    message = str(exc) if isinstance(exc, ConsumerError) else late
+    return SpecError(message, field=step(_AT, name), code=SPACE if isinstance(exc, DiskError) else FAILED)

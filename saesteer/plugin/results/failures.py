@@ -30,11 +30,10 @@ logger = logging.getLogger("vllm.saesteer")
 GONE = "gone"  # a vector that the request was admitted with
 DOSE = "dose"  # the dose of a token was above the limit
 BROKEN = "broken"  # the worker could not make its row; after a colon, the word says what went wrong
-SPACE = "no_space"  # what it has read could not be written to the disk; only the front end says so
 SHARED = "shared"  # it used cached blocks of a request that failed
 NON_FINITE = "non_finite"  # --fail-fast; after a colon, the word says what was not finite
 COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the token that was repeated
-WORDS = (GONE, DOSE, BROKEN, SPACE, SHARED, NON_FINITE, COLLAPSED)  # each also the code of its SpecError
+WORDS = (GONE, DOSE, BROKEN, consuming.SPACE, SHARED, NON_FINITE, COLLAPSED)  # each also the code of its SpecError
 _ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
 
@@ -80,8 +79,9 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
 
 def unwritten(error: OSError) -> SpecError:
     """The error for the client of a request whose result could not be kept."""
-    message = f"could not be kept ({error.strerror or error}), so the request was ended"
-    return SpecError(f"{message}; expected room on the server's disk, or as: inline", field=_ACTIVATIONS, code=SPACE)
+    why = f"could not be kept ({error.strerror or error}), so the request was ended"
+    message = f"{why}; expected room on the server's disk, or as: inline"
+    return SpecError(message, field=_ACTIVATIONS, code=consuming.SPACE)
 
 
 def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
