@@ -87,7 +87,7 @@ def rows_of(value: tuple[float, ...] | InlineVector) -> dict[int | None, Vector]
 
 
 def numbers_of(dtype: str, data: bytes) -> NDArray[np.float32]:
-    """Little-endian numbers of a request's vectors, one behind the other; float32 bytes are viewed, not copied."""
+    """Little-endian numbers, one behind the other; float32 bytes are viewed, not copied, others are widened exactly."""
     return _VIEWS[dtype](data)
 
 

@@ -210,7 +210,7 @@ class _Targets:
             source = [self._source(same.probe, str(same.site)).target for same in several]
             bias = [self._bias(same.probe) for same in several]
         ops = [same.op for same in several if same.op is not None]
-        about = [one.kind, ops, after, one.windows, one.last, one.reduce]
+        about = [one.kind, ops, after, one.windows, one.last, one.reduced_there]
         return [*about, source, bias, one.top_k, one.features, one.starts, watched]
 
     def _bias(self, target: object) -> float:

@@ -7,18 +7,17 @@ What is read comes as blobs: the number of the readout in its request, spans of 
 """
 
 from base64 import b64encode
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.dictionaries.vectors import Function
+from saesteer.dictionaries.vectors import Function, numbers_of
 from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
+from saesteer.planning.reductions import Piece, Reduction
 from saesteer.planning.windows import inside, rank
 
 # Kind of a readout → where answers have it.
@@ -26,7 +25,6 @@ WORDS = {"features": "features", "probe": "probes", "activation": "activations",
 
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
 _MANY = 64  # numbers that are rounded together
-_LOOSE = 64  # last parts of a reduction that may still fall away: more than a step has guessed tokens
 _BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
 _TENS = 10.0 ** np.arange(13)
 
@@ -146,15 +144,6 @@ class Rows:
             self._fields[one.word] += entries
 
 
-class _Part(NamedTuple):
-    """What a reduction has of some positions."""
-
-    first: int
-    end: int  # behind the last one
-    tokens: int
-    numbers: NDArray[Any]  # sum, maximum or last row: float32 as it came, sums of several parts in float64
-
-
 class _Kind:
     """One readout of a choice, or several whose rows travel as one: a row holds theirs side by side."""
 
@@ -167,7 +156,7 @@ class _Kind:
         self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that nobody was told yet
         self._told = 0  # positions below this one were told
         self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
-        self._parts: list[_Part] = []  # of a reduction, ascending
+        self._reduction = Reduction(self.readout)
         self.begun = False  # whether the answer has an entry of it
         self.lowest = END  # position of all that have come
 
@@ -176,19 +165,13 @@ class _Kind:
         self.keep = [next(keepers) for _ in self.abouts]
 
     def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
-        """Keeps rows, or a part of a reduction in place of those that it computes again."""
+        """Keeps rows, or a piece of a reduction."""
         if self.readout.last:
             self.last[spans[-1][0]] = data[0]
             return
-        if self.readout.reduce != "none":
-            while self._parts and self._parts[-1].first >= spans[0][0]:
-                self._parts.pop()
-            tokens = sum(hi - lo for lo, hi in spans)
-            self._parts.append(_Part(spans[0][0], spans[-1][1], tokens, np.frombuffer(data[0], "<f4")))
-            # A preemption computes all again, so of older parts only what they make together is kept.
-            at = len(self._parts) - _LOOSE
-            if at > 0 and self._message(self._parts[at - 1]) == self._message(self._parts[at]):
-                self._parts[at - 1 : at + 1] = [self._joined(self._parts[at - 1], self._parts[at])]
+        if self.readout.reduced_there != "none":
+            tokens, numbers = sum(hi - lo for lo, hi in spans), np.frombuffer(data[0], "<f4")
+            self._reduction.add(Piece(spans[0][0], spans[-1][1], tokens, numbers))
             return
         if len(spans) == 1 and spans[0][1] - spans[0][0] == 1:  # a request that decodes
             if spans[0][0] >= self._told:
@@ -204,17 +187,23 @@ class _Kind:
 
     def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
         """What is new of the positions below ``end``."""
+        positions, rows = self.taken(end, border)
         if self.readout.last or self.readout.reduce != "none":
+            for at, (row,) in zip(positions, rows, strict=True):  # of a part: others were reduced as they came
+                self._reduction.add(Piece(at, at + 1, 1, numbers_of(self.dtype, row)))
             return self.sent(self.whole(end)) if final else []
+        if not positions and (self.begun or not final):
+            return []
+        return self.sent(self.rows(positions, rows))
+
+    def taken(self, end: int, border: int) -> tuple[list[int], list[tuple[bytes, ...]]]:
+        """The positions below ``end`` that nobody was told yet, and their rows, which are kept no longer."""
         part = self.readout.part
         for at in [at for at in self._rows if at < end and not inside(part, at, border)] if part else ():
             del self._rows[at]
         positions = sorted(at for at in self._rows if at < end)
-        if not positions and (self.begun or not final):
-            return []
-        rows = [self._rows.pop(at) for at in positions]
         self._told = max([self._told, *(at + 1 for at in positions[-1:])])
-        return self.sent(self.rows(positions, rows))
+        return positions, [self._rows.pop(at) for at in positions]
 
     def left_out(self, cached: int) -> list[list[int]]:
         """The spans that were not read, as the prefix cache had so many tokens when the request began.
@@ -244,45 +233,17 @@ class _Kind:
             row = ([at for at in self.last if at < end] or [*self.last])[-1:]
             data = b"".join(self.last[at] for at in row)
             return _tensor(row, data, self.dtype, [len(row)])
-        parts = [part for part in self._parts if part.first < end]
+        found = self._reduction.whole(end)
+        data = b"".join(one.numbers.tobytes() for one in found.values())
         if self.readout.reduce == "message":
-            return self.by_message(parts)
-        if not parts:
-            return _tensor([], b"", "float32", [0]) | {"tokens": 0}
-        one = reduce(self._joined, parts)
-        numbers = _mean(one) if self.readout.reduce == "mean" else one.numbers
-        return _tensor([one.first, one.end], numbers.tobytes(), "float32", [1]) | {"tokens": one.tokens}
-
-    def by_message(self, parts: list[_Part]) -> dict[str, Any]:
-        """The mean of each chat message that has tokens among the parts; no part has tokens of two."""
-        found: dict[int, _Part] = {}
-        for part in parts:
-            number = self._message(part)
-            found[number] = self._joined(found[number], part) if number in found else part
-        positions = [[one.first, one.end] for one in found.values()]
-        data, tokens = b"".join(_mean(one).tobytes() for one in found.values()), [one.tokens for one in found.values()]
-        return _tensor(positions, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
-
-    def _message(self, part: _Part) -> int:
-        """The number of its message, if each has a mean of its own."""
-        return bisect_right(self.readout.starts, part.first) - 1
-
-    def _joined(self, one: _Part, two: _Part) -> _Part:
-        """A part and one behind it."""
-        how, numbers = self.readout.reduce, two.numbers
-        if how == "max":
-            numbers = np.maximum(one.numbers, numbers)
-        elif how != "last":
-            numbers = np.add(one.numbers, numbers, dtype=np.float64)
-        return _Part(one.first, two.end, one.tokens + two.tokens, numbers)
+            spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
+            return _tensor(spans, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
+        span = [at for one in found.values() for at in (one.first, one.end)]
+        return _tensor(span, data, "float32", [len(found)]) | {"tokens": sum(one.tokens for one in found.values())}
 
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""
         return _tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
-
-
-def _mean(one: _Part) -> NDArray[np.float32]:
-    return (one.numbers.astype(np.float64) / one.tokens).astype(np.float32)
 
 
 def apart(data: bytes, rows: int, count: int) -> list[bytes]:

@@ -349,6 +349,11 @@ class Readout:
     part: Part | None = None  # as of a change
 
     @property
+    def reduced_there(self) -> Literal["none", "mean", "max", "last", "message"]:
+        """How the worker reduces its rows, which does not know the border between the parts of an answer."""
+        return self.reduce if self.part is None else "none"
+
+    @property
     def captured_after(self) -> bool:
         """Whether it takes the tensor as the op leaves it."""
         return self.after or self.summed

@@ -161,11 +161,11 @@ def refuse_above(limit: int, size: int) -> None:
 
 
 def most_rows(one: Readout, end: int) -> int:
-    """How many rows a read-out has if the sequence ends before a position."""
+    """How many rows of a read-out come home if the sequence ends before a position."""
     if one.last:
         return 1
     count = sum(max(0, min(high, end) - low) for low, high in one.windows)
-    return count if one.reduce == "none" else min(count, len(one.starts) or 1)
+    return count if one.reduced_there == "none" else min(count, len(one.starts) or 1)
 
 
 def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
@@ -175,7 +175,7 @@ def _row_bytes(one: Readout, catalog: Catalog, itemsize: int) -> int:
         return 4
     width = catalog.width if one.site is None else catalog.width_at(one.site)
     assert width is not None, "a server knows its widths"
-    return width * (itemsize if one.reduce == "none" else 4)  # reductions are float32
+    return width * (itemsize if one.reduced_there == "none" else 4)  # reductions are float32
 
 
 def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str) -> Readout:
@@ -236,9 +236,6 @@ def _activation(
     if by_message and starts is None:
         message = "got message, but only chat requests with nothing but text have messages"
         fail(f"{at}.reduce", "not_served", f"{message}; expected mean")
-    if one.scope.part is not None and one.reduce != "none":
-        # A step may compute tokens of both parts again, and reduces them together.
-        fail(f"{at}.reduce", "not_served", f"got {one.reduce} over a part of the answer, expected none")
     site = canonical(one.site)
     _refuse_pregain(site, f"{at}.site")
     op = sites.reading_site(site)

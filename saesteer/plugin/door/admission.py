@@ -231,7 +231,8 @@ class Door:
             return []
         most, choices = params.max_tokens or max(1, self._model.max_model_len - prompt_len), params.n or 1
         found = [one.readout for one in readouts]
-        each = declared(found, catalog, prompt_len, most, self._model.dtype.itemsize)
+        itemsize = self._model.dtype.itemsize
+        each = declared(found, catalog, prompt_len, most, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
         refuse_above(self.config.max_read_mib << 20, sum(size * sites for _, size, sites in sizes) * choices)
         kept: list[int | Layout] = []
@@ -239,8 +240,8 @@ class Door:
             if spooled(one):
                 rows = most_rows(one.readout, prompt_len + most - 1)
                 kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
-            elif not one.readout.inline:
-                kept += [size] * sites
+            elif not one.readout.inline:  # a reduction: also the rows of a part become one here
+                kept += declared([replace(one.readout, part=None)] * sites, catalog, prompt_len, most, itemsize)
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:

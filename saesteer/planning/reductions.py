@@ -1,0 +1,73 @@
+"""Reductions of what was read: a mean, a maximum or a last row, from numbers of some positions after the others'.
+
+Knows neither how the numbers came nor what an answer makes of them (answers.py).
+"""
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saesteer.planning.plan import Readout
+
+_LOOSE = 64  # last pieces that may still fall away: more than a step has guessed tokens
+
+
+class Piece(NamedTuple):
+    """What a reduction has of some positions, which are all in one message if each of these has a mean of its own."""
+
+    first: int
+    end: int  # behind the last one
+    tokens: int
+    numbers: NDArray[Any]  # sum, maximum or last row: float32 as it came, sums of several pieces in float64
+
+
+class Reduction:
+    """A reduction in the making, with the memory of a few pieces.
+
+    Args:
+        readout: what is reduced.
+    """
+
+    def __init__(self, readout: Readout) -> None:
+        self._how, self._starts = readout.reduce, readout.starts
+        self._pieces: list[Piece] = []  # ascending
+
+    def add(self, piece: Piece) -> None:
+        """Adds a piece, in place of those that it computes again."""
+        while self._pieces and self._pieces[-1].first >= piece.first:
+            self._pieces.pop()
+        self._pieces.append(piece)
+        # A preemption computes all again, so of older pieces only what they make together is kept.
+        at = len(self._pieces) - _LOOSE
+        if at > 0 and self._message(self._pieces[at - 1]) == self._message(self._pieces[at]):
+            self._pieces[at - 1 : at + 1] = [self._joined(self._pieces[at - 1], self._pieces[at])]
+
+    def whole(self, end: int) -> dict[int, Piece]:
+        """What it comes to at positions below ``end``, in float32: of each message by its number; else one, or none."""
+        found: dict[int, Piece] = {}
+        for piece in self._pieces:
+            if piece.first < end:
+                number = self._message(piece)
+                found[number] = self._joined(found[number], piece) if number in found else piece
+        return {number: self._divided(piece) for number, piece in found.items()}
+
+    def _message(self, piece: Piece) -> int:
+        """The number of its message, if each has a mean of its own."""
+        return bisect_right(self._starts, piece.first) - 1
+
+    def _joined(self, one: Piece, two: Piece) -> Piece:
+        """A piece and one behind it."""
+        numbers = two.numbers
+        if self._how == "max":
+            numbers = np.maximum(one.numbers, numbers)
+        elif self._how != "last":
+            numbers = np.add(one.numbers, numbers, dtype=np.float64)
+        return Piece(one.first, two.end, one.tokens + two.tokens, numbers)
+
+    def _divided(self, piece: Piece) -> Piece:
+        """A piece with the mean in place of the sum, if it is one."""
+        if self._how in ("max", "last"):
+            return piece
+        return piece._replace(numbers=(piece.numbers.astype(np.float64) / piece.tokens).astype(np.float32))
