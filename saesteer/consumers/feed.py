@@ -16,6 +16,8 @@ from saesteer.consumers.consumer import SIZES, Array, Request, Rows
 from saesteer.consumers.runner import Runner, Ticket
 from saesteer.planning.answers import WORDS, Reported, apart, score
 from saesteer.planning.answers import Rows as Answer
+from saesteer.planning.plan import END
+from saesteer.planning.windows import of_part
 
 Tokens = Callable[[int, int], Sequence[int]]  # the ids of the tokens at positions [lo, hi)
 Taker = tuple[Runner, Ticket]
@@ -63,16 +65,17 @@ class Feed:
             if not self._waiting[number].whole:
                 self._waiting[number].add([tuple(span) for span in spans], data)
 
-    def give(self, tokens: Tokens, end: int, *, wait: bool = False) -> None:
+    def give(self, tokens: Tokens, end: int, *, border: int = END, wait: bool = False) -> None:
         """Hand over what is below a position.
 
         Args:
             tokens: a function: positions → the ids of their tokens.
             end: the first position whose token is not known to be an input.
+            border: between the parts of the answer, as its tokens up to ``end`` tell it (windows.inside).
             wait: wait for consumers that are behind, as long as their policies say.
         """
         for one, takers in zip(self._waiting, self._wanted, strict=True):
-            for rows in one.below(end, tokens) if takers else ():
+            for rows in one.below(end, tokens, border) if takers else ():
                 for runner, ticket in takers:
                     runner.put(ticket, rows, wait=wait)
 
@@ -83,6 +86,7 @@ class Feed:
         length: int,
         reason: str,
         *,
+        border: int = END,
         wait: bool = False,
     ) -> None:
         """The answer has ended.
@@ -92,13 +96,14 @@ class Feed:
             end: as in ``give``.
             length: tokens of the prompt and the answer.
             reason: stop or length.
+            border: as in ``give``.
             wait: as in ``give``.
         """
         if not self._open:
             return
         self._open = False
-        self.give(tokens, end, wait=wait)
-        self._reduced.tell(end, length - end, final=True)
+        self.give(tokens, end, border=border, wait=wait)
+        self._reduced.tell(end, length - end, final=True, border=border)
         for one, takers in zip(self._waiting, self._wanted, strict=True):
             for rows in one.reduced(self._fields) if takers and one.whole else ():
                 for runner, ticket in takers:
@@ -132,7 +137,7 @@ class _Waiting:
     def __init__(self, reported: Reported) -> None:
         readout, about, dtype, self._function, beside = reported
         self._abouts = about, *beside
-        self._kind = readout.kind
+        self._kind, self._part = readout.kind, readout.part
         self._dtypes = {name: one or dtype for name, one in _ARRAYS[readout.kind].items()}
         self.whole = readout.last or readout.reduce != "none"
         self._gone = 0  # positions below this one have gone out
@@ -156,21 +161,23 @@ class _Waiting:
         while self._spans and self._spans[-1][1] > at:
             lo, hi, data = self._spans.pop()
             if lo < at:
-                self._spans.append((lo, at, [one[: len(one) // (hi - lo) * (at - lo)] for one in data]))
+                self._spans.append((lo, at, _between(lo, at, lo, hi, data)))
 
-    def below(self, end: int, tokens: Tokens) -> list[Rows]:
+    def below(self, end: int, tokens: Tokens, border: int) -> list[Rows]:
         found = []
+        low, high = of_part(self._part, border)
         while self._spans and self._spans[0][0] < end:
             lo, hi, data = self._spans.pop(0)
             if hi > end:
-                sizes = [len(one) // (hi - lo) for one in data]
-                rest = [one[size * (end - lo) :] for one, size in zip(data, sizes, strict=True)]
-                self._spans.insert(0, (end, hi, rest))
-                data, hi = [one[: size * (end - lo)] for one, size in zip(data, sizes, strict=True)], end
-            self._gone = hi
-            ids: NDArray[np.int64] = np.array(tokens(lo, hi), dtype=np.int64)
-            for about, arrays in zip(self._abouts, self._arrays(hi - lo, data), strict=True):
-                found.append(Rows(self._kind, about, np.arange(lo, hi), ids, arrays))
+                self._spans.insert(0, (end, hi, _between(end, hi, lo, hi, data)))
+            first, last = max(lo, low), min(hi, end, high)
+            self._gone = min(hi, end)
+            if first >= last:
+                continue
+            ids: NDArray[np.int64] = np.array(tokens(first, last), dtype=np.int64)
+            arrays = self._arrays(last - first, _between(first, last, lo, hi, data))
+            for about, own in zip(self._abouts, arrays, strict=True):
+                found.append(Rows(self._kind, about, np.arange(first, last), ids, own))
         return found
 
     def _arrays(self, rows: int, data: Sequence[bytes]) -> list[dict[str, Array]]:
@@ -197,3 +204,9 @@ class _Waiting:
                 array = Array(entry["dtype"], tuple(entry["shape"]), b64decode(entry["data"]))
                 found.append(Rows(self._kind, about, positions, np.zeros(0, dtype=np.int64), {"data": array}))
         return found
+
+
+def _between(first: int, last: int, lo: int, hi: int, data: Sequence[bytes]) -> list[bytes]:
+    """Of the rows at positions [lo, hi) those at [first, last)."""
+    sizes = [len(one) // (hi - lo) for one in data]
+    return [one[size * (first - lo) : size * (last - lo)] for one, size in zip(data, sizes, strict=True)]

@@ -349,7 +349,5 @@ def _check_consumers(returns: Return, catalog: Catalog, at: str, *, reads: bool)
             known = f"expected {listing(catalog.consumers)}: those that the operator switched on with --consumer"
             fail(path, "unknown_name", f"is no consumer of this server{closest(one.name, catalog.consumers)}, {known}")
         catalog.consumers[one.name](one.parameters, path)
-    if returns.consumers and any(scope.part for _, scope in returns.scopes()):
-        fail(at, "not_served", "is given with a scope that names a part of the answer, expected other scopes")
     if returns.consumers and not reads:
         fail(at, "conflict", "is given, but the request reads nothing for them, expected a read next to it")

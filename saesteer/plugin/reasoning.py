@@ -125,3 +125,13 @@ class Border:
                 self._found = len(self._ids) - 1
                 break
         return self._found
+
+
+def found_in(border: Border | None, state: Any) -> int:
+    """What a choice's border has found in the tokens that it has so far; END where nobody needs it.
+
+    Args:
+        border: of the choice.
+        state: vLLM's RequestState.
+    """
+    return END if border is None else border.find(state.detokenizer.output_token_ids)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.reasoning import ReasoningParserManager
 
 from saesteer import hf
 from saesteer.errors import SpecError
@@ -17,8 +15,9 @@ from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
 from saesteer.plugin.door import admission, conversation, frontend
 from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
-from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, answer, preemptions
-from tests.plugin.test_reads import BLOCK, ask
+from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
+from tests.plugin.reasoner import border_in, options, text
+from tests.plugin.test_reads import ask
 from tests.plugin.test_rules import ALWAYS, flag, rule, scores
 from tests.spec.test_readouts import CATALOG
 
@@ -183,52 +182,9 @@ def test_what_a_chat_says_to_its_template_is_said_to_the_parser_also_next_to_an_
     assert heard[0] == {"chat_template_kwargs": said}
 
 
-PLUGIN = """
-from vllm.reasoning import ReasoningParser, ReasoningParserManager
-
-
-@ReasoningParserManager.register_module("until_the")
-class UntilThe(ReasoningParser):
-    def __init__(self, tokenizer, *args, **kwargs):
-        super().__init__(tokenizer, *args, **kwargs)
-        self.end = tokenizer.encode(" the")[-1]
-        self.ended = bool((kwargs.get("chat_template_kwargs") or {}).get("ended"))
-
-    def is_reasoning_end(self, input_ids):
-        return self.ended
-
-    def is_reasoning_end_streaming(self, input_ids, delta_ids):
-        return self.end in delta_ids
-
-    def extract_content_ids(self, input_ids):
-        return []
-
-    def extract_reasoning(self, model_output, request):
-        return None, model_output
-
-    def extract_reasoning_streaming(self, *args, **kwargs):
-        return None
-"""
-
-
-def text(tag: str, letters: int) -> str:
-    """A prompt that no other test has used. The model says " the" soon after it."""
-    return f"Notes number {tag}. {LONG_PROMPT}"[:letters]
-
-
 @pytest.fixture
 def llm(make_engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.getbasetemp() / "until_the.py"
-    path.write_text(PLUGIN)
-    ReasoningParserManager.import_reasoning_parser(str(path))  # vLLM's own servers do so before they look at options
-    return make_engine(**options(path))
-
-
-def options(path: Path) -> dict[str, Any]:
-    """As in test_reads: prompts are computed in chunks, and a crowd preempts."""
-    more: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK}
-    more |= {"num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False, "async_scheduling": True}
-    return {"dtype": "float32", "reasoning_parser": "until_the", "reasoning_parser_plugin": str(path), **more}
+    return make_engine(**options(tmp_path_factory.getbasetemp()))
 
 
 @pytest.mark.slow
@@ -283,13 +239,6 @@ EDITS: dict[str, list[Any]] = {
         {**BRIDGE, "value": 0.2, "scope": {"prompt": True}},
     ],
 }
-
-
-def border_in(llm: Any, output: Any) -> int:
-    """The position of the token that ended the reasoning, or END; the prompt may hold it, too."""
-    end = llm.get_tokenizer().encode(" the")[-1]
-    generated, start = list(output.outputs[0].token_ids), len(output.prompt_token_ids)
-    return start + generated.index(end) if end in generated else END
 
 
 def spelled_out(edits: list[Any], border: int, start: int, end: int) -> list[Any]:

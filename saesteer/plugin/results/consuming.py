@@ -22,6 +22,7 @@ from saesteer.language.fields import step
 from saesteer.language.returns import Consumer
 from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported
+from saesteer.planning.plan import END
 from saesteer.plugin.wrap import Original, around
 
 # Codes of errors.
@@ -58,26 +59,27 @@ class Wanted:
         return Feed(self.readouts, own, capturing)
 
 
-def give(state: Any, feed: Feed) -> None:
+def give(state: Any, feed: Feed, border: int = END) -> None:
     """Hands over what is known to be inputs, before vLLM takes the next output; LLM's loop may wait for consumers."""
     end = state.prompt_len + max(0, state.detokenizer.num_output_tokens() - 1)
-    feed.give(_Tokens(state), end, wait=state.queue is None)
+    feed.give(_Tokens(state), end, border=border, wait=state.queue is None)
 
 
-def finish(state: Any, feed: Feed, reason: Any) -> None:
+def finish(state: Any, feed: Feed, reason: Any, border: int = END) -> None:
     """Ends a feed with its answer.
 
     Args:
         state: vLLM's RequestState.
         feed: its feed.
         reason: vLLM's FinishReason.
+        border: between the parts of the answer.
     """
     if str(reason) in ("abort", "error"):
         feed.abandon()
         return
     length = state.prompt_len + state.detokenizer.num_output_tokens()
     end, wait = max(state.prompt_len, length - 1), state.queue is None
-    feed.finish(_Tokens(state), end, length, str(reason), wait=wait)
+    feed.finish(_Tokens(state), end, length, str(reason), border=border, wait=wait)
 
 
 class _Tokens:

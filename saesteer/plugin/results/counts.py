@@ -31,7 +31,7 @@ from saesteer.planning.answers import Reported, Rows, spooled
 from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
-from saesteer.plugin.reasoning import Border
+from saesteer.plugin.reasoning import Border, found_in
 from saesteer.plugin.results import consuming, drafts, earlier, failures, health, metrics, reads, rules
 from saesteer.plugin.results.drafts import Guessed, Guesses
 from saesteer.plugin.results.kept import Room
@@ -336,7 +336,7 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
                     answer.keep(counted, state.detokenizer.num_output_tokens())
                 answer.add(blobs)
                 if answer.feed is not None:
-                    consuming.give(state, answer.feed)
+                    consuming.give(state, answer.feed, found_in(answer.parts, state))
                 answer.fired += fired
                 if fired and one.stop_reason == fired[-1][1]:
                     rules.keep_last_text(state.detokenizer)
@@ -374,7 +374,7 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
             made.saesteer, made.saesteer_feed = answer.fields, answer.feed
             if answer.feed is not None:
                 made.saesteer_forget = answer.forget
-        border = END if answer.parts is None else answer.parts.find(self.detokenizer.output_token_ids)
+        border = found_in(answer.parts, self)
         if answer.read is not None:
             generated = self.detokenizer.num_output_tokens()
             try:
@@ -396,5 +396,5 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 if not self.detokenizer.num_output_tokens():
                     rules.fill_prompt_logprobs(self)
             if answer.feed is not None:
-                consuming.finish(self, answer.feed, finish_reason)
+                consuming.finish(self, answer.feed, finish_reason, border)
     return made
