@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo, SparseCoder
-    from saesteer.errors import ConfigError, LoadError, SaesteerError, SpecError, UnsupportedError
+    from saesteer.errors import ConfigError, LoadError, PromptsFailed, SaesteerError, SpecError, UnsupportedError
     from saesteer.language.spec import Spec, ablate, add, cap, clamp, flag, reconstruct, stop, use
     from saesteer.loaders import describe, load
     from saesteer.plugin.llm import LLM
@@ -21,6 +21,7 @@ __all__ = [
     "CoderInfo",
     "ConfigError",
     "LoadError",
+    "PromptsFailed",
     "SaesteerError",
     "SparseCoder",
     "Spec",
@@ -41,7 +42,7 @@ __all__ = [
 
 _HOMES = {
     "saesteer.dictionaries.coder": ("CoderInfo", "SparseCoder"),
-    "saesteer.errors": ("ConfigError", "LoadError", "SaesteerError", "SpecError", "UnsupportedError"),
+    "saesteer.errors": ("ConfigError", "LoadError", "PromptsFailed", "SaesteerError", "SpecError", "UnsupportedError"),
     "saesteer.language.spec": ("Spec", "ablate", "add", "cap", "clamp", "flag", "reconstruct", "stop", "use"),
     "saesteer.loaders": ("describe", "load"),
     "saesteer.plugin.llm": ("LLM",),

@@ -4,6 +4,7 @@
 
     SaesteerError
     ├── SpecError          a request asks for something wrong         (HTTP 400, ValueError)
+    │   └── PromptsFailed      some prompts of a call to LLM failed while they ran
     ├── LoadError          a weight file is wrong or unreadable
     ├── ConfigError        a start-up or command line mistake         (exit code 2)
     │   └── UnsupportedError   this vLLM, model or option cannot be served
@@ -11,6 +12,9 @@
     └── ServerError        a client's server failed or did not answer
         └── RequestRefused     it refused the request                 (HTTP 4xx)
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class SaesteerError(Exception):
@@ -37,6 +41,32 @@ class SpecError(SaesteerError, ValueError):
 
 def _rebuild(text: str, field: str, code: str) -> SpecError:
     return SpecError(text.removeprefix(f"{field}: "), field=field, code=code)
+
+
+class PromptsFailed(SpecError):
+    """Some prompts of a call to ``saesteer.LLM`` failed while they ran; the others have their answers.
+
+    ``field`` and ``code`` are those of the first that failed. The message names all of them.
+
+    Args:
+        errors: index of each prompt that failed → its error.
+        outputs: vLLM's output for each prompt, in the order of the prompts; None for those that failed.
+    """
+
+    def __init__(self, errors: Mapping[int, SpecError], outputs: Sequence[Any]) -> None:
+        places: dict[str, list[str]] = {}  # by what went wrong
+        for index, error in errors.items():
+            places.setdefault(str(error), []).append(f"prompts[{index}]")
+        told = "; ".join(f"{', '.join(where)}: {what}" for what, where in places.items())
+        Exception.__init__(
+            self, f"{len(errors)} of {len(outputs)} prompts failed, `outputs` of this error has the rest: {told}"
+        )
+        first = next(iter(errors.values()))
+        self.field, self.code = first.field, first.code
+        self.errors, self.outputs = dict(errors), list(outputs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PromptsFailed, (self.errors, self.outputs)
 
 
 class LoadError(SaesteerError, ValueError):

@@ -18,6 +18,7 @@ def test_public_names_are_these() -> None:
         "CoderInfo",
         "ConfigError",
         "LoadError",
+        "PromptsFailed",
         "SaesteerError",
         "SparseCoder",
         "Spec",

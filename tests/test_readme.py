@@ -26,6 +26,7 @@ from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
 from saesteer.consumers import known
 from saesteer.engine import doses
+from saesteer.errors import SpecError
 from saesteer.kernels import layout
 from saesteer.labels.store import Labels
 from saesteer.language.spec import as_spec, from_json
@@ -41,6 +42,7 @@ PYTHON, SHELL, JSON = ([code for kind, code in BLOCKS if kind == language] for l
 RUN = {
     "llm": "saesteer.LLM",
     "start": "for value in",
+    "failed": "PromptsFailed",
     "openai": "from openai",
     "client": "client.stream",
     "features": "client.features",
@@ -138,6 +140,19 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     exec(example("client"), {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
+
+
+def test_failed_prompts_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fails:
+        def generate(self, *_: Any, **__: Any) -> Any:
+            error = SpecError("consumer 'reward' failed", field="saesteer.return.consumers.reward", code="consumer")
+            raise saesteer.PromptsFailed({1: error}, ["an output", None])
+
+    names: dict[str, Any] = {"saesteer": saesteer, "llm": Fails(), "prompts": [], "params": None, "specs": []}
+    exec(example("failed"), names)
+    assert names["outputs"] == ["an output", None]
+    said = capsys.readouterr().out.strip()
+    assert said == "1 saesteer.return.consumers.reward: consumer 'reward' failed" and said[1:] in example("failed")
 
 
 def test_start_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

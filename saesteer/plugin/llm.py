@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import vllm
 
 from saesteer import plugin
 from saesteer.config.config import KEY, DoseAction, SaesteerConfig
-from saesteer.errors import UnsupportedError
+from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.spec import Spec, as_spec
 from saesteer.plugin.door import frontend
 
@@ -45,8 +45,8 @@ class LLM(vllm.LLM):
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
-        fail_fast: end a request, and so its call, with an error once its hidden states or logits are not finite, or its
-            answer begins with the same token 16 times.
+        fail_fast: end a request with an error once its hidden states or logits are not finite, or its answer begins
+            with the same token 16 times.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
@@ -125,11 +125,14 @@ class LLM(vllm.LLM):
         kin, which may also make the edits in a dict: ``{"edits": [saesteer.clamp(...)], "return": {"dose": True}}``.
 
         Raises:
+            PromptsFailed: some prompts failed while they ran: a consumer raised, or the disk was full. The message
+                names them, ``errors`` has each error by its prompt's index, and ``outputs`` has all outputs in order,
+                None for those that failed. The others' handles can be fetched.
             SpecError: a spec is wrong; nothing has been generated.
         """
         several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))  # token ids
         params = self._steered(sampling_params, steer, len(prompts) if several else 1)
-        return _reported(super().generate(prompts, params, **kwargs))
+        return super().generate(prompts, params, **kwargs)
 
     def chat(
         self, messages: Any, sampling_params: Any = None, *, steer: Steer | Sequence[Steer] = None, **kwargs: Any
@@ -137,11 +140,21 @@ class LLM(vllm.LLM):
         """vLLM's ``chat``; ``steer`` as in ``generate``, one for each conversation.
 
         Raises:
+            PromptsFailed: some conversations failed while they ran, as in ``generate``.
             SpecError: a spec is wrong; nothing has been generated.
         """
         several = bool(messages) and isinstance(messages[0], list | tuple)
         params = self._steered(sampling_params, steer, len(messages) if several else 1)
-        return _reported(super().chat(messages, params, **kwargs))
+        return super().chat(messages, params, **kwargs)
+
+    def _run_engine(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            outputs = super()._run_engine(*args, **kwargs)
+        except PromptsFailed as failed:
+            _report(failed.outputs)
+            raise
+        _report(outputs)
+        return outputs
 
     def _steered(self, params: Any, steer: Any, prompts: int) -> Any:
         if steer is None:
@@ -159,13 +172,12 @@ class LLM(vllm.LLM):
         return steered if prompts != 1 or isinstance(params, list | tuple) else steered[0]
 
 
-def _reported(outputs: list[Any]) -> list[Any]:
+def _report(outputs: Iterable[Any]) -> None:
     """Give each steered output the ``saesteer = {"applied": [...], ...}`` of its first completion."""
     for output in outputs:
-        said = getattr(output.outputs[0], KEY, None)
+        said = getattr(output.outputs[0], KEY, None) if isinstance(output, vllm.RequestOutput) else None
         if said is not None:
             output.saesteer = said
-    return outputs
 
 
 def _is_list_of_specs(steer: Any) -> bool:

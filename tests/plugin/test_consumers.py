@@ -1,6 +1,5 @@
 """Consumers on a real engine: they get what answers have, whole and once, and one that fails harms nobody else."""
 
-import gc
 import json
 import os
 import shutil
@@ -18,10 +17,11 @@ from safetensors import safe_open
 from saesteer.client import numbers
 from saesteer.consumers import register
 from saesteer.consumers.shards import shards
-from saesteer.errors import SpecError
+from saesteer.errors import PromptsFailed, SpecError
 from tests.plugin.conftest import CUDA, LONG_PROMPT, Dictionaries, engine_options, preemptions
 from tests.plugin.judge import Judge, install
 from tests.plugin.serving import events_of, served
+from tests.plugin.test_kept import fill_the_disk
 from tests.plugin.test_reads import ask, text
 from tests.shared import Shared
 
@@ -170,12 +170,46 @@ def test_consumers_get_what_is_reduced_and_what_is_kept_for_handles(llm: Any, fo
         assert judged["kinds"] == ["activation", "hidden", "probe"]
         assert judged["tokens"] == [*handled.prompt_token_ids, *choice.token_ids]
     assert results.sweep() == []
-    for where in ("take", "end"):
-        failing = {"return": MANY | {"consumers": {"judge": {"fail": where}}}}
-        with pytest.raises(SpecError, match="the judge is ill"):
-            ask(llm, [text("many", 500)] * 2, [failing, {"return": MANY}])
-        gc.collect()
-        assert results.sweep() == [], "nobody gets the other one's, either"
+
+
+@pytest.mark.parametrize("why", ["take", "end", "disk"])
+def test_a_prompt_that_fails_leaves_the_others_their_answers(llm: Any, why: str, monkeypatch: Any) -> None:
+    """In the middle of a call, next to some that read the same by handles."""
+    results = llm.llm_engine.input_processor.saesteer_door.results
+    prompts = [text(f"beside {n}", 300) for n in range(4)]
+    alone = [ask(llm, [prompt], {"return": MANY})[0] for prompt in prompts]
+    assert len(results.sweep()) == 4 * 3
+    judge = {"consumers": {"judge": {} if why == "disk" else {"fail": why}}}
+    rooms: list[Any] = []
+    promise = results.promise
+
+    def promised(wanted: Any) -> Any:
+        rooms.append(promise(wanted))
+        if why == "disk" and len(rooms) in (2, 4):
+            fill_the_disk(rooms[-1][0])
+        return rooms[-1]
+
+    monkeypatch.setattr(results, "promise", promised)
+    told = "No space left on device.*no_space" if why == "disk" else "the judge is ill.*consumer"
+    with pytest.raises(
+        PromptsFailed, match=rf"^2 of 4 prompts failed, .*prompts\[1\], prompts\[3\]: .*{told}\]$"
+    ) as caught:
+        ask(llm, prompts, [{"return": MANY | (judge if n % 2 else {})} for n in range(4)])
+    failed = caught.value
+    assert set(failed.errors) == {1, 3} and {str(one) for one in failed.errors.values()} == {str(failed.errors[1])}
+    assert (failed.field, failed.code) == (failed.errors[1].field, failed.errors[1].code)
+    assert [output is None for output in failed.outputs] == [False, True, False, True]
+    for before, output in zip(alone[::2], failed.outputs[::2], strict=True):
+        assert output.saesteer is output.outputs[0].saesteer
+        assert output.outputs[0].token_ids == before.outputs[0].token_ids
+        for one, other in zip(before.saesteer["activations"], output.saesteer["activations"], strict=True):
+            found, wanted = (numbers(x) if "data" in x else x["handle"].numbers() for x in (other, one))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-3 if CUDA else 1e-4) * abs(wanted).max())
+    for output in (*alone, *failed.outputs[::2]):
+        for entry in output.saesteer["activations"]:
+            if "handle" in entry:
+                entry["handle"].delete()
+    assert results.sweep() == [], "those that failed keep none"
 
 
 def tensors_in(shard: Path) -> dict[str, tuple[list[int], bytes]]:

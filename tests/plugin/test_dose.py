@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from saesteer import SpecError, hf
+from saesteer import PromptsFailed, SpecError, hf
 from saesteer.dictionaries.vectors import from_inline
 from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, WIDTH, generate
 from tests.plugin.serving import CUDA
@@ -89,7 +89,7 @@ def exactly(llm: Any, prompts: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("edit", [STRONG, LATE, EARLY], ids=["prompt", "answer", "first part of a prompt"])
-def test_a_call_raises_and_leaves_nothing_behind(refusing: Any, edit: Any) -> None:
+def test_a_call_raises_with_the_other_answers_and_leaves_nothing_behind(refusing: Any, edit: Any) -> None:
     from vllm import SamplingParams
 
     prompts = [*PROMPTS, LONG_PROMPT]
@@ -97,10 +97,14 @@ def test_a_call_raises_and_leaves_nothing_behind(refusing: Any, edit: Any) -> No
     for n in (1, 2):
         params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=40, ignore_eos=True)
         for _ in range(2):  # the prefix cache hides nothing
-            with pytest.raises(SpecError) as told:
+            with pytest.raises(PromptsFailed, match=r"^1 of 5 prompts failed, .*prompts\[4\]: ") as told:
                 refusing.generate(prompts, params, steer=[None, BRIDGE, None, None, edit], use_tqdm=False)
             assert (told.value.code, told.value.field) == ("dose", "saesteer.edits")
             assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
+            *others, failed = told.value.outputs
+            assert failed is None and [output.prompt for output in others] == prompts[:-1]
+            assert all(len(choice.token_ids) == 40 for output in others for choice in output.outputs)
+            assert others[1].saesteer["applied"] and [len(output.outputs) for output in others] == [n] * 4
             processor = refusing.llm_engine.output_processor
             assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
     assert exactly(refusing, prompts) == before

@@ -1,6 +1,7 @@
 """A request that fails on a worker, on its way to whoever waits, in vLLM's own OutputProcessor. Starts nothing."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from saesteer.config.config import KEY
+from saesteer.errors import PromptsFailed
 from saesteer.kernels import layout
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.http import bodies
@@ -221,25 +223,46 @@ def test_a_dose_above_the_limit_is_told_with_its_site() -> None:
     assert all(words in str(told.value) for words in ("at resid_post.20", "0.75", "0.5 at most", "--max-dose"))
 
 
-def test_offline_a_call_ends_as_a_whole_and_raises() -> None:
+def test_offline_a_call_raises_with_the_answers_of_the_others() -> None:
     front = Front()
     engine = SimpleNamespace(output_processor=front.processor)
     aborted: list[str] = []
 
     def _run_engine(self: Any, output_type: Any) -> list[Any]:
-        front.process(EngineCoreOutput("c", [5]))
-        made = front.process(failing("0_a"), EngineCoreOutput("c", [6]))
-        aborted.extend(made.reqs_to_abort)
-        return ["what vLLM returns"]
+        steps = [
+            [EngineCoreOutput("0_b", [3]), EngineCoreOutput("c", [5])],
+            [failing("0_a"), EngineCoreOutput("c", [6], finish_reason=FinishReason.LENGTH), failing("e", "shared")],
+            [EngineCoreOutput(f"{n}_b", [4], finish_reason=FinishReason.LENGTH) for n in (1, 0)],
+            [failing("d")],
+        ]
+        made = [front.process(*step) for step in steps]
+        aborted.extend(name for one in made for name in one.reqs_to_abort)
+        return [output for one in made for output in one.request_outputs if output.finished]
 
     run = failures._raising(_run_engine)
-    for name, n in (("a", 3), ("b", 2), ("c", 1)):
+    for name, n in (("a", 3), ("b", 2), ("c", 1), ("d", 1), ("e", 1)):
         front.add(name, n, queue=False, kind="FINAL_ONLY")
-    with pytest.raises(SpecRefused, match="gone"):
+    with pytest.raises(PromptsFailed) as told:
         run(SimpleNamespace(llm_engine=engine), None)
-    assert sorted(aborted) == ["0_b", "1_a", "1_b", "2_a", "c"]
+    assert sorted(aborted) == ["1_a", "2_a"], "the other choices of the one that failed"
     front.check_empty()
-    assert failures._raising(lambda *_: ["other"])(SimpleNamespace(llm_engine=engine), None) == ["other"]
+    for error in (told.value, pickle.loads(pickle.dumps(told.value))):
+        first, second, third = (str(error.errors[index]) for index in (0, 3, 4))
+        assert first == second and "[gone]" in first and "[shared]" in third
+        assert str(error).startswith("3 of 5 prompts failed, ")
+        assert str(error).endswith(f": prompts[0], prompts[3]: {first}; prompts[4]: {third}")
+        assert (error.field, error.code) == ("saesteer", "gone")
+        assert [output and output.request_id for output in error.outputs] == [
+            None,
+            "b-external",
+            "c-external",
+            None,
+            None,
+        ]
+        b, c = error.outputs[1:3]
+        assert [sorted(choice.token_ids) for choice in (*b.outputs, *c.outputs)] == [[3, 4], [4], [5, 6]]
+    well = [SimpleNamespace(request_id="f")]
+    assert failures._raising(lambda *_: well)(SimpleNamespace(llm_engine=engine), None) is well
     assert "saesteer_refused" not in vars(front.processor)
 
 

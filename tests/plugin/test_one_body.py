@@ -1,4 +1,4 @@
-"""Results of an HTTP body with several prompts, and of calls and consumers that fail: nobody gets a part of them."""
+"""Results of an HTTP body with several prompts, of which nobody gets a part, and of requests whose consumer fails."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.consumer import ConsumerError
-from saesteer.errors import SpecError
+from saesteer.errors import PromptsFailed, SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.door.admission import Door
@@ -108,20 +108,18 @@ def test_what_was_kept_goes_when_a_consumer_fails(tmp_path: Path) -> None:
     assert files(found) == []
 
 
-@pytest.mark.parametrize("why", ["refused", "consumer"])
-def test_what_was_kept_goes_when_a_call_raises(tmp_path: Path, why: str) -> None:
-    """Offline, where one prompt that fails ends the whole call."""
+def test_offline_the_other_prompts_keep_theirs_when_a_consumer_fails(tmp_path: Path) -> None:
     found = results(tmp_path, size=1 << 20)
-    processor = SimpleNamespace()
-    error = failures.SpecRefused(SpecError("no", field="saesteer", code="gone"))
+    states = {name: SimpleNamespace(parent_req=None, external_req_id=name) for name in "ab"}
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
 
     def run(self: Any) -> list[Any]:
-        if why == "refused":
-            processor.saesteer_refused.append(error)
-        return [SimpleNamespace(outputs=[ended(found)]), failed(ended(found)) if why == "consumer" else object()]
+        first, second = failed(ended(found)), SimpleNamespace(outputs=[ended(found)])
+        first.request_id, second.request_id = "a", "b"
+        return [first, second]
 
-    engine = SimpleNamespace(output_processor=processor)
-    with pytest.raises(failures.SpecRefused, match="no" if why == "refused" else "the judge is ill"):
+    with pytest.raises(PromptsFailed, match=r"1 of 2 prompts failed, .*prompts\[0\]: .*the judge is ill") as caught:
         failures._raising(run)(SimpleNamespace(llm_engine=engine))
-    gc.collect()
-    assert files(found) == []
+    nothing, kept = caught.value.outputs
+    assert nothing is None
+    assert files(found) == [kept.outputs[0].saesteer["activations"][0]["handle"]]

@@ -7,10 +7,10 @@ front end  a request's state has a Feed, which gets what has come with each outp
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from saesteer.config.config import KEY
 from saesteer.consumers.consumer import ConsumerError, DiskError
@@ -46,8 +46,7 @@ class Wanted:
         Args:
             state: vLLM's RequestState.
         """
-        about = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
-        place = str(about), int(state.request_index or 0)
+        place = request_of(state), int(state.request_index or 0)
         own: list[Taker] = []
         for one in self.named:
             runner = self.consumers.named[one.name]
@@ -57,6 +56,11 @@ class Wanted:
             (runner, ticket(*place, None, state.prompt_len, captured=True)) for runner in self.consumers.capturing
         ]
         return Feed(self.readouts, own, capturing)
+
+
+def request_of(state: Any) -> str:
+    """The id that outputs have of a request, of which a state may be one choice."""
+    return str((state if state.parent_req is None else state.parent_req).external_req_id)
 
 
 def give(state: Any, feed: Feed, border: int = END) -> None:
@@ -139,40 +143,41 @@ async def settled(output: Any) -> None:
     Raises:
         SpecError: a consumer failed.
     """
-    for fields, name, result in _results([output]):
+    for fields, name, result in _results(output):
         try:
             fields[name] = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(result)), ANSWER_SECONDS)
         except (ConsumerError, TimeoutError) as exc:
-            for choice in output.outputs:
-                if (forget := getattr(choice, "saesteer_forget", None)) is not None:
-                    forget()
-            raise _failed(name, exc) from None
+            _fail(output, name, exc)
 
 
-def settle(outputs: Iterable[Any]) -> None:
-    """The same for all outputs of a call to LLM.
+def settle(output: Any) -> None:
+    """The same in a call to LLM, which waits.
 
     Raises:
         SpecError: a consumer failed.
     """
-    for fields, name, result in _results(outputs):
+    for fields, name, result in _results(output):
         try:
             fields[name] = result.result(ANSWER_SECONDS)
         except (ConsumerError, TimeoutError) as exc:
-            raise _failed(name, exc) from None
+            _fail(output, name, exc)
 
 
-def _results(outputs: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, "Future[Any]"]]:
+def _results(output: Any) -> Iterator[tuple[dict[str, Any], str, "Future[Any]"]]:
     """For each consumer of each answer that has ended: where its result goes, its name, and the result."""
-    for output in outputs:
-        for choice in getattr(output, "outputs", ()):
-            feed: Feed | None = getattr(choice, "saesteer_feed", None)
-            if feed is not None and feed.own and choice.finish_reason not in (None, "abort", "error"):
-                fields = choice.saesteer.setdefault("consumers", {})
-                yield from ((fields, name, result) for name, result in feed.results.items())
+    for choice in getattr(output, "outputs", ()):
+        feed: Feed | None = getattr(choice, "saesteer_feed", None)
+        if feed is not None and feed.own and choice.finish_reason not in (None, "abort", "error"):
+            fields = choice.saesteer.setdefault("consumers", {})
+            yield from ((fields, name, result) for name, result in feed.results.items())
 
 
-def _failed(name: str, exc: Exception) -> SpecError:
+def _fail(output: Any, name: str, exc: Exception) -> NoReturn:
+    """Raises the request's error, after deleting the results of answers that nobody gets."""
+    for choice in output.outputs:
+        if (forget := getattr(choice, "saesteer_forget", None)) is not None:
+            forget()
     late = f"consumer {name!r} did not answer within {ANSWER_SECONDS:.0f} seconds"
     message = str(exc) if isinstance(exc, ConsumerError) else late
-    return SpecError(message, field=step(_AT, name), code=SPACE if isinstance(exc, DiskError) else FAILED)
+    code = SPACE if isinstance(exc, DiskError) else FAILED
+    raise SpecError(message, field=step(_AT, name), code=code) from None

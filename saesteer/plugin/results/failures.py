@@ -5,14 +5,13 @@
                output with the word instead of its tokens, even if the step had none. Requests that have meanwhile taken
                one of its edited blocks from the prefix cache end with it
     front end  puts a SpecRefused into the request's queue instead of what waits there, and ends its other choices
-               (n > 1). LLM has no queues: all its requests end, and generate or chat raises
+               (n > 1). LLM has no queues: once all its prompts have ended, generate or chat raises what failed
 
 For the rest of the batch, it is as if a client had disconnected during its answer.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -20,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
-from saesteer.errors import SpecError
+from saesteer.errors import PromptsFailed, SpecError
 from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
 from saesteer.plugin.results import consuming, metrics
 from saesteer.plugin.wrap import Original, around
@@ -148,25 +147,24 @@ def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None
         first.setdefault(_asked(state), (state, error))
     for state, error in first.values():
         refused = SpecRefused(error)
-        call: list[SpecRefused] | None = getattr(processor, "saesteer_refused", None)
+        call: dict[str, SpecRefused] | None = getattr(processor, "saesteer_refused", None)
         if state.queue is not None:
             state.queue.put(refused)
         elif call is not None:
-            call.append(refused)
+            call[consuming.request_of(state)] = refused
         else:  # callers of LLMEngine.step see only finish_reason "error"
             logger.error("request %s was refused: %s", state.external_req_id, refused)
 
 
 def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[str]:
-    """Ends what belongs to failed requests: the other choices of each, or all requests of a call to LLM.
+    """Ends the other choices of failed requests, unless their caller steps the engine by hand.
 
     Returns:
         Ids that the engine still has to abort.
     """
-    if getattr(processor, "saesteer_refused", None):
-        asked = {_asked(state) for state in processor.request_states.values()}
-    else:
-        asked = {_asked(state) for state, _ in failed if state.queue is not None and state.parent_req is not None}
+    called = getattr(processor, "saesteer_refused", None) is not None
+    several = (state for state, _ in failed if state.parent_req is not None)
+    asked = {_asked(state) for state in several if called or state.queue is not None}
     return [*processor.abort_requests(asked, internal=True)]
 
 
@@ -178,27 +176,20 @@ def _asked(state: Any) -> str:
 @around
 def _raising(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     processor = self.llm_engine.output_processor
-    refused: list[SpecRefused] = []
+    asked = dict.fromkeys(map(consuming.request_of, processor.request_states.values()))  # in the order of the prompts
+    refused: dict[str, SpecError] = {}
     processor.saesteer_refused = refused
     try:
         outputs = original(self, *args, **kwargs)
     finally:
         del processor.saesteer_refused
-    if not refused:
+    answers = {output.request_id: output for output in outputs if output.request_id not in refused}
+    for name, output in answers.items():
         try:
-            consuming.settle(outputs)
+            consuming.settle(output)
         except SpecError as error:
-            refused.append(SpecRefused(error))
+            refused[name] = SpecRefused(error)
     if refused:
-        _forget(outputs)
-        raise refused[0]
+        errors = {index: refused[name] for index, name in enumerate(asked) if name in refused}
+        raise PromptsFailed(errors, [None if name in refused else answers[name] for name in asked])
     return outputs
-
-
-def _forget(outputs: Iterable[Any]) -> None:
-    """Deletes the results of answers that nobody gets, as their call raises."""
-    made = (choice for output in outputs for choice in getattr(output, "outputs", ()))
-    for entry in (entry for choice in made for entry in getattr(choice, KEY, {}).get("activations", ())):
-        if (handle := entry.get("handle")) is not None:
-            with suppress(SpecError):  # it has expired
-                handle.delete()
