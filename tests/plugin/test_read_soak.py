@@ -1,5 +1,6 @@
 """A server under hundreds of requests that read, a third cut off, some with a failing consumer: nothing stays behind.
 
+Neither rows, slots and results, nor open files and threads of its processes; in the long run, nor their memory.
 Requests return features, probes, activations in the answer and by a handle, hidden states, and hand them to consumers.
 Then what a full disk and an expired handle do. Knows what test_soak.py asks and counts.
 """
@@ -19,11 +20,28 @@ import pytest
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, LONG_PROMPT, OCEAN, Dictionaries
 from tests.plugin.judge import install
 from tests.plugin.serving import Served, events_of, served
-from tests.plugin.test_soak import MIB, SEED, Asked, answer, body_of, fill_cache, memory, settled, storm
+from tests.plugin.test_soak import (
+    AT_ONCE,
+    MIB,
+    SEED,
+    Asked,
+    answer,
+    body_of,
+    fill_cache,
+    memory,
+    processes,
+    settled,
+    status,
+    storm,
+)
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 8  # that a result is kept
+# By how much a process may grow: the engine's opens a ZMQ context of 7 files while requests run, no other process one.
+FILES = 8
+# Two pools of the front end, asyncio's and that for files, grow with what is asked at once; others end up with 3 and 4.
+THREADS = 2 * AT_ONCE
 WRITING = ".writing-"  # how a shard is called until it is whole
 GENERATED = {"generated": True}
 EVERYWHERE = {"positions": [[0, None]]}
@@ -96,6 +114,12 @@ def files(place: Path) -> list[Path]:
     return [path for path in place.glob("temporary/saesteer-*/**/*") if re.match("[0-9a-f]{32}", path.name)]
 
 
+def opened(server: Served) -> dict[str, tuple[int, int]]:
+    """Open files and threads of each process of the server, by its place among them; of none where it is not Linux."""
+    told = [(status(one), len(os.listdir(one / "fd"))) for one in processes(server)]
+    return {f"{at} {one['Name']}": (number, int(one["Threads"])) for at, (one, number) in enumerate(told)}
+
+
 def check(server: Served, place: Path, count: int, parts: int) -> list[dict[str, int]]:
     """A storm in parts, and what is left; the server's memory after each of them."""
     draw, handles, kept = random.Random(SEED), list[str](), list[dict[str, int]]()
@@ -118,7 +142,8 @@ def check(server: Served, place: Path, count: int, parts: int) -> list[dict[str,
 
     logged = len((place / "log").read_text())  # another test's 507 may stand there
     alone = [answer(server, edits) for edits in ([], [BRIDGE])]
-    before = settled(server)
+    before, at_first = settled(server), opened(server)
+    print(f"\nopen files and threads: {at_first}")
     for part in range(parts):
         counts = storm(server, requests(draw, count // parts), draw, ended)
         fetched = [server.get(f"/v1/saesteer/results/{handle}") for handle in handles[-3:]]
@@ -128,9 +153,13 @@ def check(server: Served, place: Path, count: int, parts: int) -> list[dict[str,
         assert gone.status_code == 404 and f"has expired {SECONDS} seconds after its answer" in gone.text
         assert files(place) == [], "no result, and no room for one"
         held = settled(server)
+        now = opened(server)
         kept.append(memory(server))
-        print(f"\nseed {SEED}, part {part + 1}: {dict(counts)}, {len(handles)} handles, {held}")
+        print(f"\nseed {SEED}, part {part + 1}: {dict(counts)}, {len(handles)} handles, {held}, {now}")
         assert held == before
+        assert now.keys() == at_first.keys(), "the same processes"
+        for name, (number, threads) in at_first.items():
+            assert now[name][0] <= number + FILES and now[name][1] <= threads + THREADS, (name, at_first, now)
         assert set(counts) >= {"right", "plain", "cut off", "ill"}
         assert counts["cut off"] > count // parts // 6, "most of those that were to be cut off were"
     assert held["requests"] == held["with a row"] == held["slots of requests"] == 0
@@ -171,6 +200,7 @@ def test_a_disk_without_room_fails_who_asked_for_a_handle(server: Served, place:
 
 
 def test_hundreds_of_reads_leave_nothing_behind(server: Served, place: Path, capsys: Any) -> None:
+    """Not their memory: what libraries keep grows by 60 MiB at once, and all that a hundred requests read is less."""
     with capsys.disabled():
         check(server, place, 200, 2)
 

@@ -295,25 +295,31 @@ def fill_cache(server: Served) -> None:
     assert server.post("/v1/completions", json=body, timeout=PATIENCE).status_code == 200
 
 
-def memory(server: Served) -> dict[str, int]:
-    """Bytes that each process of the server has for itself, by its place among them."""
+def processes(server: Served) -> list[Path]:
+    """Where Linux tells of the server's first process, and of all that have come from it; none on other systems."""
     children: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            words = status.read_text().rpartition(")")[2].split()
+            words = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        children.setdefault(int(words[1]), []).append(int(status.parent.name))
-    found: dict[str, int] = {}
-    waiting = [server.pid]
-    while waiting:
-        pid = waiting.pop(0)
-        waiting += sorted(children.get(pid, []))
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        name = next(line.split(maxsplit=1)[1] for line in lines if line.startswith("Name:"))
-        (anonymous,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
-        found[f"{len(found)} {name}"] = anonymous
-    return found
+        children.setdefault(int(words[1]), []).append(int(stat.parent.name))
+    found = [server.pid]
+    for pid in found:
+        found += sorted(children.get(pid, []))
+    return [place for pid in found if (place := Path(f"/proc/{pid}")).exists()]
+
+
+def status(process: Path) -> dict[str, str]:
+    """What Linux tells of a process, by its words: ``Name``, ``RssAnon``, ``Threads``."""
+    lines = (process / "status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def memory(server: Served) -> dict[str, int]:
+    """Bytes that each process of the server has for itself, by its place among them."""
+    told = map(status, processes(server))
+    return {f"{place} {one['Name']}": int(one["RssAnon"].split()[0]) * 1024 for place, one in enumerate(told)}
 
 
 def check(server: Served, log: Path, catalog: Catalog, count: int) -> list[dict[str, int]]:
