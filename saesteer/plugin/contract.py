@@ -150,7 +150,7 @@ http vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
   create_completion(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
   responses_full_generator(request, sampling_params, result_generator, context)  http.bodies:_response  applied edits
-  responses_stream_generator(request, sampling_params)  http.bodies:_response_stream  applied edits
+  responses_stream_generator(request, sampling_params, result_generator, context)  http.bodies:_response_stream  reads
   create_responses(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.responses.context
   SimpleContext.append_output(output)  http.bodies:_remembering  applied edits

@@ -100,21 +100,22 @@ def test_a_stream_says_it_with_its_stop_reason() -> None:
     assert event["delta"]["stop_reason"] == "end_turn"
 
 
-def test_a_stream_says_all_that_was_read_with_its_stop_reason() -> None:
-    """Chunks of a chat completion bring what is new; the event that has the field here is the last one."""
-    pieces: list[dict[str, Any]] = [
-        {"features": [1, 2], "probes": [3]},
-        {"features": [4]},
-        {**SAID, "features": [], "probes": [5], "hidden": [6]},
+def test_deltas_say_what_was_read_and_the_stop_reason_the_rest() -> None:
+    pieces: list[Any] = [
+        {"features": [1, 2], "probes": [3]},  # with the role, which is no delta
+        {"features": [4]},  # with no text
+        None,
+        {"probes": [5]},
+        {"features": [6]},
+        {**SAID, "features": [], "probes": [7], "hidden": [8]},
     ]
+    deltas = [{"role": "assistant"}, {"content": ""}, {"reasoning": "r"}, {"content": "x"}, {}, {"content": "y"}]
 
     async def chunks() -> AsyncIterator[str]:
-        yield chunk(choices=[{"index": 0, "delta": {"role": "assistant"}}])
-        for number, piece in enumerate(pieces):
-            said = f',"saesteer":{json.dumps(piece)}'
-            yield chunk(
-                said, choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": [None, None, "stop"][number]}]
-            )
+        for piece, delta in zip(pieces, deltas, strict=True):
+            said = "" if piece is None else f',"saesteer":{json.dumps(piece)}'
+            ends = "stop" if piece is pieces[-1] else None
+            yield chunk(said, choices=[{"index": 0, "delta": delta, "finish_reason": ends}])
         yield chunk(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2})
         yield "data: [DONE]\n\n"
 
@@ -123,31 +124,34 @@ def test_a_stream_says_all_that_was_read_with_its_stop_reason() -> None:
         convert = anthropic._stream(AnthropicServingMessages.message_stream_converter)
         return [event async for event in convert(serving, chunks())]
 
-    (event,) = (one for one in asyncio.run(read()) if '"saesteer"' in one)
-    assert json.loads(event.partition("data: ")[2])["saesteer"] == {
-        **SAID,
-        "features": [1, 2, 4],
-        "probes": [3, 5],
-        "hidden": [6],
-    }
+    events = [json.loads(one.partition("data: ")[2]) for one in asyncio.run(read())]
+    told = [(one["type"], one["delta"].get("type"), one["saesteer"]) for one in events if "saesteer" in one]
+    assert told == [
+        ("content_block_delta", "thinking_delta", {"features": [1, 2, 4], "probes": [3]}),
+        ("content_block_delta", "signature_delta", {"probes": [5]}),
+        ("message_delta", None, {**SAID, "features": [6], "probes": [7], "hidden": [8]}),
+    ]
 
 
-def test_a_stream_of_objects_has_it_on_the_chunk_that_ends_the_choice() -> None:
-    """As from vLLM 0.33 on, with a stand-in for its chunks."""
+def test_a_stream_of_objects_has_it_on_its_chunks() -> None:
+    """As from vLLM 0.33 on, with a stand-in for its chunks: what is new, and the rest where the choice ends."""
+    report: dict[str, Any] = {**SAID, "features": [1]}
 
     async def outputs() -> AsyncIterator[Any]:
         yield SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=None)])
-        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID, finish_reason=None)])
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=report, finish_reason=None)])
+        report["features"].append(2)
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=report, finish_reason="stop", text="x")])
 
     async def raw(self: Any, request: Any, results: Any) -> AsyncIterator[Any]:
         async for one in results:
-            ended = "stop" if hasattr(one.outputs[0], "saesteer") else None
-            yield SimpleNamespace(choices=[SimpleNamespace(finish_reason=ended)])
+            yield SimpleNamespace(choices=[SimpleNamespace(finish_reason=one.outputs[0].finish_reason)])
+        yield SimpleNamespace(choices=[])
 
     async def read(extra: Any) -> list[Any]:
         request = SimpleNamespace(model_extra=extra, vllm_xargs=None, n=None)
         chunks = anthropic._objects(raw)(None, request, outputs())
         return [getattr(one, "saesteer", None) async for one in chunks]
 
-    assert asyncio.run(read({"saesteer": {}})) == [None, SAID]
-    assert asyncio.run(read({})) == [None, None]
+    assert asyncio.run(read({"saesteer": {}})) == [None, {"features": [1]}, {**SAID, "features": [2]}, None]
+    assert asyncio.run(read({})) == [None] * 4

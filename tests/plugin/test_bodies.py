@@ -21,6 +21,7 @@ from saesteer.plugin.door import frontend
 from saesteer.plugin.http import anthropic, bodies
 from saesteer.plugin.results import counts  # needs vLLM
 from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.reads import Unsent
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
 PLAIN: Any = SimpleNamespace(model_extra={}, vllm_xargs=None, n=None)
@@ -71,35 +72,106 @@ def test_the_scheduler_reads_no_counts_where_nobody_ends() -> None:
     assert send(SimpleNamespace(finished_req_ids=set()), None, SimpleNamespace(saesteer=Unread())) is outputs
 
 
+def unsent(fields: Any, *, ended: bool = False) -> Unsent:
+    """What a stream has to say after one output."""
+    made = Unsent()
+    made.add(fields, ended=ended)
+    return made
+
+
 def test_a_chunk_keeps_its_bytes_and_only_the_end_of_a_choice_is_longer() -> None:
     begin = 'data: {"id":"a","choices":[{"index":0,"text":"\\"finish_reason\\":\\"no\\"","finish_reason":null}]}\n\n'
     end = 'data: {"id":"a","choices":[{"index":1,"text":"é\\u2028","finish_reason":"stop","logprobs":1e-07}]}\n\n'
-    said = {1: SAID}
-    assert bodies._with_answer(begin, said, {}) is begin
-    assert bodies._with_answer("data: [DONE]\n\n", said, {}) == "data: [DONE]\n\n"
-    told = bodies._with_answer(end, said, {})
+    said = {1: unsent(SAID, ended=True)}
+    assert bodies._with_answer(begin, said) is begin
+    assert bodies._with_answer("data: [DONE]\n\n", said) == "data: [DONE]\n\n"
+    told = bodies._with_answer(end, said)
     assert told.startswith(end.rstrip()[:-1]) and told.endswith("}\n\n")
     assert json.loads(told.removeprefix("data: ")) == json.loads(end.removeprefix("data: ")) | {"saesteer": SAID}
-    assert bodies._with_answer(end, {0: SAID}, {}) is end, "of another choice"
+    assert bodies._with_answer(end, {0: unsent(SAID, ended=True)}) is end, "of another choice"
     error = 'data: {"error":{"message":"\\"finish_reason\\":\\"error\\""}}\n\n'
-    assert bodies._with_answer(error, said, {}) is error
+    assert bodies._with_answer(error, said) is error
 
 
 def test_a_chunk_brings_what_was_read_since_the_last_one() -> None:
     middle = 'data: {"id":"a","choices":[{"index":0,"text":"x","finish_reason":null}]}\n\n'
     end = middle.replace("null", '"length"')
     report: dict[str, Any] = {**SAID, "features": [1]}
-    sent: dict[int, dict[str, int]] = {}
+    said = unsent(report)
 
     def read(chunk: str) -> Any:
-        return json.loads(bodies._with_answer(chunk, {0: report}, sent).removeprefix("data: ")).get("saesteer")
+        return json.loads(bodies._with_answer(chunk, {0: said}).removeprefix("data: ")).get("saesteer")
 
     assert read(middle) == {"features": [1]}
-    assert bodies._with_answer(middle, {0: report}, sent) is middle, "nothing is new"
+    assert bodies._with_answer(middle, {0: said}) is middle, "nothing is new"
     report["features"] += [2, 3]
+    assert bodies._with_answer(middle, {0: said}) is middle, "no output has brought it yet"
+    said.add(report, ended=False)
     assert read(middle) == {"features": [2, 3]}
     report["features"].append(4)
+    said.add(report, ended=True)
+    assert bodies._with_answer(middle, {0: said}) is middle, "the end brings it"
     assert read(end) == {**SAID, "features": [4]}
+    assert read(end) == {**SAID, "features": []}
+
+
+def test_events_of_a_response_bring_what_was_read_and_the_last_one_the_rest() -> None:
+    """With vLLM's context and events. The body, which can be retrieved later, has all."""
+    from openai.types.responses import ResponseOutputItemAddedEvent, ResponseTextDeltaEvent
+    from vllm.entrypoints.openai.responses.context import SimpleContext
+    from vllm.entrypoints.openai.responses.protocol import ResponseCompletedEvent, ResponsesResponse
+
+    def body() -> Any:
+        return ResponsesResponse.model_construct(output=[], status="completed")
+
+    def event(kind: Any, name: str, **fields: Any) -> Any:
+        return kind.model_construct(type=name, sequence_number=0, **fields)
+
+    report: dict[str, Any] = {**SAID, "features": [], "hidden": []}
+    remember = bodies._remembering(lambda *_: None)
+    context, stored = SimpleContext(), []
+
+    def output(row: Any, finish_reason: Any = None) -> None:
+        report["features"].append(row)
+        choice = SimpleNamespace(saesteer=report, finish_reason=finish_reason)
+        remember(context, SimpleNamespace(outputs=[choice]))
+
+    async def events(*_: Any) -> AsyncIterator[Any]:
+        yield event(ResponseCompletedEvent, "response.created", response=body())
+        output(1)
+        output(2)
+        yield event(ResponseOutputItemAddedEvent, "response.output_item.added")
+        yield event(ResponseTextDeltaEvent, "response.output_text.delta")
+        yield event(ResponseTextDeltaEvent, "response.output_text.delta")
+        output(math.nan)
+        report["hidden"].append(9)  # the engine is ahead
+        yield event(ResponseTextDeltaEvent, "response.reasoning_text.delta")
+        output(3, "length")
+        yield event(ResponseTextDeltaEvent, "response.output_text.delta")
+
+        async def whole(*_: Any) -> Any:
+            return body()
+
+        stored.append(await bodies._response(whole)(None, STEERED, None, None, context))
+        yield event(ResponseCompletedEvent, "response.completed", response=stored[0])
+
+    async def read() -> list[Any]:
+        stream = bodies._response_stream(events)(None, STEERED, None, None, context)
+        return [json.loads(one.model_dump_json(warnings=False)) async for one in stream]
+
+    made = asyncio.run(read())
+    rest = {**SAID, "features": [3], "hidden": [9]}
+    assert [one.get("saesteer") or (one.get("response") or {}).get("saesteer") for one in made] == [
+        *(None, None, {"features": [1, 2]}, None, {"features": [None]}, None, rest)
+    ]
+    assert stored[0].saesteer == {**SAID, "features": [1, 2, None, 3], "hidden": [9]}
+
+
+def test_a_turn_of_a_response_is_read_anew() -> None:
+    """Where tools are called in between, each turn is a request of its own, with an answer of its own."""
+    said = unsent({**SAID, "features": [1], "hidden": [2]}, ended=True)
+    said.add({**SAID, "features": [3], "hidden": []}, ended=False)
+    assert said.take(end=False) == {"features": [1, 3], "hidden": [2]}
 
 
 async def _outputs(*found: Any) -> AsyncIterator[Any]:
@@ -141,7 +213,7 @@ def test_what_is_not_finite_is_null_since_json_has_nothing_else() -> None:
     async def whole(*_: Any) -> Any:
         return SimpleNamespace(output=[])
 
-    made = asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=report)))
+    made = asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=unsent(report))))
     assert made.saesteer == told
     assert math.isnan(report["probes"][0]["scores"][0]), "in Python it stays what it is"  # type: ignore[index]
 
@@ -164,7 +236,8 @@ def test_without_a_spec_vllm_s_own_is_handed_on() -> None:
 
 def test_a_stream_is_told_what_its_outputs_say() -> None:
     async def ask(wrap: Callable[..., Any]) -> list[str]:
-        output = SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=SAID, finish_reason=None)])
+        choice = SimpleNamespace(index=0, saesteer=SAID, finish_reason="stop", text="x")
+        output = SimpleNamespace(outputs=[choice])
         return [chunk async for chunk in wrap(_chunks)(None, STEERED, _outputs(output))]
 
     (chunk,) = asyncio.run(ask(bodies._chat_stream))
@@ -269,7 +342,8 @@ def test_an_error_stays_one() -> None:
         return error
 
     assert asyncio.run(bodies._chat(whole)(None, STEERED, _outputs())) is error
-    assert asyncio.run(bodies._response(whole)(None, STEERED, None, None, SimpleNamespace(saesteer=SAID))) is error
+    context = SimpleNamespace(saesteer=unsent(SAID))
+    assert asyncio.run(bodies._response(whole)(None, STEERED, None, None, context)) is error
     assert vars(error) == {"error": "Client disconnected"}
 
 

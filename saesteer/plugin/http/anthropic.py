@@ -1,12 +1,13 @@
 """The field ``saesteer`` of /v1/messages, Anthropic's form of a chat: into the chat completion, and back.
 
 vLLM turns such a request into a chat completion field by field, which drops ours, and converts the answer back in the
-same way. Knows both forms, and no more of an answer than the chat completion says (bodies.py).
+same way. Knows both forms, and no more of an answer than the chat completion says (bodies.py). What chunks of a chat
+completion bring stands on events that follow them: what is read on the next delta, the rest on the last one.
 
     create_messages           a refusal becomes vLLM's error; vLLM would log an exception with its traceback
     create_chat_completion    the request gets the body's field, and its vllm_xargs if vLLM (0.26) drops them
     messages_full_converter   the answer gets what the chat completion says
-    message_stream_converter  the same in a stream, on the message_delta with stop_reason
+    message_stream_converter  the same in a stream, on content_block_delta and message_delta
 """
 
 import json
@@ -23,7 +24,8 @@ from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_ENDS = "event: message_delta\n"
+_DELTA = "event: content_block_delta\n"
+_END = "event: message_delta\n"  # the one with stop_reason
 
 
 @around
@@ -61,21 +63,25 @@ def _whole(original: Original, self: Any, generator: Any) -> Any:
 
 @around
 async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-    report: Any = None
+    unsent: dict[str, Any] = {}
+    ended = False
 
     async def recorded_chunks() -> AsyncGenerator[Any, None]:
-        nonlocal report
+        nonlocal unsent, ended
         async for chunk in generator:
-            if not isinstance(chunk, str):
-                report = getattr(chunk, KEY, report)
-            elif FIELD in chunk:
-                # Anthropic's last event alone has the field, so it has what each chunk has brought.
-                report = reads.joined(report, json.loads(chunk.removeprefix("data: "))[KEY])
+            piece: Any = getattr(chunk, KEY, None)
+            if isinstance(chunk, str) and FIELD in chunk:
+                piece = json.loads(chunk.removeprefix("data: "))[KEY]
+            if piece is not None:
+                # A delta follows not every chunk, and the end of a message is not that of its last chunk.
+                unsent, ended = reads.joined(unsent, piece), "applied" in piece
             yield chunk
 
     async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:
         async for event in events:
-            yield with_report(event, report) if report is not None and event.startswith(_ENDS) else event
+            if unsent and event.startswith(_END if ended else _DELTA):
+                event, unsent = with_report(event, unsent), {}
+            yield event
 
 
 @around
@@ -84,11 +90,11 @@ async def _objects(
 ) -> AsyncGenerator[Any, None]:
     """From 0.33 on, a stream's chunks become events before they are text."""
     steered = is_steered(request)
-    reports: dict[int, Any] = {}
-    outputs = streamed(result_generator, request, reports) if steered else result_generator
+    unsent: dict[int, reads.Unsent] = {}
+    outputs = streamed(result_generator, request, unsent) if steered else result_generator
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:
-            ended = steered and any(choice.finish_reason for choice in getattr(chunk, "choices", ()))
-            if ended and 0 in reports:
-                chunk.saesteer = reports[0]
+            for choice in getattr(chunk, "choices", ()):  # one at most
+                if 0 in unsent and (said := unsent[0].take(end=bool(choice.finish_reason))):
+                    chunk.saesteer = said
             yield chunk

@@ -1,6 +1,6 @@
 """The field ``saesteer`` of HTTP answers: next to ``usage`` in a body, on the chunk that ends a choice in a stream.
 
-What a request reads comes with each chunk, as far as it is new.
+What a request reads comes with each chunk, as far as it is new; in a stream of the responses API with each delta.
 
 Knows vLLM's serving classes, and no more of an answer than ``CompletionOutput.saesteer``. Answers to requests without a
 spec pass unchanged. In a body with several choices, each has its own field, and the body has the first one's.
@@ -18,9 +18,9 @@ from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.results.kept import one_body
+from saesteer.plugin.results.reads import Unsent
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
@@ -81,15 +81,23 @@ class _Nothing(str):
 
 
 async def streamed(
-    outputs: AsyncGenerator[Any, None], request: Any, reports: dict[int, Any]
+    outputs: AsyncGenerator[Any, None], request: Any, unsent: dict[int, Unsent]
 ) -> AsyncGenerator[Any, None]:
-    """As ``recorded``, for a stream: the end of a choice that a rule has stopped in its prompt is an event as well."""
-    async with aclosing(recorded(outputs, request, reports)) as found:
-        async for one in found:
-            for choice in (one[1] if isinstance(one, tuple) else one).outputs:
-                if choice.finish_reason is not None and not choice.text and not choice.token_ids:
+    """Passes on the outputs of a stream as ``recorded``, and takes down what each choice has to say.
+
+    The end of a choice that a rule has stopped in its prompt is an event as well.
+    """
+    async with aclosing(outputs):
+        async for found in outputs:
+            prompt, output = found if isinstance(found, tuple) else (0, found)
+            for choice in output.outputs:
+                ended = choice.finish_reason is not None
+                if hasattr(choice, KEY):
+                    number = prompt * (request.n or 1) + choice.index
+                    unsent.setdefault(number, Unsent()).add(choice.saesteer, ended=ended)
+                if ended and not choice.text and not choice.token_ids:
                     choice.text = _Nothing()
-            yield one
+            yield found
 
 
 def _reports_of(output: Any, first: int) -> dict[int, Any]:
@@ -125,25 +133,19 @@ def _finite(found: Any) -> Any:
     return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
-def _with_answer(chunk: str, reports: Mapping[int, Any], sent: dict[int, dict[str, int]]) -> str:
-    """The chunk that ends a choice, with its report added, and each with what its choice has read since the last one.
+def _with_answer(chunk: str, unsent: Mapping[int, Unsent]) -> str:
+    """A chunk with what its choice has not said yet: what it has read, and at its end all that it reports.
 
     Args:
         chunk: the text of an event.
-        reports: of each choice, which grow while the stream goes on.
-        sent: how many entries of each read-out the stream has had, by choice; changed in place.
+        unsent: of each choice.
     """
-    if not (_ENDS.search(chunk) or any(map(reads.reads, reports.values()))) or not chunk.startswith("data: {"):
+    if not (_ENDS.search(chunk) or any(one.waits for one in unsent.values())) or not chunk.startswith("data: {"):
         return chunk
     for one in json.loads(chunk.removeprefix("data: ")).get("choices", ()):
-        report = reports.get(one["index"])
-        if report is None:
-            continue
-        new = reads.new_entries(report, sent.setdefault(one["index"], {}))
-        if one.get("finish_reason"):
-            return with_report(chunk, report | new)
-        if any(new.values()):
-            return with_report(chunk, {word: entries for word, entries in new.items() if entries})
+        own = unsent.get(one["index"])
+        if own is not None and (said := own.take(end=bool(one.get("finish_reason")))):
+            return with_report(chunk, said)
     return chunk
 
 
@@ -152,11 +154,10 @@ def with_report(event: str, report: Any) -> str:
     return f"{event.rstrip().removesuffix('}')}{FIELD}{json.dumps(in_json(report), separators=(',', ':'))}}}\n\n"
 
 
-async def _chunks(chunks: AsyncGenerator[str, None], reports: Mapping[int, Any]) -> AsyncGenerator[str, None]:
-    sent: dict[int, dict[str, int]] = {}
+async def _chunks(chunks: AsyncGenerator[str, None], unsent: Mapping[int, Unsent]) -> AsyncGenerator[str, None]:
     async with aclosing(chunks):  # a client that disconnects frees its request at once
         async for chunk in chunks:
-            yield _with_answer(chunk, reports, sent)
+            yield _with_answer(chunk, unsent)
 
 
 @around
@@ -173,9 +174,9 @@ async def _chat(original: Original, self: Any, request: Any, result_generator: A
 def _chat_stream(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_steered(request):
         return original(self, request, result_generator, *args, **kwargs)
-    reports: dict[int, Any] = {}
-    outputs = streamed(result_generator, request, reports)
-    return _chunks(original(self, request, outputs, *args, **kwargs), reports)
+    unsent: dict[int, Unsent] = {}
+    outputs = streamed(result_generator, request, unsent)
+    return _chunks(original(self, request, outputs, *args, **kwargs), unsent)
 
 
 @around
@@ -218,9 +219,9 @@ def _completion_stream(
 ) -> Any:
     if not is_steered(request):
         return original(self, request, engine_inputs, result_generator, *args, **kwargs)
-    reports: dict[int, Any] = {}
-    outputs = streamed(result_generator, request, reports)
-    return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), reports)
+    unsent: dict[int, Unsent] = {}
+    outputs = streamed(result_generator, request, unsent)
+    return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), unsent)
 
 
 @around
@@ -239,22 +240,31 @@ async def _response(
         response = await original(self, request, sampling_params, result_generator, context, *args, **kwargs)
     except SpecRefused as error:
         return self.create_error_response(error)  # a response that runs in the background shows it as well
-    reports = getattr(context, KEY, None)
-    if reports is not None and hasattr(response, "output"):
-        response.saesteer = in_json(reports)
+    told: Unsent | None = getattr(context, KEY, None)
+    if told is not None and hasattr(response, "output"):
+        response.saesteer = in_json(told.fields)
     return response
 
 
 @around
-def _response_stream(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sends a refusal as an event, since an error that is not vLLM's own breaks the connection.
+def _response_stream(
+    original: Original,
+    self: Any,
+    request: Any,
+    sampling_params: Any,
+    result_generator: Any,
+    context: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Adds what is read to events, and sends a refusal as one: an error not of vLLM's own breaks the connection.
 
     Requests without a spec may be refused as well: for what --fail-fast finds, or for what the default module does.
     """
-    return _ending(original(self, request, *args, **kwargs))
+    return _events(original(self, request, sampling_params, result_generator, context, *args, **kwargs), context)
 
 
-async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _events(events: AsyncGenerator[Any, None], context: Any) -> AsyncGenerator[Any, None]:
     from openai.types.responses import ResponseErrorEvent
 
     last = -1
@@ -262,6 +272,7 @@ async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None
         try:
             async for event in events:
                 last = getattr(event, "sequence_number", last)
+                _add_unsent(event, getattr(context, KEY, None))
                 yield event
         except SpecRefused as error:
             yield ResponseErrorEvent(
@@ -269,10 +280,24 @@ async def _ending(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None
             )
 
 
+def _add_unsent(event: Any, unsent: Unsent | None) -> None:
+    """Adds to a delta what was read, and to the last event, which holds the body, the rest in place of all."""
+    if unsent is None:
+        return
+    if str(getattr(event, "type", "")).endswith(".delta"):
+        if said := unsent.take(end=False):
+            event.saesteer = in_json(said)
+    elif hasattr(getattr(event, "response", None), KEY):
+        # A copy, since the body is also what can be retrieved later: that has all.
+        event.response = event.response.model_copy(update={KEY: in_json(unsent.take(end=True))})
+
+
 @around
 def _remembering(original: Original, self: Any, output: Any) -> Any:
-    """Keeps the report of the last turn; with tool calls, each turn is a request of its own."""
-    reports = getattr(output.outputs[0], KEY, None)
-    if reports is not None:
-        self.saesteer = reports
+    """Keeps what the last turn reports; with tool calls, each turn is a request of its own."""
+    choice = output.outputs[0]
+    if hasattr(choice, KEY):
+        if not hasattr(self, KEY):
+            self.saesteer = Unsent()
+        self.saesteer.add(choice.saesteer, ended=choice.finish_reason is not None)
     return original(self, output)
