@@ -129,6 +129,16 @@ def joined(pieces: list[Any]) -> dict[str, Any]:
     return found | {word: [one for piece in pieces for one in piece.get(word, ())] for word in READS}
 
 
+def as_it_is_read(pieces: list[Any], ids: list[int], *, several: bool) -> None:
+    """The first piece of a stream has the prompt's rows, and what comes at the end alone is in the last one."""
+    assert (len(pieces) > 1) is several
+    assert [row["position"] for one in pieces[0]["features"] for row in one["rows"]][: len(ids)] == [*range(len(ids))]
+    assert "flags" in pieces[-1] and "applied" in pieces[-1] and pieces[-1]["hidden"]
+    for piece in pieces[:-1]:
+        assert piece and piece.keys() <= {"features", "probes", "activations"}
+        assert not any("reduce" in one for one in piece.get("activations", ()))
+
+
 @pytest.mark.parametrize("at", [-1, -20, None], ids=["last of the prompt", "in the prompt", "generated"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_answer_has_what_was_read_up_to_where_a_rule_ended_it(
@@ -156,11 +166,28 @@ def test_an_answer_has_what_was_read_up_to_where_a_rule_ended_it(
     assert not any("error" in str(event.get("type", "")) or event.get("error") for event in events), events
     [pieces] = pieces_of(events).values()
     check(joined(pieces), wanted, position, upto=upto)
-    assert sum("flags" in piece for piece in pieces) == 1 and "flags" in pieces[-1]
-    if route in ("responses", "messages"):
-        assert len(pieces) == 1, "with the end alone"
-    elif at is None:
-        assert len(pieces) > 1, "as it is read"
+    as_it_is_read(pieces, ids, several=at is None)
+
+
+@pytest.mark.parametrize("route", ["responses", "messages"])
+def test_official_clients_find_it_on_their_events(any_server: httpx.Client, known: dict[str, Any], route: str) -> None:
+    from anthropic import Anthropic
+    from openai import OpenAI
+
+    ids, _, long = reference(any_server, known)
+    _, body = asked(route, {"edits": [stop(None)], "return": READS}, ids)
+    body["extra_body"] = {name: body.pop(name) for name in ("saesteer", "ignore_eos", "temperature")}
+    url = str(any_server.base_url).rstrip("/")
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as one, Anthropic(base_url=url, api_key="none") as other:
+        create: Any = one.responses.create if route == "responses" else other.messages.create
+        told = [event.model_dump() for event in create(**body, stream=True)]
+    [pieces] = pieces_of(told).values()
+    as_it_is_read(pieces, ids, several=True)
+    check(joined(pieces), expected(long, ids, ended=False), len(ids) + 2, upto=len(ids) + 3)
+    kinds = {one["type"] for one in told if "saesteer" in one}
+    assert kinds == (
+        {"response.output_text.delta"} if route == "responses" else {"content_block_delta", "message_delta"}
+    )
 
 
 def tokens_of(made: Any) -> int:
