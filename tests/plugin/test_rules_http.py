@@ -7,12 +7,13 @@ import httpx
 import pytest
 
 from tests.plugin.said import plain, same
-from tests.plugin.serving import events_of
+from tests.plugin.serving import CUDA, events_of
 from tests.plugin.test_messages import TURNS
 
 pytestmark = pytest.mark.slow
 
-NOISE = 1e-3  # of numbers that batches of other sizes have computed
+# Of numbers that batches of other sizes have computed; a GPU's products are then other kernels', 1.03e-3 apart.
+NOISE = 5e-3 if CUDA else 1e-3
 EVERYWHERE = {"positions": [[0, None]]}
 ALWAYS = {"dictionary": "demo", "feature": 3497, "above": -1}
 READS: dict[str, Any] = {
