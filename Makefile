@@ -109,12 +109,14 @@ bench-limits:
 plots:
 	$(PYTHON) -m bench.plot --results $(RESULTS)
 
-# Each line takes at most 250 seconds on an H200; the first of a model also compares its kernels with stock's. The lines behind the first draw
-# costs.svg: more requests, then more edits at more layers.
+# Each line takes at most 250 seconds on an H200; the first of a model also compares its kernels with stock's. The 4B's tables are of three
+# engines, whose graphs differ by microseconds. The other lines draw costs.svg: more requests, then more edits at more layers.
 STEPS = $(PYTHON) -m bench.steps --out $(RESULTS) $(GIVEN)
 VARIED := clamps-4 clamps-16 clamps-64 vectors-1 vectors-4 vectors-16
 bench-steps:
 	$(STEPS) --model gemma-3-4b --stock
+	$(STEPS) --model gemma-3-4b
+	$(STEPS) --model gemma-3-4b
 	$(STEPS) --model gemma-3-4b --requests 1 4 64 256
 	$(STEPS) --model gemma-3-4b --modes $(VARIED)
 	$(STEPS) --model gemma-3-4b --prompt-tokens 64 512 2048 --modes idle named

@@ -5,6 +5,7 @@ Of a file that grows, the last row of each case counts. Knows nothing of the pag
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.plot import COSTS, last, latest, read, size
@@ -35,15 +36,29 @@ def rows(name: str, *keys: str) -> list[Row]:
     return last(stored(name), *keys)
 
 
+def joined(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """One row for those that are equal in these keys: their median, and the smallest and largest of all."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return [
+        several[-1]
+        | {"percent": median(row["percent"] for row in several)}
+        | {"low": min(row["low"] for row in several), "high": max(row["high"] for row in several)}
+        for several in found.values()
+    ]
+
+
 def steps() -> Table:
     """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would.
 
-    All lines of a model are of the commit at which it was last measured.
+    All lines of a model are of the commit at which it was last measured, by all engines that measured it there: the
+    same kernels differ by microseconds from one engine's graphs to the next one's.
     """
     head = ("edits in each request", "model", "smallest set, as served", "graphs with all ops", "commit")
     found = [row for row in stored("steps.jsonl") if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
     found = latest([row for row in found if row["mode"] in COSTS], "model")
-    found = last(found, "model", "mode", "set", "sites")
+    found = joined(found, "model", "mode", "set", "sites")
     lines: list[Sequence[object]] = []
     for model, label in MODELS.items():
         for mode in COSTS:

@@ -63,12 +63,12 @@ def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> No
     assert measured.costs()[1][1] == ("a module of vectors for all layers, by name", "", shown[0])
 
 
-def test_of_a_commit_that_was_measured_twice_the_last_rows_count(write: Any) -> None:
+def test_all_engines_that_measured_the_newest_commit_count(write: Any) -> None:
     row = {"model": "gemma-3-4b", "mode": "idle", "requests": 16, "set": 0, "sites": 0, "served": True, "gpu": "none"}
     each = (("a", 1.0), ("b", 2.0), ("a", 3.0))
     write("steps.jsonl", *(row | {"commit": commit, "percent": one, "low": one, "high": one} for commit, one in each))
     _, lines = measured.steps()
-    assert lines == [("nothing", "4B", *("3.00 (3.00 to 3.00)",) * 2, "a")]
+    assert lines == [("nothing", "4B", *("2.00 (1.00 to 3.00)",) * 2, "a")]
 
 
 def test_rivals_say_what_they_pin_and_why_they_were_not_run(write: Any) -> None:
