@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from bench import host
-from saesteer.engine.engine import Engine
-from saesteer.kernels import ops
-
 
 def test_the_fake_runs_the_hooks_that_the_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import host  # brings Triton, for which tests/kernels first chooses its interpreter
+    from saesteer.engine.engine import Engine
+    from saesteer.kernels import ops
+
     monkeypatch.setattr(ops, "map_", ops.map_)  # so that it is put back
     scheduled = Mock(wraps=Engine.schedule)
     monkeypatch.setattr(Engine, "schedule", lambda *given, **also: scheduled(*given, **also))

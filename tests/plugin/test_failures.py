@@ -279,13 +279,13 @@ def test_whoever_steps_the_engine_by_hand_keeps_the_other_requests(caplog: pytes
 def test_a_stream_of_responses_ends_with_an_event() -> None:
     """Without a spec as well: --fail-fast and a default module end such requests, too."""
 
-    async def events(self: Any, request: Any, error: Exception) -> Any:
+    async def events(self: Any, request: Any, params: Any, generator: Any, context: Any, error: Exception) -> Any:
         yield SimpleNamespace(type="response.created", sequence_number=4)
         raise error
 
     async def ask(found: list[Any], error: Exception, **extra: Any) -> None:
         request = SimpleNamespace(model_extra=extra, vllm_xargs=None)
-        async for event in bodies._response_stream(events)(None, request, error):
+        async for event in bodies._response_stream(events)(None, request, None, None, SimpleNamespace(), error):
             found.append(event)  # noqa: PERF401  (an error may come behind it)
 
     stock: list[Any] = []

@@ -177,15 +177,11 @@ def test_parts_that_are_refused(field: str, code: str, edit: Any) -> None:
     assert refusal(edit)[:2] == (AT + field, code)
 
 
-def test_parts_that_are_read_are_refused_by_name() -> None:
+def test_parts_that_are_read_need_a_parser() -> None:
     probe = {"probe": "one", "scope": {"part": "answer"}}
     field, code, message = refusal(**{"return": {"probes": [probe]}})
     assert (field, code) == ("saesteer.return.probes[0].scope.part", "not_served")
     assert "--reasoning-parser" in message
-    catalog = replace(CATALOG, parts=True)
-    mean = {"site": "resid_post.15", "reduce": "mean", "scope": {"part": "answer"}}
-    field, code, _ = refusal(catalog=catalog, **{"return": {"activations": [mean]}})
-    assert (field, code) == ("saesteer.return.activations[0].reduce", "not_served")
 
 
 @pytest.mark.parametrize("part", ["reasoning", "answer"])
