@@ -1,6 +1,7 @@
 """Tables of what was measured, from the JSON lines in bench/results; each line has its spread and its commit.
 
-Of a file that grows, the last row of each case counts. Knows nothing of the pages, and measures nothing.
+Of a file that grows, the last row of each case counts; of steps, all rows of the last commit. Knows nothing of the
+pages, and measures nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -15,7 +15,6 @@ from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
-_KERNELS = layout.KERNELS
 _NOWHERE = np.empty(0, dtype=np.intp)
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
@@ -182,7 +181,7 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
     if at:
         slots = np.array([moved[line] + layout.ENTRY * line + layout.SLOT for line in at], np.intp)
         used = np.array(which, np.intp)
-    kinds = spans[:, layout.KIND] & _KERNELS
+    kinds = spans[:, layout.KIND] & layout.KERNELS
     for site, count, *_, captures in wire.sites:
         if not count:
             kinds[places.sites[site]] = captures
