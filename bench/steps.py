@@ -69,9 +69,9 @@ class Captures(logging.Filter):
 
     def of(self, sets: Sequence[Any]) -> list[Row]:
         """``set_s`` and ``set_gib`` of each of these sets; None where the log told nothing."""
-        from saesteer.plugin.worker.graphs import _named
+        from saesteer.plugin.worker.graphs import name_of
 
-        return [self._found.get(_named(sites), {"set_s": None, "set_gib": None}) for sites in sets]
+        return [self._found.get(name_of(sites), {"set_s": None, "set_gib": None}) for sites in sets]
 
 
 def turns(first: Any, second: Any, pairs: int) -> tuple[list[float], list[float]]:

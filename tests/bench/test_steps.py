@@ -98,7 +98,7 @@ def test_the_table_and_the_usual_modes(clock: Clock) -> None:
 
 def test_what_a_set_took_is_heard_in_the_log() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from saesteer.plugin.worker.graphs import _named
+    from saesteer.plugin.worker.graphs import name_of
 
     line = "saesteer captured graphs for %s, in %.1f s and %.2f GiB"
     assert f'"{line}"' in (ROOT / "saesteer/plugin/worker/graphs.py").read_text()
@@ -106,7 +106,7 @@ def test_what_a_set_took_is_heard_in_the_log() -> None:
     sets = (Sites(), Sites(single=site), Sites(site), Sites(site | {"resid_post.2"}))
     captures = steps.Captures()
     for at, one in enumerate(sets[:2]):  # too little memory for the third; the last one is vLLM's
-        assert captures.filter(logging.makeLogRecord({"msg": line, "args": (_named(one), 1.25 + at, 0.081)}))
+        assert captures.filter(logging.makeLogRecord({"msg": line, "args": (name_of(one), 1.25 + at, 0.081)}))
     assert captures.filter(logging.makeLogRecord({"msg": "saesteer captures no graphs for %s", "args": ("x",)}))
     none = {"set_s": None, "set_gib": None}
     assert captures.of(sets) == [{"set_s": 1.2, "set_gib": 0.08}, {"set_s": 2.2, "set_gib": 0.08}, none, none]

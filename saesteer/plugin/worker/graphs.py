@@ -134,14 +134,14 @@ def attach(worker: Any, engine: Engine, choice: Choice) -> None:
                 begin, before = monotonic(), _free()
                 # vLLM's own took more: its piecewise graphs, and memory that all graphs share.
                 if not _everywhere(before - (free - before) > spare):
-                    logger.warning("saesteer captures no graphs for %s: too little GPU memory", _named(sites))
+                    logger.warning("saesteer captures no graphs for %s: too little GPU memory", name_of(sites))
                     break
                 manager.graphs = {}
                 with only(engine, sites):
                     original(*args, **kwargs)
                 captured[at] = manager.graphs
                 free, gib, took = before, (before - _free()) / 2**30, monotonic() - begin
-                logger.info("saesteer captured graphs for %s, in %.1f s and %.2f GiB", _named(sites), took, gib)
+                logger.info("saesteer captured graphs for %s, in %.1f s and %.2f GiB", name_of(sites), took, gib)
         finally:
             manager._capture_descs, manager.graphs = wanted, chosen(choice, captured)
 
@@ -165,7 +165,8 @@ def only(engine: Engine, sites: Sites) -> Iterator[None]:
         yield
 
 
-def _named(sites: Sites) -> str:
+def name_of(sites: Sites) -> str:
+    """What the log calls the steps that a set of graphs is for."""
     if not sites.ops:
         return "steps that edit nowhere"
     what = "use dictionaries" if sites.edits else "have one entry for each row" if sites.single else "read"
