@@ -155,7 +155,11 @@ class Filing(NamedTuple):
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
     def follows(self, other: "Filing") -> bool:
-        """Whether each file's rows are those behind another step's, and as many; both steps say by the same objects."""
+        """Whether each file's rows are those behind another step's, and as many.
+
+        Both steps say so by the same objects, which have each file once: where a step has several runs of rows for a
+        file, its lists are its own.
+        """
         return (
             self.sinks is other.sinks
             and self.lengths is other.lengths

@@ -4,11 +4,11 @@ from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 
 def test_the_fake_runs_the_hooks_that_the_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import host  # brings Triton, for which tests/kernels first chooses its interpreter
+    # These bring Triton, for which tests/kernels first chooses its interpreter.
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from bench import host
     from saesteer.engine.engine import Engine
     from saesteer.kernels import ops
 

@@ -140,7 +140,7 @@ def filing(sinks: list[Sink], rows: list[int]) -> Filing:
 @given(
     steps=st.lists(
         st.tuples(
-            # A row for each file, or None: the next rows of the same files.
+            # Files and rows, or None: the row behind the last one of each of these files.
             st.none()
             | st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
             st.integers(0, 3),  # steps of which the device has not finished the copies
@@ -178,8 +178,8 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         rows = [(file, -1) for file in range(FILES)]
         files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
         for number, (others, behind, wanted) in enumerate(steps, 1):
-            rows = others or [(file, (row + 1) % ROWS) for file, row in rows]
-            if others:
+            rows = others or [(file, (row + 1) % ROWS) for file, row in dict(rows).items()]
+            if others or len(rows) < len(files):
                 files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
             at = np.array([row for _, row in rows])
             for file, row in rows:
