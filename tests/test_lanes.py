@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from saesteer.engine.lanes import File, Lanes
 from saesteer.engine.readouts import Reading
-from saesteer.engine.spool import Sink
+from saesteer.engine.sinks import Sink
 from saesteer.planning.plan import END, Window
 from saesteer.planning.windows import rank
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.engine.readouts import Reading, Span
-from saesteer.engine.spool import Filed
+from saesteer.engine.spool import Filed, Owed
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
 Told = list[Any]  # number of the readout, spans
@@ -83,12 +83,13 @@ class Brought:
                     own[1].extend(one.arrays[-1][rows, 0].tolist())  # [rows, 1]
         return found
 
-    def filed(self, ending: Collection[str]) -> Mapping[str, Sequence[Told]]:
-        """By request the positions of rows that are in files; of requests here, those that may end now, and no others.
+    def told(self) -> Mapping[str, Sequence[Told]]:
+        """By request the positions of rows that are in files of another process's."""
+        return {} if self.files is None or isinstance(self.files, Filed) else self.files
 
-        It waits until all rows up to this step of those that may end are written.
-        """
-        return self.files.settle(ending) if isinstance(self.files, Filed) else self.files or {}
+    def owed(self, ending: Collection[str]) -> dict[str, Owed]:
+        """What files of this process still lack of these requests, as far as they have some; it waits for nothing."""
+        return self.files.ask(ending) if isinstance(self.files, Filed) else {}
 
     def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:
         """Rows that are in no file, by request, as sent between processes.

@@ -19,7 +19,8 @@ from saesteer.engine.brought import Brought, Made
 from saesteer.engine.lanes import File, Lanes, Read
 from saesteer.engine.pinned import Pinned
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.spool import MOST, Filed, Sink, Writer
+from saesteer.engine.sinks import Sink
+from saesteer.engine.spool import MOST, Filed, Writer
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import read_probes, reduce_rows
 from saesteer.kernels.read.rows import warm_up as warm_probes

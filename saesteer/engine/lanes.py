@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from saesteer.engine.brought import Part
 from saesteer.engine.readouts import Reading, Span
-from saesteer.engine.spool import Filing, Sink
+from saesteer.engine.sinks import Sink
+from saesteer.engine.spool import Filing
 from saesteer.planning.plan import END
 
 _Ints = NDArray[np.int64]

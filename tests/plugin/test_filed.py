@@ -1,6 +1,10 @@
-"""Positions whose rows are in files, on their way through the scheduler: they come once, when an answer may end."""
+"""Positions whose rows are in files, on their way through the scheduler: they come once, when an answer may end.
+
+An answer's last output waits in the scheduler until all of its rows are written, and nobody else does.
+"""
 
 import pickle
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.brought import Brought
-from saesteer.engine.spool import Filed
+from saesteer.engine.spool import Filed, Owed
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.reads import READ
 from tests.plugin.test_read_rows import PROBE, brought, output
@@ -19,15 +23,32 @@ from tests.plugin.test_read_rows import PROBE, brought, output
 NAMES = ("a", "b", "c")
 
 
+Written = dict[str, dict[int, list[tuple[int, int]]]]
+
+
 class Files(Filed):
     """A worker's files, to which each step adds what it has written; in this process."""
 
-    def __init__(self, written: dict[str, dict[int, list[tuple[int, int]]]]) -> None:
-        self.written = written
+    def __init__(self, written: Written, slow: set[str]) -> None:
+        self.written = self._sinks = written  # type: ignore[assignment]
+        self.slow = slow
 
-    def settle(self, ending: Any = None) -> dict[str, list[list[Any]]]:
-        names = [name for name in self.written if ending is None or name in ending]
-        return {name: [[number, spans] for number, spans in self.written.pop(name).items()] for name in names}
+    def ask(self, ending: Collection[str]) -> dict[str, Owed]:
+        return {name: Rest(self.written.pop(name), name, self.slow) for name in [*ending] if name in self.written}
+
+
+class Rest(Owed):
+    """What one lacks, as long as the disk is slow for it."""
+
+    def __init__(self, spans: dict[int, list[tuple[int, int]]], name: str, slow: set[str]) -> None:
+        self.spans, self.name, self.slow = spans, name, slow
+
+    @property
+    def done(self) -> bool:
+        return self.name not in self.slow
+
+    def told(self) -> list[list[Any]]:
+        return [[number, spans] for number, spans in self.spans.items()]
 
 
 class Worker:
@@ -35,23 +56,39 @@ class Worker:
 
     Args:
         sent: whether what it says goes to another process, step by step.
+        slow: requests whose rows are not all written.
     """
 
-    def __init__(self, *, sent: bool) -> None:
-        self.sent = sent
-        self.written: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    def __init__(self, *, sent: bool, slow: set[str] | None = None) -> None:
+        self.sent, self.slow = sent, set() if slow is None else slow
+        self.written: Written = {}
 
     def step(self, *found: tuple[str, int, int, int]) -> Brought:
         """Rows of readouts that are in files: request, readout, and the positions from one to another."""
         for name, number, lo, hi in found:
             self.written.setdefault(name, {}).setdefault(number, []).append((lo, hi))
-        made = Brought([], None, Files(self.written))
+        made = Brought([], None, Files(self.written, self.slow))
         return pickle.loads(pickle.dumps(made)) if self.sent else made
 
 
-def send(scheduler: Any, made: list[Any], found: Brought | None, stops: tuple[str, ...] = ()) -> dict[str, list[Any]]:
-    reads.send(scheduler, {0: SimpleNamespace(outputs=made)}, found, frozenset(stops))
-    return {one.request_id: one.kv_transfer_params[READ] for one in made if one.kv_transfer_params}
+class Scheduler(SimpleNamespace):
+    """An engine's, with requests that have not ended."""
+
+    requests: dict[str, Any]
+    saesteer_held: dict[str, Any]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+
+def send(
+    scheduler: Any, made: list[Any], found: Brought | None, stops: tuple[str, ...] = (), client: int = 0
+) -> dict[str, list[Any]]:
+    """What a step's outputs tell, once those that wait are left out."""
+    outputs = {client: SimpleNamespace(outputs=made)}
+    reads.hold(scheduler, outputs, reads.send(scheduler, outputs, found, frozenset(stops)))
+    there = [one for batch in outputs.values() for one in batch.outputs]
+    return {one.request_id: one.kv_transfer_params[READ] for one in there if one.kv_transfer_params}
 
 
 def positions(blobs: list[Any]) -> dict[int, list[int]]:
@@ -64,7 +101,7 @@ def positions(blobs: list[Any]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_they_come_with_the_last_output(sent: bool) -> None:
-    scheduler, worker = SimpleNamespace(requests=dict.fromkeys("ab")), Worker(sent=sent)
+    scheduler, worker = Scheduler(requests=dict.fromkeys("ab")), Worker(sent=sent)
     for at in range(5):
         both = [output("a"), output("b")]
         assert (
@@ -81,10 +118,12 @@ def test_they_come_with_the_last_output(sent: bool) -> None:
 
 
 def test_rows_that_come_along_do_not_wait_for_them() -> None:
-    scheduler = SimpleNamespace(requests=dict.fromkeys("a"))
+    scheduler = Scheduler(requests=dict.fromkeys("a"))
     worker = Worker(sent=False)
     worker.step(("a", 1, 0, 1))
-    (blob,) = send(scheduler, [output("a")], Brought(brought(("a", PROBE, 0)).made, None, Files(worker.written)))["a"]
+    (blob,) = send(
+        scheduler, [output("a")], Brought(brought(("a", PROBE, 0)).made, None, Files(worker.written, set()))
+    )["a"]
     assert blob[:2] == [0, [(0, 1)]] and len(blob) == 3
     assert send(scheduler, [output("a", "length")], worker.step()) == {"a": [[1, [(0, 1)]]]}
 
@@ -92,7 +131,7 @@ def test_rows_that_come_along_do_not_wait_for_them() -> None:
 @given(st.data())
 def test_each_request_gets_all_of_its_own_in_time(data: st.DataObject) -> None:
     """In chunks, again behind preemptions, with outputs in some steps; whoever has stop strings may end in any."""
-    scheduler, worker = SimpleNamespace(requests=dict.fromkeys(NAMES)), Worker(sent=data.draw(st.booleans()))
+    scheduler, worker = Scheduler(requests=dict.fromkeys(NAMES)), Worker(sent=data.draw(st.booleans()))
     stops = tuple(data.draw(st.lists(st.sampled_from(NAMES), unique=True)))
     at = dict.fromkeys(NAMES, 0)
     wanted: dict[str, set[int]] = {name: set() for name in NAMES}
@@ -123,3 +162,36 @@ def test_each_request_gets_all_of_its_own_in_time(data: st.DataObject) -> None:
     take(send(scheduler, [output(name, "stop") for name in NAMES], worker.step()))
     assert found == wanted
     assert scheduler.saesteer_filed == scheduler.saesteer_read == {}
+
+
+def test_a_last_output_waits_for_its_rows_while_others_go_on() -> None:
+    """And reaches the client that asked, whole, in the step in which its rows are there."""
+    slow = {"a"}
+    scheduler, worker = Scheduler(requests=dict.fromkeys("bc")), Worker(sent=False, slow=slow)
+    last = output("a", "length")
+    last.kv_transfer_params = {"of another": 1}
+    assert send(scheduler, [last, output("b")], worker.step(("a", 0, 0, 5), ("b", 0, 0, 5)), client=3) == {}
+    assert [*scheduler.saesteer_held] == ["a"]
+    others = {0: SimpleNamespace(outputs=[output("c", "stop")])}
+    reads.hold(scheduler, others, reads.send(scheduler, others, worker.step(("c", 1, 0, 2)), frozenset()))
+    assert [*others] == [0] and [one.request_id for one in others[0].outputs] == ["c"], "c's rows are there"
+    slow.clear()
+    nothing: dict[int, Any] = {}  # a step without outputs, and without anybody who reads
+    reads.hold(scheduler, nothing, reads.send(scheduler, nothing, None, frozenset()))
+    assert [*nothing] == [3] and nothing[3].outputs == [last] and not scheduler.saesteer_held
+    assert last.kv_transfer_params == {"of another": 1, READ: [[0, [(0, 5)]]]}
+
+
+def test_a_step_waits_for_rows_if_none_would_follow() -> None:
+    scheduler, worker = Scheduler(requests={}), Worker(sent=False, slow={"a"})
+    assert send(scheduler, [output("a", "stop")], worker.step(("a", 0, 0, 5))) == {"a": [[0, [(0, 5)]]]}
+    scheduler.requests["b"] = None
+    assert send(scheduler, [output("a", "stop"), output("b")], worker.step(("a", 0, 0, 5))) == {}
+    scheduler.requests.clear()  # b was aborted
+    assert send(scheduler, [], None) == {"a": [[0, [(0, 5)]]]}
+
+
+def test_an_output_that_may_be_the_last_waits_at_once() -> None:
+    """The front end looks for stop strings, and may end the answer with any output."""
+    scheduler, worker = Scheduler(requests=dict.fromkeys("ab")), Worker(sent=False, slow={"a"})
+    assert send(scheduler, [output("a"), output("b")], worker.step(("a", 0, 0, 5)), ("a",)) == {"a": [[0, [(0, 5)]]]}

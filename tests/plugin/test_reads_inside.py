@@ -1,12 +1,13 @@
 """Reads where worker and scheduler are one process: what is kept for aborted requests, and rows in files.
 
-Here nothing is sent between the two, so only who may end waits for files. The engine runs in a process of its own: this
+Here nothing is sent between the two, so only who ends waits for files. The engine runs in a process of its own: this
 file is the test and that process.
 """
 
 import json
 import os
 import sys
+import threading
 from base64 import b64decode
 from typing import Any
 
@@ -33,6 +34,14 @@ def test_files_have_the_rows_that_answers_have_inline(model_dir: str, dictionari
     assert found["apart"] < 1e-4, "of the largest number of a row; batches differ, and so do last bits"
 
 
+def test_an_answer_waits_for_its_rows_and_no_other_one_does(model_dir: str, dictionaries: Dictionaries) -> None:
+    """Of two that read by handle, one ends early, while the disk takes nothing until the other has gone on."""
+    found = inside("held", model_dir, dictionaries)
+    assert found["ended"] == ["one", "two"] and found["meanwhile"] >= 8, "the other one got tokens"
+    assert found["before"] < found["tokens"], "it did not wait for the other one's end"
+    assert found["rows"] == [11, 59] and found["apart"] < 1e-4
+
+
 def inside(what: str, model_dir: str, dictionaries: Dictionaries) -> Any:
     """What an engine tells that has done something."""
     options = {**dictionaries.options, "inline_rows": 2, **engine_options(**OPTIONS)}
@@ -48,7 +57,7 @@ def main() -> None:
 
     job = json.loads(sys.argv[1])
     llm = LLM(job["model"], **job["options"])
-    tell({"aborts": aborts, "files": files}[job["what"]](llm))
+    tell({"aborts": aborts, "files": files, "held": held}[job["what"]](llm))
 
 
 def aborts(llm: Any) -> dict[str, Any]:
@@ -115,6 +124,46 @@ def files(llm: Any) -> dict[str, Any]:
         apart = max(apart, float((np.abs(np.asarray(one) - other).max(axis=1) / np.abs(other).max(axis=1)).max()))
     total = sum(len(positions) for positions, _ in handled)
     return {"preempted": preempted, "stopped": len(stopped) // 2, "rows": total, "apart": apart}
+
+
+def held(llm: Any) -> dict[str, Any]:
+    """Let the disk stand still while the first of two answers ends; when each ended, and how far its rows are apart."""
+    from saesteer.engine import sinks
+
+    gate, put = threading.Event(), sinks.put
+
+    def still(*given: Any) -> None:
+        gate.wait(60)
+        put(*given)
+
+    sinks.put = still  # type: ignore[assignment]
+    engine, lengths = llm.llm_engine, {"one": 12, "two": 60}
+    read = {"site": "resid_post.7", "scope": {"generated": True}}
+    for name, tokens in lengths.items():
+        add(llm, name, text(name, 100), {"activations": [read | {"as": "handle"}]}, tokens)
+    requests, ended = engine.engine_core.engine_core.scheduler.requests, dict[str, Any]()
+    so_far = at_end = before = 0
+    while engine.has_unfinished_requests():
+        for output in [one for one in engine.step() if one.finished]:
+            ended[output.request_id] = output.outputs[0]
+            before = before or so_far
+        running = {name[:3]: one for name, one in requests.items()}
+        so_far = running["two"].num_output_tokens if "two" in running else so_far
+        at_end = at_end or ("one" not in running and so_far)
+        if at_end and so_far >= at_end + 8:
+            gate.set()
+    apart, rows = 0.0, []
+    for name, tokens in lengths.items():
+        [entry] = ended[name].saesteer["activations"]
+        steer = {"return": {"activations": [read | {"as": "inline"}]}}
+        [alone] = ask(llm, [text(name, 100)], [steer], [tokens])
+        [expected] = alone.outputs[0].saesteer["activations"]
+        other = np.frombuffer(b64decode(expected["data"]), np.float32).reshape(expected["shape"])
+        assert entry["positions"] == expected["positions"]
+        apart = max(apart, float((np.abs(entry["handle"].numbers() - other) / np.abs(other).max()).max()))
+        rows.append(len(entry["positions"]))
+    meanwhile = before - at_end
+    return {"ended": [*ended], "meanwhile": meanwhile, "before": before, "tokens": 60, "rows": rows, "apart": apart}
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
-from saesteer.engine import spool
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Captures
 from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.spool import SPOOLS, Sinks, address
+from saesteer.engine.sinks import SPOOLS, Sinks, address, put
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Reported, Rows
@@ -72,9 +71,15 @@ def sinks_of(made: Spool) -> Any:
     return found.of("r")
 
 
+def filed(brought: Brought, name: str) -> list[Any]:
+    """What an answer that may end here is told of rows in files, all of which are written then."""
+    found = brought.owed([name])
+    return found[name].told() if found else [*brought.told().get(name, [])]
+
+
 def said_of(brought: Brought) -> list[Any]:
     """What an answer that may end here is told, of all rows; it waits for files."""
-    return [*brought.blobs(["r"]).get("r", []), *brought.filed(["r"]).get("r", [])]
+    return [*brought.blobs(["r"]).get("r", []), *filed(brought, "r")]
 
 
 def truth(site: int, position: int, noise: int = 0) -> torch.Tensor:
@@ -153,7 +158,7 @@ def test_each_row_is_where_its_handle_finds_it(
     assert len(files(found)) == sites
     late = steps.run(sinks, end, end + 2, noise=5)
     if here and late is not None:
-        late.filed(["r"])
+        filed(late, "r")
         check(found, fields["activations"], [at for lo, hi in inside(scope, 0, end) for at in range(lo, hi)])
 
 
@@ -199,14 +204,14 @@ def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, mon
     found, steps = results(tmp_path), Steps([(0, END)])
     one, two = spool_of(found), spool_of(found)
     sick, sound = sinks_of(one), sinks_of(two)
-    put, number = spool.put, sick[0].file
+    number = sick[0].file
 
     def full(file: int, at: int, pieces: Any) -> None:
         if file == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         put(file, at, pieces)
 
-    monkeypatch.setattr(spool, "put", full)
+    monkeypatch.setattr("saesteer.engine.sinks.put", full)
     answers = [told(one), told(two)]
     for sinks, (rows, _) in zip((sick, sound), answers, strict=True):
         brought = steps.run(sinks, 0, 5)

@@ -18,10 +18,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.spool import SPOOLS, Sink, address
+from saesteer.engine.sinks import SPOOLS, Sink, address
 from saesteer.planning.windows import rank
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.test_recent import admitted
+from tests.plugin.test_spools import filed
 from tests.test_meaning import WIDTH, make_engine
 
 NAMES = ("a", "b", "c", "d")
@@ -140,7 +141,7 @@ class World:
             self.at[name] += tokens[name]
         for name in self.files.keys() & ends:
             assert brought is not None
-            self.files[name].check(brought.filed([name]).get(name, []), self.at[name])
+            self.files[name].check(filed(brought, name), self.at[name])
             self.end(name)
 
 
@@ -209,7 +210,7 @@ def test_who_has_ended_holds_no_file(engine: Engine, tmp_path: Path) -> None:
     brought = world.steering.read()
     world.end("a")
     assert brought is not None
-    assert "a" in brought.filed(["a"])  # waits until the row is written
+    assert filed(brought, "a")  # waits until the row is written
     del brought
     gc.collect()
     with pytest.raises(OSError, match="Bad file"):

@@ -18,21 +18,24 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine import spool
-from saesteer.engine.spool import Filing, Sink, Sinks, Writer, address
+from saesteer.engine.sinks import Sink, Sinks, address, put
+from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
-from tests.plugin.test_spools import WIDTH, Steps, check, results, sinks_of, spool_of, told
+from tests.plugin.test_spools import WIDTH, Steps, check, filed, results, sinks_of, spool_of, told
+
+PUT = "saesteer.engine.sinks.put"
 
 
 def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, steps, gate = results(tmp_path), Steps([(0, END)]), threading.Event()
-    made, put = spool_of(found), spool.put
-    monkeypatch.setattr(spool, "put", lambda *a: gate.wait(20) and put(*a))
+    made = spool_of(found)
+    monkeypatch.setattr(PUT, lambda *given: gate.wait(20) and cast(Any, put)(*given))
     brought = steps.run(sinks_of(made), 0, 5)
     assert brought is not None
-    assert not brought.filed(["another"]), "at once"
+    assert filed(brought, "another") == [], "at once"
     timer = threading.Timer(0.2, gate.set)
     timer.start()
-    assert brought.filed(["r"]) == {"r": [[0, [(0, 5)]]]}
+    assert filed(brought, "r") == [[0, [(0, 5)]]]
     assert gate.is_set()
     timer.join()
 
@@ -45,7 +48,7 @@ def soon(done: Callable[[], bool]) -> None:
 
 def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, steps, gate, calls = results(tmp_path), Steps([(0, END)]), threading.Event(), 0
-    made, put = spool_of(found), spool.put
+    made = spool_of(found)
 
     def slow(*given: Any) -> None:
         nonlocal calls
@@ -53,7 +56,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
         gate.wait(20)
         put(*given)
 
-    monkeypatch.setattr(spool, "put", slow)
+    monkeypatch.setattr(PUT, slow)
     monkeypatch.setattr(spool, "MOST", 2 * 5 * 2 * WIDTH * 3)
     sinks = sinks_of(made)
     for step in range(2):
@@ -66,7 +69,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     thread.join(20)
     brought = steps.run(sinks, 15, 16)
     assert brought is not None
-    brought.filed(["r"])
+    filed(brought, "r")
     assert calls < 5, "steps that have waited are written together"
     rows, fields = told(made)
     rows.add([[0, [[0, 16]]]])
@@ -76,9 +79,9 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
 
 def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When there are enough bytes, when an answer may end, and after a while when nobody asks for more."""
-    steps, put, made = Steps([(0, END)]), spool.put, spool_of(results(tmp_path))
+    steps, made = Steps([(0, END)]), spool_of(results(tmp_path))
     sinks, calls = sinks_of(made), cast(Any, [])
-    monkeypatch.setattr(spool, "put", lambda *given: calls.append(len(given[2])) or put(*given))
+    monkeypatch.setattr(PUT, lambda *given: calls.append(len(given[2])) or cast(Any, put)(*given))
     monkeypatch.setattr(spool, "PAUSE", 20)
     monkeypatch.setattr(spool, "MOST", 16 * 2 * 3 * WIDTH)
     for step in range(8 + 3):
@@ -86,7 +89,7 @@ def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pyte
         if step + 1 == 8:
             soon(lambda: len(calls) == 1)
     assert calls == [8] and brought is not None
-    brought.filed(["r"])
+    filed(brought, "r")
     assert calls == [8, 3]
     monkeypatch.setattr(spool, "PAUSE", 0.05)
     Steps([(0, END)]).run(sinks, 0, 1)
@@ -105,7 +108,7 @@ def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monk
     assert brought is not None
     soon(lambda: steps.captures._writer._broken is not None)
     with pytest.raises(RuntimeError, match="has ended"):
-        brought.filed(["r"])
+        filed(brought, "r")
 
 
 class Event:
@@ -113,6 +116,7 @@ class Event:
 
     made: ClassVar[list["Event"]] = []
     landed: ClassVar[int] = 0
+    lock: ClassVar[Any] = threading.Lock()
 
     def __init__(self) -> None:
         self.made.append(self)
@@ -122,7 +126,13 @@ class Event:
         return self.number <= Event.landed
 
     def synchronize(self) -> None:
-        Event.landed = max(Event.landed, self.number)
+        self.land(self.number)
+
+    @classmethod
+    def land(cls, number: int) -> None:
+        """Up to this one they have come to pass."""
+        with cls.lock:
+            cls.landed = max(cls.landed, number)
 
 
 FILES, ROWS = 3, 8  # of a row of two bytes each
@@ -144,7 +154,8 @@ def filing(sinks: list[Sink], rows: list[int]) -> Filing:
             st.none()
             | st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
             st.integers(0, 3),  # steps of which the device has not finished the copies
-            st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3)),  # a file and how many steps ago
+            # A file, how many steps ago, and whether the step waits for it.
+            st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3), st.booleans()),
         ),
         max_size=12,
     ),
@@ -154,7 +165,10 @@ def filing(sinks: list[Sink], rows: list[int]) -> Filing:
 def test_files_have_what_steps_brought_last_whoever_writes_it(
     tmp_path: Path, steps: Any, pause: float, most: int
 ) -> None:
-    """No row is written before its copy has landed, and who waits for a step never waits for a later one."""
+    """No row is written before its copy has landed, and who waits for a step never waits for a later one.
+
+    What is asked for and not waited for is soon written, however long rows may wait for others.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spool, "PAUSE", pause)
         patch.setattr(spool, "MOST", most)
@@ -168,6 +182,7 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         told: list[list[tuple[int, int]]] = [[] for _ in sinks]
         write = Sink.write
         early: list[int] = []
+        owed: list[tuple[int, Asked, Any]] = []  # file, what was asked for, and what the file then had to have
 
         def watched(sink: Sink, pieces: Any) -> None:
             several = [(at, bytes(data)) for at, data in pieces]
@@ -186,13 +201,22 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
                 expected[file, row] = number, row
             data = memoryview(bytes(one for _, row in rows for one in (number, row)))
             writer.put([(Filing(files, at, at, ones), data)], Event())
-            Event.landed = max(Event.landed, number - behind)
+            Event.land(number - behind)
             if wanted is not None:
-                file, ago = wanted
+                file, ago, waits = wanted
                 before, step = Event.landed, max(1, number - ago)
-                told[file] += writer.settle(step, [sinks[file]])[0]
-                assert Event.landed <= max(before, step)
-        for spans, more in zip(told, writer.settle(writer.ticket, sinks), strict=True):
+                asked = writer.ask(step, [sinks[file]])
+                if waits:
+                    told[file] += writer.wait(asked)[0]
+                    assert Event.landed <= max([before, step, *(one.ticket for _, one, _ in owed)])
+                else:
+                    owed.append((file, asked, expected[file] * (not ago)))
+        for file, asked, least in owed:
+            soon(lambda asked=asked: asked.done)  # type: ignore[misc]
+            there = np.frombuffer((folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0"), np.uint8)
+            assert asked.done and (there.reshape(ROWS, 2) >= least).all(), "later steps have larger numbers"
+            told[file] += (asked.told or [])[0]
+        for spans, more in zip(told, writer.wait(writer.ask(writer.ticket, sinks)), strict=True):
             spans += more
         for file in range(FILES):
             assert {at for lo, hi in told[file] for at in range(lo, hi)} == {*expected[file].any(axis=1).nonzero()[0]}
@@ -208,9 +232,39 @@ def test_who_waits_for_one_file_writes_no_other(tmp_path: Path, monkeypatch: pyt
     one, other = (Sink(str(tmp_path / name), 0, 1) for name in "ab")
     writer = Writer()
     writer.put([(filing([one, other], [0, 0]), memoryview(b"xy"))], None)
-    writer.settle(writer.ticket, [one])
+    writer.wait(writer.ask(writer.ticket, [one]))
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes()
-    writer.settle(writer.ticket, [other])
+    writer.wait(writer.ask(writer.ticket, [other]))
+
+
+def test_what_nobody_waits_for_is_written_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that has ended, before all that others have; also where it had no row, or no step had one."""
+    monkeypatch.setattr(spool, "PAUSE", 20)
+    gate, order = threading.Event(), cast(Any, [])
+
+    def slow(*given: Any) -> None:
+        gate.wait(20)
+        order.append(given[0])
+        put(*given)
+
+    monkeypatch.setattr(PUT, slow)
+    for name in "abcdefgh":
+        (tmp_path / name).touch()
+    files = [Sink(str(tmp_path / name), 0, 2) for name in "abcdefgh"]
+    writer = Writer()
+    nothing = writer.ask(writer.ticket, files[:1])
+    soon(lambda: writer.done(nothing))
+    assert nothing.done and nothing.told == [[]]
+    ones = np.ones(len(files), dtype=np.int64)
+    monkeypatch.setattr(spool, "MOST", 16)  # half of it is here, so all files are handed over
+    writer.put([(Filing(files, 0 * ones, 5 * ones, ones), memoryview(b"ABCDEFGH"))], None)
+    asked = writer.ask(writer.ticket, files[-1:])
+    soon(lambda: asked.told is not None)
+    assert not writer.done(asked)
+    gate.set()
+    soon(lambda: writer.done(asked))
+    assert asked.done and asked.told == [[(5, 6)]] and (tmp_path / "h").read_bytes() == b"H"
+    assert order.index(files[-1].file) <= spool.THREADS + spool.THREADS - 1, "behind what threads had begun"
 
 
 def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +278,7 @@ def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monk
         writer.put([(filing([opened[0]], [0]), memoryview(bytes([turn])))], None)
         sinks.forget("r")
     first, second = (there.sinks[0] for *_, there, _ in writer._put)
-    assert first is second and writer.settle(writer.ticket, [first]) == [[(0, 1), (0, 1)]]
+    assert first is second and writer.wait(writer.ask(writer.ticket, [first])) == [[(0, 1), (0, 1)]]
     start = made.address[1]
     assert Path(made.address[0]).read_bytes()[start : start + 1] == b"\1"
 
@@ -253,7 +307,7 @@ def test_a_file_stays_open_while_an_interpreter_ends(tmp_path: Path) -> None:
     code = """
 import atexit, sys
 atexit.register(lambda: sink.write([(0, b"rows")]))
-from saesteer.engine.spool import Sink
+from saesteer.engine.sinks import Sink
 sink = Sink(sys.argv[1], 0, 1)
 """
     done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True)

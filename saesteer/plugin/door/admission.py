@@ -15,7 +15,7 @@ from uuid import uuid4
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
-from saesteer.engine.spool import SPOOLS, address
+from saesteer.engine.sinks import SPOOLS, address
 from saesteer.engine.wire import encode
 from saesteer.errors import SpecError
 from saesteer.kernels.layout import MOST_CLOSING

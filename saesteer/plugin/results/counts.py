@@ -185,6 +185,7 @@ def _sending(
         # Somebody for whom something was kept may have been aborted.
         rules.look(self, outputs, ())
         reads.send(self, outputs, None, frozenset())
+        reads.hold(self, outputs, {})
         return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
@@ -196,7 +197,8 @@ def _sending(
         health.end(self, outputs, young)
     guessed = found.guessed
     tokens = drafts.tokens_of((one for batch in outputs.values() for one in batch.outputs), guessed) if guessed else {}
-    reads.send(self, outputs, found.read, stops, {name: guessed[name].end(count) for name, count in tokens.items()})
+    ends = {name: guessed[name].end(count) for name, count in tokens.items()}
+    owed = reads.send(self, outputs, found.read, stops, ends)
     if self.finished_req_ids or stops:  # most steps have none
         made = (one for batch in outputs.values() for one in batch.outputs)
         last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
@@ -211,6 +213,7 @@ def _sending(
             if one.request_id in brought:
                 one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: brought[one.request_id]}
         failures.add_outputs(outputs, ended, brought)
+    reads.hold(self, outputs, owed)
     return outputs
 
 

@@ -2,17 +2,21 @@
 
 worker     the snapshot of each step carries what was read of it (engine/readouts.py)
 scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params; positions
-           whose rows are in a file come with an output that may be its last, since nothing is told of them before
+           whose rows are in a file come with an output that may be its last, since nothing is told of them before,
+           and the last one waits until they are written, while others' steps go on
 front end  planning/answers.py puts the rows together
 streams    each event says what is new (Unsent)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm.v1.engine import EngineCoreOutputs
 
 from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought, Told
+from saesteer.engine.spool import Owed
 from saesteer.planning.answers import WORDS
 
 READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
@@ -25,7 +29,7 @@ def send(
     brought: Brought | None,
     stops: frozenset[str],
     ends: Mapping[str, int] = MappingProxyType({}),
-) -> None:
+) -> dict[str, Owed]:
     """Puts what was read of a step into the outputs of its requests, or keeps it for their next ones.
 
     Args:
@@ -34,28 +38,69 @@ def send(
         brought: what was read.
         stops: requests of which any output may be the last.
         ends: for each request that had guessed tokens, the first position whose guess does not hold.
+
+    Returns:
+        Requests that have ended here, with what their files still lack; for ``hold``.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
     filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
     if brought is None and not waiting and not filed:
-        return
+        return {}
     made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
-    ending = stops | {name for name, one in made.items() if one.finish_reason is not None}
+    ended = {name for name, one in made.items() if one.finish_reason is not None}
+    ending, owed = stops | ended, {}
     if brought is not None:
         for name, blobs in brought.blobs(ending, ends).items():
             waiting.setdefault(name, []).extend(blobs)
-        for name, told in brought.filed(ending).items():
+        for name, told in brought.told().items():
             filed.setdefault(name, []).extend(told)
+        owed = brought.owed(ending)
+        for name in owed.keys() - ended:
+            waiting.setdefault(name, []).extend(owed.pop(name).told())
     for name in filed.keys() & ending:
         waiting.setdefault(name, []).extend(filed.pop(name))
     for name in [*waiting]:
         if name in made:
-            blobs = waiting.pop(name)
-            made[name].kv_transfer_params = {**(made[name].kv_transfer_params or {}), READ: blobs}
+            _put(made[name], waiting.pop(name))
         elif name not in scheduler.requests:  # it has ended, or was aborted
             del waiting[name]
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
+    return owed
+
+
+def _put(output: Any, blobs: Sequence[Blob]) -> None:
+    params = output.kv_transfer_params or {}
+    output.kv_transfer_params = {**params, READ: [*params.get(READ, ()), *blobs]}
+
+
+class _Held(NamedTuple):
+    client: int
+    output: Any
+    owed: Owed
+
+
+def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> None:
+    """Takes the last outputs of requests whose files lack rows out of a step's, and adds those held whose lack none.
+
+    So a step waits for files only if no other one would follow it.
+
+    Args:
+        scheduler: the engine's, which keeps what is held.
+        outputs: of the step, by client, complete but for this.
+        owed: as ``send`` returns it.
+    """
+    held: dict[str, _Held] = scheduler.__dict__.setdefault("saesteer_held", {})
+    for client, batch in outputs.items() if owed else ():
+        late = [one for one in batch.outputs if one.request_id in owed]
+        held |= {one.request_id: _Held(client, one, owed[one.request_id]) for one in late}
+        batch.outputs = [one for one in batch.outputs if one.request_id not in owed]
+    goes_on = bool(held) and scheduler.has_unfinished_requests()
+    for name, one in [*held.items()]:
+        if one.owed.done or not goes_on:
+            del held[name]
+            _put(one.output, one.owed.told())
+            outputs.setdefault(one.client, EngineCoreOutputs()).outputs.append(one.output)
 
 
 class Unsent:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from saesteer.engine.spool import LACKING, put
+from saesteer.engine.sinks import LACKING, put
 
 MAGIC = b"saesteer"  # as the length of a safetensors header it would be an absurd one
 _PAGE = 4096

@@ -21,7 +21,7 @@ from saesteer.engine.lanes import Lanes, whole
 from saesteer.engine.parts import Border
 from saesteer.engine.readouts import Reading
 from saesteer.engine.registry import Gone
-from saesteer.engine.spool import SPOOLS, Sinks
+from saesteer.engine.sinks import SPOOLS, Sinks
 from saesteer.plugin.reasoning import border_in
 from saesteer.plugin.results import counts, drafts, failures, health
 from saesteer.plugin.worker import graphs
