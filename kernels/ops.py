@@ -23,9 +23,8 @@ from saesteer.kernels.step.updates import News
 hits: dict[int, int] = {}
 # Addresses of the same kind: there the ops do nothing for now.
 _silent: set[int] = set()
-# Addresses of `site`s: there tokens are only captured for now, or rows have one entry each.
+# Addresses of `site`s: there tokens are only captured for now.
 _copying: set[int] = set()
-_single: set[int] = set()
 
 
 @contextmanager
@@ -54,15 +53,6 @@ def copying(sites: Iterable[Tensor]) -> AbstractContextManager[None]:
         sites: the `site` of each edit_ that is meant; what is bound to it has `before` and `after`.
     """
     return _noted(_copying, sites)
-
-
-def single(sites: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Until this ends, edit_ on a GPU does only LONE and SHORT rows there (layout.py), as graphs captured meanwhile.
-
-    Args:
-        sites: the `site` of each edit_ that is meant.
-    """
-    return _noted(_single, sites)
 
 
 def edit_(
@@ -123,20 +113,19 @@ def edit_(
     mine = stream.shape[-1]
     ranks = spread_at(bound) if mine < bound.width else None
     _hit(site)
-    special = site.data_ptr() in _copying or site.data_ptr() in _single
-    if ranks is None and not special and _idle(stream, bound):
+    copies = site.data_ptr() in _copying
+    if ranks is None and not copies and _idle(stream, bound):
         return
     x = stream if ranks is None else ranks.gather(stream)
     check_edit(x, second, norm_weight, counts, bound, form)
-    if x.is_cuda and site.data_ptr() in _copying:
+    if x.is_cuda and copies:
         from saesteer.kernels.edit.captured import capture  # a CPU may have no Triton
 
         capture(x, second, bound, form)
     elif x.is_cuda:
         from saesteer.kernels.edit.launch import edit_triton
 
-        single = site.data_ptr() in _single
-        edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset, single=single)
+        edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     else:
         edit_ref_(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     if ranks is not None:

@@ -27,7 +27,6 @@ from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.full import full_kernel
 from saesteer.kernels.edit.lone import lone_kernel
 from saesteer.kernels.edit.many import many_kernel
-from saesteer.kernels.edit.one import one_kernel
 from saesteer.kernels.edit.runs import runs_kernel
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def edit_triton(
     tuned: Configs | None = None,
     tiled: bool | None = None,
     runs: bool | None = None,
-    single: bool = False,
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
@@ -77,16 +75,14 @@ def edit_triton(
             tokens.
         runs: whether neighbours with many entries are done together, whatever the step is; for tests. Items are single
             tokens.
-        single: whether only LONE and SHORT rows are done, by a kernel that can do nothing else. They get the bits that
-            they get from the edit kernel. In steps of more than TILED_ABOVE tokens, whose items span several, all are.
     """
     tokens, width = stream.shape
     places = min(tokens, bound.work.shape[0] - 1)
     if places <= 0:
         return
-    wanted, single = layout.KERNELS, single and tokens <= TILED_ABOVE
+    wanted = layout.KERNELS
     captured = stream.is_cuda and torch.cuda.is_current_stream_capturing()
-    if tiled or (tiled is None and not captured and not single):
+    if tiled or (tiled is None and not captured):
         kinds = int(bound.kinds.item())
         if kinds == layout.BEFORE and tokens <= TILED_ABOVE:
             capture(stream, second, bound, form)
@@ -107,20 +103,6 @@ def edit_triton(
     cores = _multiprocessors(stream.device.index)
     waits = early(stream.device.index)
     form_of: Any = {"WIDTH": width, "FORM": form, "HAS_WEIGHT": norm_weight is not None}
-    if single:
-        warps = for_tokens(tuned.edit, tokens).num_warps
-        one_kernel[(places,)](
-            *common,
-            bound.registers,
-            counts,
-            *rest,
-            bound.registers.stride(0),
-            BLOCK=block(warps),
-            num_warps=warps,
-            **form_of,
-            **waits,
-        )
-        return
     exact = stream.dtype != bound.w_enc.dtype or stream.dtype == torch.float32
     if tiled and wanted & layout.LONE:
         lone = tuned.lone

@@ -1,8 +1,7 @@
 """What is done with a token of a row that layout.py calls LONE or SHORT: its only entry, load to store.
 
 The usual decoding step runs through this code between two of the model's products. So all that such a row cannot ask
-for is left out, and its numbers stay scalars. The edit kernel does it among other things; here is a kernel that does
-nothing else, for graphs of steps whose rows ask for nothing else.
+for is left out, and its numbers stay scalars. The edit kernel does it among other things.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,12 +11,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from saesteer.kernels.edit.entries import kept, kernel, law, reads, tile, unpack, word
-from saesteer.kernels.edit.row import columns, plus, times, total
+from saesteer.kernels.edit.entries import law, reads, tile
+from saesteer.kernels.edit.row import plus, times, total
 from saesteer.kernels.edit.store import gains, store
-from saesteer.kernels.edit.words import COUNTER, HEAD, HELD, KIND, LONE, MATCH, ONE, READ, SHORT, SIZE, SPAN
+from saesteer.kernels.edit.words import COUNTER, HELD, MATCH, READ
 
 
 @triton.jit
@@ -62,53 +60,3 @@ def edit_one(
         delta *= tl.sqrt(tl.sum(total(times(x, x)), axis=0))
     x = plus(x, [delta * block.to(tl.float32) for block in decoder])
     store(stream, second, at, x, cols, changed, norm, factors, WIDTH, FORM, HAS_WEIGHT)
-
-
-@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec")
-def one_kernel(
-    stream,  # [T, WIDTH], in place
-    second,  # [T, WIDTH], in place; None for the bare form
-    norm_weight,  # [WIDTH] or None
-    table,  # [rows, stride_table] int32
-    site,  # [1] int32
-    work,  # [items + 1, 4] int32; items are single tokens
-    positions,  # [tokens] of each token in its request
-    w_enc,  # [slots, WIDTH]
-    w_dec,  # [slots, WIDTH]
-    registers,  # [tokens, stride_registers] fp32
-    counts,  # [rows, counters] int32
-    eps,
-    weight_offset,
-    stride_table,
-    stride_counts,
-    stride_counters,
-    stride_registers,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,  # elements of a row's block
-    FORM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
-):
-    """x[token] += the delta of its row's only entry at this site, for all listed tokens; a program for each item."""
-    if PDL:
-        gdc_wait()
-    place = tl.program_id(0)
-    item = work + 4 + place * 4
-    n_items = kept(work)
-    token = kept(item)
-    row = kept(item + 1).to(tl.int64)
-    site_number = kept(site)
-    if (site_number >= 0) & (place < n_items):
-        number = HEAD + SPAN * site_number
-        entries = table + row * stride_table + number
-        kind = kept(entries + KIND)
-        numbers = unpack(entries + ONE, True)
-        source = word(entries + ONE + SIZE, True)
-        here = tl.load(positions + token).to(tl.int32)
-        if (kind & (LONE | SHORT)) != 0:
-            at = token.to(tl.int64) * WIDTH
-            register = registers + token.to(tl.int64) * stride_registers
-            counter = (counts + row * stride_counts, stride_counters)
-            one_entry = (stream, second, at, numbers, source, here, columns(WIDTH, BLOCK), (w_enc, w_dec))
-            norm = (norm_weight, eps, weight_offset)
-            edit_one(*one_entry, register, counter, norm, WIDTH, FORM, HAS_WEIGHT)

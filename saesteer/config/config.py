@@ -31,7 +31,7 @@ LIMITS = {
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
     "registers": (1, 64, 4096),
-    "graph_sets": (1, 5, 5),
+    "graph_sets": (1, 4, 4),
     "max_results": (0, 1024, 65536),
     "max_results_mib": (1, 1024, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
@@ -212,7 +212,7 @@ OPTIONS: dict[str, Option] = {
     "graph_sets": _limit(
         "graph_sets",
         "--graph-sets",
-        "Times that full CUDA graphs are captured: all ops, none, those of dictionaries, reads, one entry for each row",
+        "Times that full CUDA graphs are captured: with all ops, without, with those of dictionaries, and for reads",
         ("LLM",),
     ),
     "max_results": _limit("max_results", "--max-results", "Results that are kept to be fetched by a handle", ("LLM",)),

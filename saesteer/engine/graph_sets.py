@@ -9,23 +9,18 @@ class Sites(NamedTuple):
 
     edits: frozenset[str] = frozenset()  # with all that an op does
     reads: frozenset[str] = frozenset()  # where tokens are only captured: nothing is encoded, and no step published
-    single: frozenset[str] = frozenset()  # where each row has one entry, which asks for nothing but `edit_one`
 
     def __or__(self, other: "Sites") -> "Sites":
-        return Sites(self.edits | other.edits, self.reads | other.reads, self.single | other.single)
+        return Sites(self.edits | other.edits, self.reads | other.reads)
 
     def holds(self, needed: "Sites") -> bool:
         """Whether this has all that is needed; whoever may edit at a site may do the rest there."""
-        return (
-            needed.edits <= self.edits
-            and needed.reads <= self.edits | self.reads
-            and needed.single <= self.edits | self.single
-        )
+        return needed.edits <= self.edits and needed.reads <= self.edits | self.reads
 
     @property
     def all(self) -> frozenset[str]:
         """The sites with an op."""
-        return self.edits | self.reads | self.single
+        return self.edits | self.reads
 
     @property
     def ops(self) -> int:
@@ -35,7 +30,7 @@ class Sites(NamedTuple):
     @property
     def counts(self) -> bool:
         """Whether something may be counted, so that steps are published."""
-        return bool(self.edits | self.single)
+        return bool(self.edits)
 
 
 Sets = tuple[Sites, ...]  # fewest ops first; the last has all
@@ -44,21 +39,19 @@ Sets = tuple[Sites, ...]  # fewest ops first; the last has all
 def sets_of(sites: Iterable[str], dictionaries: Iterable[str], readable: Iterable[str], most: int) -> Sets:
     """The sets to capture: for steps that do nothing, that only read, that use dictionaries alone, and for all others.
 
-    For those that use dictionaries alone there are two: with one entry for each row and site, less is launched.
-
     Args:
         sites: every site with an op.
         dictionaries: the sites where dictionaries read or write.
         readable: the sites whose tensors may be read.
         most: sets at most. With one, every graph has all ops; of two, one has none; the third is for dictionaries,
-            the fourth for reads, and the fifth for dictionaries with one entry each.
+            and the fourth for reads.
     """
     every = frozenset(sites)
     last = Sites(every)
     some = every & frozenset(dictionaries)
-    wanted = [Sites(), Sites(some), Sites(reads=every & frozenset(readable)), Sites(single=some)]
+    wanted = [Sites(), Sites(some), Sites(reads=every & frozenset(readable))]
     smaller = {one for one in wanted[: most - 1] if one != last and (one.ops or one == wanted[0])}
-    ordered = sorted(smaller, key=lambda one: (one.ops, len(one.edits), len(one.single)))
+    ordered = sorted(smaller, key=lambda one: (one.ops, len(one.edits)))
     return (*ordered, last) if every else (last,)
 
 

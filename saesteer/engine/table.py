@@ -202,32 +202,6 @@ def _shared(kinds: bytes) -> NDArray[np.int32]:
     return np.frombuffer(kinds, np.int32)
 
 
-def single(wire: Wire, places: Places, *, limit: float = 0.0) -> frozenset[str]:
-    """The sites at which ``make_row`` makes a LONE or SHORT row; arguments as there.
-
-    It needs no vectors: which of them a request names may be gone, on one rank sooner than on another.
-    """
-    table = wire.lines[:, : layout.ENTRY].copy()
-    _link(table, wire, places, ())
-    found, first = set(), 0
-    for site, count, groups, changed, captures in wire.sites:
-        if count == 1:
-            flags, gates = table[first, [layout.FLAGS, layout.GATES]].tolist()
-            words = layout.span_words(
-                [flags],
-                gated=bool(gates),
-                groups=groups,
-                begin=0,
-                dense=(0, 0, 0),
-                doses=int(_measured(wire, limit, changed)),
-                captures=captures,
-            )
-            if words[layout.KIND] & (layout.LONE | layout.SHORT):
-                found.add(site)
-        first += count
-    return frozenset(found)
-
-
 def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence[Arrow]) -> None:
     """Put the dictionaries' slots and values into the entries [entries, ENTRY], and everything into its unit."""
     floats, targets, power = table.view(np.float32), wire.lines[:, TARGET], wire.lines[:, POWER]

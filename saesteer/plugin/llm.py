@@ -34,8 +34,8 @@ class LLM(vllm.LLM):
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
         registers: numbers that one request may read for each token and keep.
-        graph_sets: how often full CUDA graphs are captured: with all ops, without, with those of dictionaries, for
-            reads, and for dictionaries with one entry for each row.
+        graph_sets: how often full CUDA graphs are captured: with all ops, without, with those of dictionaries, and
+            for reads.
         max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
         max_results_mib: MiB that all of them take.
         result_seconds: seconds that each of them is kept.
@@ -71,7 +71,7 @@ class LLM(vllm.LLM):
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
         registers: int = 64,
-        graph_sets: int = 5,
+        graph_sets: int = 4,
         max_results: int = 1024,
         max_results_mib: int = 1024,
         result_seconds: int = 3600,

@@ -103,7 +103,7 @@ def test_what_a_set_took_is_heard_in_the_log() -> None:
     line = "saesteer captured graphs for %s, in %.1f s and %.2f GiB"
     assert f'"{line}"' in (ROOT / "saesteer/plugin/worker/graphs.py").read_text()
     site = frozenset({"resid_post.1"})
-    sets = (Sites(), Sites(single=site), Sites(site), Sites(site | {"resid_post.2"}))
+    sets = (Sites(), Sites(reads=site), Sites(site), Sites(site | {"resid_post.2"}))
     captures = steps.Captures()
     for at, one in enumerate(sets[:2]):  # too little memory for the third; the last one is vLLM's
         assert captures.filter(logging.makeLogRecord({"msg": line, "args": (name_of(one), 1.25 + at, 0.081)}))

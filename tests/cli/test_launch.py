@@ -68,7 +68,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "pool_rows": 64,
             "inline_rows": 1,
             "registers": 64,
-            "graph_sets": 5,
+            "graph_sets": 4,
             "max_results": 1024,
             "max_results_mib": 1024,
             "result_seconds": 3600,

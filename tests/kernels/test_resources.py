@@ -145,9 +145,6 @@ def main() -> None:
     sizes = {"WIDTH": WIDTHS[-1], "BLOCK": block(wide.num_warps), "CHUNK": wide.chunk, "GATHER": wide.gather}
     sizes |= {"LISTED": wide.listed, "DECODED": wide.decoded, "AHEAD": wide.ahead, "HAS_DENSE": True}
     shared["edit_kernel"] = compiled(edit, "fp32", wide.num_warps, {**sizes, **given}).metadata.shared
-    one = import_module("saesteer.kernels.edit.one").one_kernel
-    single = {"WIDTH": 64, "BLOCK": 256, "FORM": layout.NORMED, "HAS_WEIGHT": True, "PDL": True}
-    early["one_kernel"] = order(compiled(one, "bf16", 1, single))
     read = import_module("saesteer.kernels.read.select")
     kind = {"HAS_NORM": True, "MAGNITUDE": True}
     tiles = {"ROWS": 32, "COLUMNS": 64, **kind}

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit import launch
 from saesteer.kernels.layout import ANY, BARE, HELD, LONE, MATCH, NORMED, PAIR, READ, SHORT
 from saesteer.kernels.reference import rms_norm_ref
-from tests.kernels import harness
 from tests.kernels.exact import Run, along, ramp
 from tests.kernels.harness import (
     EPS,
@@ -215,34 +213,6 @@ def test_rows_of_one_entry_beside_others(
     if alone.second is not None and together.second is not None:
         assert torch.equal(bits(alone.second)[mine], bits(together.second)[mine])
     assert torch.equal(alone.counts[row], together.counts[row])
-
-
-@settings(DRAWN, max_examples=100 if GPU else 25)
-@given(
-    singles=st.lists(entries(), min_size=1, max_size=4),
-    tokens=st.lists(st.integers(1, 3), min_size=4, max_size=4),
-    shape=SHAPES,
-    seed=st.integers(0, 2**16),
-    long=st.booleans(),
-)
-def test_a_kernel_that_can_do_nothing_else_leaves_the_same_bits(
-    singles: list[Entry], tokens: list[int], shape: Shape, seed: int, long: bool
-) -> None:
-    """A request that goes on in other graphs, as its neighbours come and go, has the bits that it would have had.
-
-    In long steps, whose items may span several tokens, it leaves the work to others.
-    """
-    step = a_step([[one] for one in singles], tokens[: len(singles)], shape, seed)
-    path = TILED if long else TOKEN
-    with pytest.MonkeyPatch.context() as patch:
-        expected = step.run(path)
-        patch.setattr(harness, "edit_triton", lambda *given, **_: launch.edit_triton(*given, single=True))
-        if long:
-            patch.setattr(launch, "TILED_ABOVE", 0)
-        found = step.run(path)
-    for name in ("stream", "second", "registers", "counts", "cells"):
-        one, other = getattr(found, name), getattr(expected, name)
-        assert one is other is None or torch.equal(bits(one), bits(other))
 
 
 def test_a_read_alone_is_bounded_and_needs_no_window(run: Run) -> None:

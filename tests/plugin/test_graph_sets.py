@@ -42,10 +42,10 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 some = st.frozensets(st.sampled_from(SITES))
 
 
-needs = st.builds(Sites, some, some, some)
+needs = st.builds(Sites, some, some)
 
 
-@given(some, some, some, st.integers(1, 5), needs)
+@given(some, some, some, st.integers(1, 4), needs)
 def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
     sites: frozenset[str], dictionaries: frozenset[str], readable: frozenset[str], most: int, needed: Sites
 ) -> None:
@@ -59,21 +59,18 @@ def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
         assert any(one.edits == sites & dictionaries for one in sets)
     if most > 3:
         assert any(sites & readable <= one.reads for one in sets) or not sites & readable
-    if most > 4:
-        assert any(one.single == sites & dictionaries for one in sets)
-    here = Sites(needed.edits & sites, needed.reads & sites, needed.single & sites)
+    here = Sites(needed.edits & sites, needed.reads & sites)
     at = smallest(enough(sets, here), range(len(sets)))
     assert here.edits <= sets[at].edits and here.reads <= sets[at].edits | sets[at].reads
-    assert here.single <= sets[at].edits | sets[at].single
     assert not any(one.holds(here) for one in sets[:at])
     assert smallest(enough(sets, here | Sites(frozenset({"mlp_out.9"}))), range(len(sets))) == len(sets) - 1
 
 
-@given(some, some, st.integers(1, 5), st.lists(needs, max_size=8), st.sets(st.sampled_from((0, 1, 2, 3))))
+@given(some, some, st.integers(1, 4), st.lists(needs, max_size=8), st.sets(st.sampled_from((0, 1, 2, 3))))
 def test_a_batch_replays_a_graph_with_the_ops_of_all_its_requests(
     dictionaries: frozenset[str], readable: frozenset[str], most: int, asked: list[Sites], captured: set[int]
 ) -> None:
-    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most), lambda _: frozenset())
+    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most))
     sets, last = choice.sets, len(choice.sets) - 1
     for number, needed in enumerate(asked):
         choice._needs[str(number)] = enough(sets, needed)
@@ -114,7 +111,7 @@ def engine(tmp_path: Path) -> Engine:
 
 def test_the_engines_sets_are_those_of_its_dictionaries(engine: Engine) -> None:
     dictionary, read = frozenset({"resid_post.3"}), frozenset({"resid_post.1", "resid_post.3"})
-    sets = (Sites(), Sites(single=dictionary), Sites(dictionary), Sites(reads=read), Sites(frozenset(SITES)))
+    sets = (Sites(), Sites(dictionary), Sites(reads=read), Sites(frozenset(SITES)))
     assert engine.graph_sets == sets
 
 
@@ -123,7 +120,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.ops: set[int] = set()
-        self.how: dict[str, set[int]] = {}  # sites that were in another way, by address
+        self.copying: set[int] = set()  # sites that were only captured, by address
         self.replays = 0
 
     def replay(self) -> None:
@@ -132,7 +129,7 @@ class Graph:
     @staticmethod
     @contextmanager
     def capturing(graph: "Graph", *_: Any, **__: Any) -> Iterator[None]:
-        before, graph.how = dict(ops.hits), {"reads": {*ops._copying}, "single": {*ops._single}}
+        before, graph.copying = dict(ops.hits), {*ops._copying}
         yield
         graph.ops = {address for address, times in ops.hits.items() if times > before.get(address, 0)}
 
@@ -147,7 +144,7 @@ class Captured:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, free: Sequence[int] = (64 << 30,)) -> None:
         self.engine, self.ran = engine, Counter[str]()
-        self.choice = graphs.Choice(engine.graph_sets, lambda _: frozenset())
+        self.choice = graphs.Choice(engine.graph_sets)
         self.manager: Any = object.__new__(CudaGraphManager)
         shapes = [BatchExecutionDescriptor(FULL, tokens, tokens) for tokens in (8, 1)]
         stream = BatchExecutionDescriptor(PIECEWISE, 8, None)
@@ -205,15 +202,13 @@ def test_every_full_graph_is_captured_once_for_each_set(engine: Engine, monkeypa
             assert [world.held(graph) for _, graph in ordered] == [
                 (set(), False),
                 ({"resid_post.3"}, True),
-                ({"resid_post.3"}, True),
                 ({"resid_post.1", "resid_post.3"}, False),
                 (set(SITES), True),
             ]
             for at, graph in ordered:
                 sites = engine.graph_sets[at]
-                for how, names in (("reads", sites.reads), ("single", sites.single)):
-                    assert graph.how[how] == {engine.sites[name].index.data_ptr() for name in names}
-    assert not ops._silent and not ops._copying and not ops._single
+                assert graph.copying == {engine.sites[name].index.data_ptr() for name in sites.reads}
+    assert not ops._silent and not ops._copying
 
 
 def test_a_set_for_which_there_is_no_room_is_replaced_by_the_next_larger(
@@ -222,9 +217,9 @@ def test_a_set_for_which_there_is_no_room_is_replaced_by_the_next_larger(
     gib = 1 << 30
     # Before and behind vLLM's own capture, before each set, and behind it.
     for free, held in (
-        ([9 * gib, 8 * gib, 8 * gib], {0, 1, 2, 3, 4}),
-        ([4 * gib, 3 * gib, 3 * gib, 2 * gib, 2 * gib], {0, 4}),
-        ([3 * gib, 2 * gib, 2 * gib], {4}),
+        ([9 * gib, 8 * gib, 8 * gib], {0, 1, 2, 3}),
+        ([4 * gib, 3 * gib, 3 * gib, 2 * gib, 2 * gib], {0, 3}),
+        ([3 * gib, 2 * gib, 2 * gib], {3}),
     ):
         with monkeypatch.context() as patch, caplog.at_level("WARNING", "vllm.saesteer"):
             world = Captured(engine, patch, free)
@@ -281,29 +276,26 @@ def test_the_set_follows_the_requests_of_each_step(engine: Engine) -> None:
     assert world.step("plain") == 0
     world.arrive("clamp", 1, CLAMP)
     assert [world.step("plain", "clamp") for _ in range(2)] == [1, 1]
-    world.arrive("two", 2, {"edits": [*CLAMP["edits"], {**CLAMP["edits"][0], "feature": 2}]})
-    assert world.step("two", "clamp") == 2, "two entries at a site"
-    world.state.remove_request("two")
     world.arrive("add", 2, ADD)
-    assert world.step("plain", "clamp", "add") == 4
+    assert world.step("plain", "clamp", "add") == 3
     assert world.step("plain", "clamp") == 1, "whoever is not in the step does not count"
     world.state.remove_request("clamp")
-    assert world.step("plain", "add") == 4
+    assert world.step("plain", "add") == 3
     world.state.remove_request("add")
     assert world.step("plain") == 0
     world.arrive("nothing", 1, {"edits": []})
     assert world.step("plain", "nothing") == 0
     world.arrive("reads", 3, READS)
-    assert world.step("plain", "reads") == 3, "tokens are only captured"
+    assert world.step("plain", "reads") == 2, "tokens are only captured"
     world.arrive("clamp", 1, CLAMP)
-    assert world.step("reads", "clamp") == 4, "none of the smaller sets has both"
+    assert world.step("reads", "clamp") == 3, "none of the smaller sets has both"
     world.arrive("reads", 3, {"return": {"activations": [{"site": "resid_post.3", "at": "after"}]}})
-    assert world.step("plain", "reads") == 2
-    assert world.step("reads", "clamp") == 2, "the dictionary's op captures, too"
+    assert world.step("plain", "reads") == 1
+    assert world.step("reads", "clamp") == 1, "the dictionary's op captures, too"
     world.arrive("both", 2, {**CLAMP, "return": {"activations": [{"site": "resid_post.3"}]}})
-    assert world.step("both") == 2
+    assert world.step("both") == 1
     world.arrive("measured", 2, {**CLAMP, "return": {"dose": True}})
-    assert world.step("measured") == 2, "only the edit kernel measures doses"
+    assert world.step("measured") == 1
 
 
 HIDDEN = {"return": {"hidden": True}}

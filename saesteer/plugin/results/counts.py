@@ -184,8 +184,7 @@ def _sending(
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
         # Somebody for whom something was kept may have been aborted.
         rules.look(self, outputs, ())
-        reads.send(self, outputs, None, frozenset())
-        reads.hold(self, outputs, {})
+        reads.hold(self, outputs, reads.send(self, outputs, None, frozenset()))
         return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
@@ -193,8 +192,7 @@ def _sending(
     young = health.young(self, scheduler_output) if found.watched else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
     rules.look(self, outputs, watching)
-    if young:
-        health.end(self, outputs, young)
+    health.end(self, outputs, young)
     guessed = found.guessed
     tokens = drafts.tokens_of((one for batch in outputs.values() for one in batch.outputs), guessed) if guessed else {}
     ends = {name: guessed[name].end(count) for name, count in tokens.items()}
@@ -378,25 +376,24 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
             if answer.feed is not None:
                 made.saesteer_forget = answer.forget
         border = found_in(answer.parts, self)
+        generated, final = self.detokenizer.num_output_tokens(), _is_whole(finish_reason)
         if answer.read is not None:
-            generated = self.detokenizer.num_output_tokens()
             try:
-                final, cached = _is_whole(finish_reason), self.num_cached_tokens
-                answer.read.tell(self.prompt_len, generated, final=final, border=border, cached=cached)
+                answer.read.tell(self.prompt_len, generated, final=final, border=border, cached=self.num_cached_tokens)
             except OSError as error:
                 answer.unwritten = failures.unwritten(error)
-            if _is_whole(finish_reason):
+            if final:
                 answer.kept += answer.rooms
         if finish_reason is not None:
-            answer.cut(self.detokenizer.num_output_tokens())
+            answer.cut(generated)
             answer.fill(border)
             metrics.edited(answer.fields["applied"])
             if answer.watches:
                 # The last token was no input; an answer without a token ends in its prompt.
-                end = self.prompt_len + max(0, self.detokenizer.num_output_tokens() - 1)
+                end = self.prompt_len + max(0, generated - 1)
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
-                if not self.detokenizer.num_output_tokens():
+                if not generated:
                     rules.fill_prompt_logprobs(self)
             if answer.feed is not None:
                 consuming.finish(self, answer.feed, finish_reason, border)

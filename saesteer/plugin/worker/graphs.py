@@ -7,7 +7,7 @@ an op does. V1 and piecewise graphs have all ops.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import and_
@@ -39,11 +39,10 @@ class Choice:
 
     Args:
         sets: those of the engine.
-        single: the sites at which a plan has one entry that asks for no more than `edit_one` does.
     """
 
-    def __init__(self, sets: Sets, single: Callable[[Wire], frozenset[str]]) -> None:
-        self.sets, self._single = sets, single
+    def __init__(self, sets: Sets) -> None:
+        self.sets = sets
         self._captured: Collection[int] = range(len(sets))
         self._all = (1 << len(sets)) - 1  # numbers of sets, as bits
         self.fits = self._all  # the same of those that will do for the last batch
@@ -79,20 +78,14 @@ class Choice:
         self.at = smallest(self.fits, captured)
 
     def _read(self, plan: bytes) -> int:
-        if not plan:
-            return self._all
-        wire = decode(plan)
-        here = {site for site, *_ in wire.sites}
-        # Looked at only where a set could hold it, since a new module waits for this.
-        single = self._single(wire) if any(here <= one.single for one in self.sets) else frozenset()
-        return enough(self.sets, _needed(wire, single))
+        return enough(self.sets, _needed(decode(plan))) if plan else self._all
 
 
-def _needed(wire: Wire, single: frozenset[str]) -> Sites:
-    """Where a request needs ops; ``single``: the sites at which it has one entry that asks for no more."""
+def _needed(wire: Wire) -> Sites:
+    """Where a request needs ops."""
     # A site without lines has nothing to do but to capture.
     reads = frozenset(site for site, lines, _, changed, _ in wire.sites if not (lines or changed))
-    return Sites(frozenset(site for site, *_ in wire.sites) - reads - single, reads, single)
+    return Sites(frozenset(site for site, *_ in wire.sites) - reads, reads)
 
 
 class Chosen:
@@ -156,12 +149,12 @@ def chosen(choice: Choice, captured: Mapping[int, Mapping[Any, Any]]) -> dict[An
 @contextmanager
 def only(engine: Engine, sites: Sites) -> Iterator[None]:
     """Until this ends, ops elsewhere launch nothing; where nobody edits, nothing is published either."""
-    silent, copying, single = (
+    silent, copying = (
         [site.index for name, site in engine.sites.items() if name in names]
-        for names in (engine.sites.keys() - sites.all, sites.reads, sites.single)
+        for names in (engine.sites.keys() - sites.all, sites.reads)
     )
     silent += [] if sites.counts else [engine.published]
-    with ops.silenced(silent), ops.copying(copying), ops.single(single):
+    with ops.silenced(silent), ops.copying(copying):
         yield
 
 
@@ -169,7 +162,7 @@ def name_of(sites: Sites) -> str:
     """What the log calls the steps that a set of graphs is for."""
     if not sites.ops:
         return "steps that edit nowhere"
-    what = "use dictionaries" if sites.edits else "have one entry for each row" if sites.single else "read"
+    what = "use dictionaries" if sites.edits else "read"
     return f"steps that only {what}, at {sites.ops} sites"
 
 

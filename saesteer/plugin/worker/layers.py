@@ -16,7 +16,7 @@ comes behind, the addition of the layer's part included, reads the same tensor.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -154,15 +154,6 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
         return
     tapped = [module for module in model.modules() if isinstance(module, _Tapped)]
     several = [(module, op) for module in tapped for op in (*module.saesteer_before, *module.saesteer_after)]
-    _warm_up(several, engine)
-    names = {name for one in engine.graph_sets for name in one.single}
-    single = [site.index.data_ptr() for name, site in engine.sites.items() if name in names]
-    several = [(module, op) for module, op in several if op.index.data_ptr() in single]
-    with ops.single(op.index for _, op in several):
-        _warm_up(several, engine)
-
-
-def _warm_up(several: Iterable[tuple[_Tapped, Any]], engine: Engine) -> None:
     with engine.warming() as sizes_of:
         for module, op in several:
             for tokens in sizes_of(op.width):

@@ -5,7 +5,7 @@ The worker's hooks (worker.py) say what comes and goes; of vLLM's runners only a
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.config import KEY
-from saesteer.engine import table
 from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine, Row
 from saesteer.engine.lanes import Lanes, whole
@@ -40,8 +39,7 @@ class Steering:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        single = partial(table.single, places=engine.places, limit=engine.config.max_dose or 0.0)
-        self.choice = graphs.Choice(engine.graph_sets, single)
+        self.choice = graphs.Choice(engine.graph_sets)
         self.health = health.Health() if engine.config.fail_fast else None
         self.rows: dict[str, Row] = {}  # of steered requests only
         self._recent: dict[bytes, Row] = {}  # by plan
