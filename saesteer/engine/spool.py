@@ -62,8 +62,9 @@ class Asked:
     @property
     def done(self) -> bool:
         """Whether they are."""
-        ends = zip(self.sinks, self.ends, strict=True)
-        return self.told is not None and all(sink.written >= end for sink, end in ends)
+        if self.told is None:
+            return False
+        return all(sink.written >= end for sink, end in zip(self.sinks, self.ends, strict=True))
 
 
 class Writer:
@@ -238,6 +239,8 @@ class Writer:
             sink.written += len(pieces)
             self._busy -= 1
             self._held -= sum(len(data) for _, data in pieces)
+            if sink in self._ready:
+                self._work.notify()
             self._done.notify_all()
 
     def _check(self) -> None:
