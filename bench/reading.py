@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -117,7 +118,7 @@ class Host:
             params.max_tokens, params.n = STEPS + 1, 1
             request = FakeRequest(params, name)
             spec = from_json(CASES[case](self.shape))
-            self.timed("admit", lambda spec=spec, request=request: self.door.admit(spec, self.engine.catalog, request))
+            self.timed("admit", partial(self.door.admit, spec, self.engine.catalog, request))
             states[name] = params.saesteer_report.of_choice()
             self.steering.add(request)
         self.steering.look(names, REQUESTS)
@@ -141,8 +142,7 @@ class Host:
             self.timed("front end", lambda: self._receive(states, outputs))  # noqa: B023
             self.times["all"].append((time.process_time_ns() - begin) / 1e3)
         for name in names:
-            tell = states[name].read.tell
-            self.timed("end", lambda tell=tell: tell(PROMPT, STEPS + 1, final=True))
+            self.timed("end", partial(states[name].read.tell, PROMPT, STEPS + 1, final=True))
             self.steering.forget(name)
             for entries in states[name].fields.values():
                 for entry in entries:

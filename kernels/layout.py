@@ -160,7 +160,6 @@ LEAST_ROW = 64  # words of such a row at least
 LARGEST = 1e15  # element of an edited stream, so that its squares have a finite sum; NaN becomes this, too
 LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream
 SHORTEST = 1e-12  # smallest |x| that a dose is divided by
-MOST_GATES = 32  # gates of one row
 MOST_CLOSING = 2  # tokens that may end the reasoning
 NEVER = (1 << 31) - 1  # position of what has not come; open windows end here, too
 # Steps whose counts the host has. Two are on their way at most, or one more than a pipeline has stages: vLLM begins
@@ -230,7 +229,7 @@ def span_words(
         begin: word offset of the first entry; of a single one, `one_at` its site.
         dense: first slot, size and norm of the dictionary that must be encoded whole; zeros for none.
         doses: column of counts where the site's doses begin; 0: not measured. Only the edit kernel measures them.
-        captures: BEFORE, AFTER, both or neither. Only the edit kernel captures.
+        captures: BEFORE, AFTER, both or neither. Of a row with entries, only the edit kernel captures.
     """
     assert 0 <= doses < 1 << 31 - DOSE
     n = len(flags)

@@ -1,8 +1,9 @@
-"""The only door to the kernels: the ops edit_ and publish_, and map_ and border_, which never run inside a graph.
+"""The door to the kernels that edit: the ops edit_ and publish_, and map_ and border_, which never run inside a graph.
 
 It sends CUDA tensors to Triton and CPU tensors to the reference, which defines what they mean. Each op changes tensors
 that its caller owns and returns nothing. So its fake does nothing, and it fits into a compiled model and into a CUDA
-graph. It allocates nothing, but for a tensor that is spread over ranks.
+graph. It allocates nothing, but for a tensor that is spread over ranks. What ops have captured is computed with beside
+them, by read/features.py and read/rows.py.
 """
 
 from __future__ import annotations

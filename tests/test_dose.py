@@ -83,7 +83,6 @@ def test_two_rows_are_told_as_one(
         assert math.isclose(one["max"], max(value for value, _ in found), rel_tol=5.1e-4)
         mean = sum(value for value, _ in found) / len(found)
         assert math.isclose(one["mean"], mean, rel_tol=5.1e-4)
-    assert doses.over(merged, edits) == sum(above for found in together for _, above in found)
 
 
 def test_numbers_have_four_digits() -> None:

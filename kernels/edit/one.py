@@ -1,7 +1,7 @@
 """What is done with a token of a row that layout.py calls LONE or SHORT: its only entry, load to store.
 
 The usual decoding step runs through this code between two of the model's products. So all that such a row cannot ask
-for is left out, and its numbers stay scalars. The edit kernel does it among other things.
+for is left out, and its numbers stay scalars. The edit kernel calls it for such rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"

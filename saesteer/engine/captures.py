@@ -1,8 +1,9 @@
 """What is read of captured tensors once a step has run: its tokens, the computation, and the way to the host.
 
 Knows rows and tensors, and neither vLLM nor an answer's form; lanes.py says which rows a step has. The op copies the
-tokens of rows that read (kernels/layout.py, before and after); here one gather for each width takes those that somebody
-asks for, and what is made of them runs beside the next step, on a stream of its own.
+tokens of rows that read, or all of a step in which nobody edits (kernels/layout.py, before and after). Here one gather
+for each width takes those that somebody asks for, and what is made of them runs beside the next step, on a stream of
+its own.
 """
 
 from collections import defaultdict
@@ -155,11 +156,11 @@ class Captures:
             self._writer.put([*zip((one.filing for one in files), rows, strict=True)], event)
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:
-        """The same of one step alone.
+        """What ``bring`` returns, of a step without others around it, as Transformers has them.
 
         Args:
             segments: of the requests that read.
-            hidden: as there.
+            hidden: as for ``bring``.
         """
         lanes = Lanes()
         for one in segments:

@@ -69,16 +69,6 @@ def report(
     return found
 
 
-def over(counters: NDArray[np.int32], edits: int) -> int:
-    """The number of tokens whose dose was above the server's limit, added up over all sites.
-
-    Args:
-        counters: int32 [counters] as in ``merge``.
-        edits: how many edits are counted.
-    """
-    return int(_doses(counters, edits)[:, layout.DOSE_LIMITED].sum())
-
-
 def _doses(counters: NDArray[np.int32], edits: int) -> NDArray[np.int32]:
     """The words of the doses, a view [sites, DOSE_WORDS]; what follows the last whole site is left out."""
     whole = (len(counters) - edits) // layout.DOSE_WORDS * layout.DOSE_WORDS

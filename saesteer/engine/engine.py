@@ -169,7 +169,7 @@ class Engine:
         self.flush()
 
     def make_row(self, admitted: Mapping[str, Any]) -> Row | None:
-        """What a request's row will hold; None when it edits nothing.
+        """What a request's row will hold; None when it neither edits nor reads.
 
         Args:
             admitted: as ``saesteer.engine.wire`` encodes its plan.

@@ -2,8 +2,8 @@
 
 A worker on the front end's machine writes rows where an answer's handle will find them, in threads beside the steps.
 Only positions travel on. A row's place follows from its position: what is computed again, behind a preemption or a
-wrong guess, replaces what is there. Who ends a request asks for what its files still lack, and tells of them when all
-is written.
+wrong guess, replaces what is there. When a request ends, the scheduler asks for what its files still lack, and sends
+the positions of their rows once all is written.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ class Filing(NamedTuple):
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
     def follows(self, other: "Filing") -> bool:
-        """Whether each file's rows are those behind another step's, and as many.
+        """Whether this goes on with another step: its rows are as many in each file, right behind the other's.
 
         Both steps say so by the same objects, which have each file once: where a step has several runs of rows for a
         file, its lists are its own.
@@ -47,7 +47,7 @@ class Filing(NamedTuple):
 
 
 class Asked:
-    """That all rows which some files got up to a step be written.
+    """A wish that all rows which some files got up to a step be written.
 
     Args:
         ticket: of the step.
@@ -61,7 +61,7 @@ class Asked:
 
     @property
     def done(self) -> bool:
-        """Whether they are."""
+        """Whether all of these rows are."""
         if self.told is None:
             return False
         return all(sink.written >= end for sink, end in zip(self.sinks, self.ends, strict=True))
@@ -95,6 +95,9 @@ class Writer:
         Args:
             several: where they go, and their bytes.
             event: of the device, behind the copies that bring them to the host; None: they are there.
+
+        Raises:
+            RuntimeError: a thread has ended.
         """
         with self._lock:
             self._start()
@@ -127,7 +130,7 @@ class Writer:
         return asked
 
     def done(self, asked: Asked) -> bool:
-        """Whether nobody would wait for it."""
+        """Whether ``wait`` would not wait: all is written, or a thread has ended."""
         return asked.done or self._broken is not None
 
     def wait(self, asked: Asked) -> list[list[Span]]:
@@ -293,7 +296,7 @@ class Owed:
 
     @property
     def done(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Whether ``told`` would not wait: all is written, or a thread has ended."""
         return self._writer.done(self._asked)
 
     def told(self) -> list[list[Any]]:
@@ -302,6 +305,9 @@ class Owed:
         Returns:
             The numbers of readouts, each with the positions of rows that have come since this was last asked. They may
             be of later steps, too, and come once more.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
         """
         told = self._writer.wait(self._asked)
         return [[number, spans] for number, spans in zip(self._numbers, told, strict=True) if spans]
@@ -319,13 +325,21 @@ class Filed:
         self._sinks, self._writer, self._ticket = sinks, writer, writer.ticket
 
     def ask(self, ending: Collection[str]) -> dict[str, Owed]:
-        """Have all rows up to this step of these requests written, as far as they have files."""
+        """Have all rows up to this step of these requests written, as far as they have files.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
         return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
 
     def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
         return Owed([*sinks], self._writer, self._writer.ask(self._ticket, [*sinks.values()]))
 
     def settle(self) -> dict[str, list[list[Any]]]:
-        """The same of all requests, and wait for it; by request, as ``Owed.told`` has it."""
+        """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
         found = {name: owed.told() for name, owed in self.ask(self._sinks).items()}
         return {name: told for name, told in found.items() if told}

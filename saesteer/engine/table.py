@@ -90,7 +90,7 @@ class Row:
     """What a request's table row holds; the registry puts the slots of its vectors into the words."""
 
     words: NDArray[np.int32]  # shortened to what is used
-    # [sites], of ANY, LONE and MANY: which kernels a step with this request needs there; BEFORE and AFTER where it only
+    # [sites], of layout.KERNELS: which kernels a step with this request needs there; BEFORE and AFTER where it only
     # captures. Requests that ask for the same share it, so a step looks at few of them.
     kinds: NDArray[np.int32]
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order

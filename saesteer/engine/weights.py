@@ -13,7 +13,7 @@ from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.engine.table import Placement
 from saesteer.kernels import layout
 from saesteer.kernels.bound import Bound
-from saesteer.language.sites import canonical, parse
+from saesteer.language.sites import canonical
 from saesteer.loaders import load
 
 _ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time
@@ -27,11 +27,6 @@ class Site(Bound):
 
     name: str
     pool: int  # first slot after the dictionaries' slots
-
-    @property
-    def layer(self) -> int:
-        """The layer in the site's name."""
-        return parse(self.name)[1]
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class Room:
         self.enc += rows
         return self.enc - rows
 
-    def decoding(self, info: CoderInfo) -> int:
+    def decoding(self) -> int:
         """Room beside such an encoder, to decode it whole; the row of its bias."""
         self.dec, self.biases = self.enc, self.biases + 1
         return self.biases - 1
@@ -87,7 +82,7 @@ def rooms(
             room.norms |= has_norm(info)
         elif decodes(info, ends[key]):
             base = room.reading(info, whole=True)
-            places[key] = base, base, room.decoding(info)
+            places[key] = base, base, room.decoding()
     for site, pool in pools.items():
         room = found[site]
         room.pool = room.enc

@@ -84,6 +84,7 @@ every vllm.v1.core.sched.scheduler:Scheduler
   update_from_output(scheduler_output, model_runner_output)  results.counts:_sending  counts leave at the end
   finish_requests(request_ids, finished_status)  used results.failures:end  a request fails, or is stopped by a rule
   has_unfinished_requests()  used results.reads:hold  an answer waits for its files while others go on
+  has_finished_requests()  results.reads:_having  who waits so has one more step, though the engine may be paused
 every vllm.v1.engine.output_processor:OutputProcessor
   add_request(request, prompt, parent_req, request_index, queue)  results.counts:_expecting  notes who waits for counts
   process_outputs(engine_core_outputs)  results.counts:_receiving  counts arrive

@@ -284,7 +284,7 @@ class Drawer:
         total = len(sites[0]) + len(last)
         columns = self.rng.permutation(total + 2)[:total].tolist()
         used = {when for edits in sites for edit in edits for when in edit.when}
-        places = self.rng.permutation(layout.MOST_GATES)
+        places = self.rng.permutation(32)  # bits of a word
         bits = {when: 1 << int(places[at]) for at, when in enumerate(w for w in whens if w in used)}
         split = (columns[: len(sites[0])], columns[len(sites[0]) :])
         return Request(sites, wish.tokens, start, split, bits, wish.limit)

@@ -191,6 +191,17 @@ def test_a_step_waits_for_rows_if_none_would_follow() -> None:
     assert send(scheduler, [], None) == {"a": [[0, [(0, 5)]]]}
 
 
+def test_who_is_held_has_a_step_though_the_engine_is_paused() -> None:
+    scheduler, worker = Scheduler(requests=dict.fromkeys("b")), Worker(sent=False, slow={"a"})
+    having = reads._having(lambda _: False)
+    assert not having(scheduler)
+    send(scheduler, [output("a", "stop")], worker.step(("a", 0, 0, 5)))
+    assert having(scheduler)
+    scheduler.requests.clear()  # as vLLM counts them while it is paused
+    assert send(scheduler, [], None) == {"a": [[0, [(0, 5)]]]}
+    assert not having(scheduler)
+
+
 def test_an_output_that_may_be_the_last_waits_at_once() -> None:
     """The front end looks for stop strings, and may end the answer with any output."""
     scheduler, worker = Scheduler(requests=dict.fromkeys("ab")), Worker(sent=False, slow={"a"})

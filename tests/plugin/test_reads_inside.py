@@ -42,6 +42,13 @@ def test_an_answer_waits_for_its_rows_and_no_other_one_does(model_dir: str, dict
     assert found["rows"] == [11, 59] and found["apart"] < 1e-4
 
 
+def test_an_answer_that_waits_for_its_rows_comes_though_the_engine_is_paused(
+    model_dir: str, dictionaries: Dictionaries
+) -> None:
+    found = inside("paused", model_dir, dictionaries)
+    assert found == {"held": 1, "ended": ["one"], "meanwhile": 0, "afterwards": ["two"]}
+
+
 def inside(what: str, model_dir: str, dictionaries: Dictionaries) -> Any:
     """What an engine tells that has done something."""
     options = {**dictionaries.options, "inline_rows": 2, **engine_options(**OPTIONS)}
@@ -57,7 +64,7 @@ def main() -> None:
 
     job = json.loads(sys.argv[1])
     llm = LLM(job["model"], **job["options"])
-    tell({"aborts": aborts, "files": files, "held": held}[job["what"]](llm))
+    tell({"aborts": aborts, "files": files, "held": held, "paused": paused}[job["what"]](llm))
 
 
 def aborts(llm: Any) -> dict[str, Any]:
@@ -128,17 +135,8 @@ def files(llm: Any) -> dict[str, Any]:
 
 def held(llm: Any) -> dict[str, Any]:
     """Let the disk stand still while the first of two answers ends; when each ended, and how far its rows are apart."""
-    from saesteer.engine import sinks
-
-    gate, put = threading.Event(), sinks.put
-
-    def still(*given: Any) -> None:
-        gate.wait(60)
-        put(*given)
-
-    sinks.put = still  # type: ignore[assignment]
-    engine, lengths = llm.llm_engine, {"one": 12, "two": 60}
-    read = {"site": "resid_post.7", "scope": {"generated": True}}
+    gate, lengths = standing_still(), {"one": 12, "two": 60}
+    engine, read = llm.llm_engine, {"site": "resid_post.7", "scope": {"generated": True}}
     for name, tokens in lengths.items():
         add(llm, name, text(name, 100), {"activations": [read | {"as": "handle"}]}, tokens)
     requests, ended = engine.engine_core.engine_core.scheduler.requests, dict[str, Any]()
@@ -164,6 +162,49 @@ def held(llm: Any) -> dict[str, Any]:
         rows.append(len(entry["positions"]))
     meanwhile = before - at_end
     return {"ended": [*ended], "meanwhile": meanwhile, "before": before, "tokens": 60, "rows": rows, "apart": apart}
+
+
+def paused(llm: Any) -> dict[str, Any]:
+    """Pause an engine whose scheduler holds an answer; what ends before it goes on, and behind that."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    gate, engine = standing_still(), llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    read = {"site": "resid_post.7", "scope": {"generated": True}, "as": "handle"}
+    for name, tokens in {"one": 12, "two": 60}.items():
+        add(llm, name, text(name, 100), {"activations": [read]}, tokens)
+
+    def ends(steps: int) -> list[str]:
+        return [one.request_id for _ in range(steps) for one in engine.step() if one.finished]
+
+    def so_far() -> int:
+        return next(one.num_output_tokens for name, one in scheduler.requests.items() if name.startswith("two"))
+
+    while not vars(scheduler).get("saesteer_held"):
+        assert not ends(1)
+    ends(3)  # no word of requests that have ended is left, for which there would be a step
+    found: dict[str, Any] = {"held": len(scheduler.saesteer_held)}
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    threading.Timer(0.5, gate.set).start()
+    ends_now, before = ends(1), so_far()
+    found["ended"] = ends_now + ends(4)
+    found["meanwhile"] = so_far() - before
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    return found | {"afterwards": ends(80)}
+
+
+def standing_still() -> threading.Event:
+    """From now on the disk takes nothing, until this is set."""
+    from saesteer.engine import sinks
+
+    gate, put = threading.Event(), sinks.put
+
+    def still(*given: Any) -> None:
+        gate.wait(60)
+        put(*given)
+
+    sinks.put = still  # type: ignore[assignment]
+    return gate
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
 from saesteer.plugin.reasoning import Border, found_in
-from saesteer.plugin.results import consuming, drafts, earlier, failures, health, metrics, reads, rules
+from saesteer.plugin.results import consuming, drafts, earlier, failures, health, metrics, reads, rules, sending
 from saesteer.plugin.results.drafts import Guessed, Guesses
 from saesteer.plugin.results.kept import Room
 from saesteer.plugin.results.spools import Spool
@@ -194,12 +194,11 @@ def _sending(
     rules.look(self, outputs, watching)
     health.end(self, outputs, young)
     guessed = found.guessed
-    tokens = drafts.tokens_of((one for batch in outputs.values() for one in batch.outputs), guessed) if guessed else {}
+    tokens = drafts.tokens_of(sending.of(outputs), guessed) if guessed else {}
     ends = {name: guessed[name].end(count) for name, count in tokens.items()}
     owed = reads.send(self, outputs, found.read, stops, ends)
     if self.finished_req_ids or stops:  # most steps have none
-        made = (one for batch in outputs.values() for one in batch.outputs)
-        last = [one for one in made if one.finish_reason is not None or one.request_id in stops]
+        last = [one for one in sending.of(outputs) if one.finish_reason is not None or one.request_id in stops]
         ending = {one.request_id for one in last} | {request.request_id for request, _ in ended}
         counted = found.counted
         brought = {
@@ -209,7 +208,7 @@ def _sending(
         }
         for one in last:
             if one.request_id in brought:
-                one.kv_transfer_params = {**(one.kv_transfer_params or {}), KEY: brought[one.request_id]}
+                sending.carry(one, KEY, brought[one.request_id])
         failures.add_outputs(outputs, ended, brought)
     reads.hold(self, outputs, owed)
     return outputs

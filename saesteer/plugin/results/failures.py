@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed, SpecError
 from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
-from saesteer.plugin.results import consuming, metrics
+from saesteer.plugin.results import consuming, metrics, sending
 from saesteer.plugin.wrap import Original, around
 
 logger = logging.getLogger("vllm.saesteer")
@@ -132,7 +132,7 @@ def add_outputs(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], count
             trace_headers=request.trace_headers,
             kv_transfer_params={FAILED: word} | ({KEY: counted[name]} if name in counted else {}),
         )
-        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
+        sending.add(outputs, request.client_index, last)
 
 
 def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None:

@@ -6,7 +6,7 @@ scheduler  a request with a row that is not finite fails (failures.py) before it
            begins with the same token again and again fails behind the step
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.results import failures
+from saesteer.plugin.results import failures, sending
 from saesteer.plugin.wrap import Original, around_method_of
 
 # Longer than what sound answers begin with, such as a line of dots or of dashes that a tokenizer cuts into like pieces;
@@ -134,16 +134,11 @@ def end(scheduler: Any, outputs: dict[int, Any], requests: Iterable[Any]) -> Non
     scheduler.finish_requests(
         [name for name, one in collapsed.items() if not one.is_finished()], RequestStatus.FINISHED_ERROR
     )
-    for output in _of(outputs, collapsed):
+    for output in [one for one in sending.of(outputs) if one.request_id in collapsed]:
         token = collapsed[output.request_id].output_token_ids[0]
         output.new_token_ids, output.new_logprobs = [], None
         output.finish_reason, output.stop_reason = FinishReason.ERROR, None
-        word = {failures.FAILED: f"{failures.COLLAPSED}: {token}"}
-        output.kv_transfer_params = {**(output.kv_transfer_params or {}), **word}
-
-
-def _of(outputs: dict[int, Any], names: Iterable[str]) -> Iterator[Any]:
-    return (one for batch in outputs.values() for one in batch.outputs if one.request_id in names)
+        sending.carry(output, failures.FAILED, f"{failures.COLLAPSED}: {token}")
 
 
 def collapses(ids: Sequence[int]) -> bool:

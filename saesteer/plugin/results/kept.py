@@ -5,8 +5,8 @@ they know of each other:
 
     <handle>          a result, as safetensors: ``activations`` [rows, width] and ``positions``; the rest is metadata.
                       Or one of the names of a file of several results (spools.py), where all rows of a position are one
-    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but empty on the disk;
-                      <handle>.<pid>.<n> for n of them in one file, which gets its names in the end
+    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but without space on the disk;
+                      <handle>.<pid>.<n> for n of them in one file, which gets rows as they come, and names in the end
     lock              who promises holds it. It has the number and bytes of all, at most: who deletes does not tell, so
                       what is there is counted only when less might not fit
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from vllm.v1.engine import EngineCoreOutputs
-
 from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought, Told
 from saesteer.engine.spool import Owed
 from saesteer.planning.answers import WORDS
+from saesteer.plugin.results import sending
+from saesteer.plugin.wrap import Original, around
 
 READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
 _WORDS_OF_ANSWERS = frozenset(WORDS.values())
@@ -40,13 +40,17 @@ def send(
         ends: for each request that had guessed tokens, the first position whose guess does not hold.
 
     Returns:
-        Requests that have ended here, with what their files still lack; for ``hold``.
+        Requests that have ended here, with what their files still lack; for ``hold``. It waits for the files of those
+        in ``stops`` that have not.
+
+    Raises:
+        RuntimeError: a thread that writes files has ended.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
     filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
     if brought is None and not waiting and not filed:
         return {}
-    made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
+    made = {one.request_id: one for one in sending.of(outputs)}
     ended = {name for name, one in made.items() if one.finish_reason is not None}
     ending, owed = stops | ended, {}
     if brought is not None:
@@ -70,8 +74,8 @@ def send(
 
 
 def _put(output: Any, blobs: Sequence[Blob]) -> None:
-    params = output.kv_transfer_params or {}
-    output.kv_transfer_params = {**params, READ: [*params.get(READ, ()), *blobs]}
+    before = (output.kv_transfer_params or {}).get(READ, ())
+    sending.carry(output, READ, [*before, *blobs])
 
 
 class _Held(NamedTuple):
@@ -83,12 +87,15 @@ class _Held(NamedTuple):
 def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> None:
     """Takes the last outputs of requests whose files lack rows out of a step's, and adds those held whose lack none.
 
-    So a step waits for files only if no other one would follow it.
+    Where nobody else would have a step, it waits for them.
 
     Args:
         scheduler: the engine's, which keeps what is held.
         outputs: of the step, by client, complete but for this.
         owed: as ``send`` returns it.
+
+    Raises:
+        RuntimeError: a thread that writes files has ended.
     """
     held: dict[str, _Held] = scheduler.__dict__.setdefault("saesteer_held", {})
     for client, batch in outputs.items() if owed else ():
@@ -100,7 +107,13 @@ def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> N
         if one.owed.done or not goes_on:
             del held[name]
             _put(one.output, one.owed.told())
-            outputs.setdefault(one.client, EngineCoreOutputs()).outputs.append(one.output)
+            sending.add(outputs, one.client, one.output)
+
+
+@around
+def _having(original: Original, self: Any) -> bool:
+    """Who is held has one more step: if others are aborted or paused meanwhile, none would follow."""
+    return original(self) or bool(vars(self).get("saesteer_held"))
 
 
 class Unsent:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
@@ -20,6 +20,7 @@ from saesteer.engine.brought import Brought
 from saesteer.planning.plan import END, Rule
 from saesteer.planning.rules import Fired, Values, Watch
 from saesteer.plugin.reasoning import PARSER, border_of
+from saesteer.plugin.results import sending
 
 RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
 FIRED = f"{KEY}_fired"  # next to the counts in kv_transfer_params
@@ -52,7 +53,7 @@ def look(scheduler: Any, outputs: dict[int, Any], watching: Sequence[tuple[Any, 
     waiting: dict[str, list[list[Any]]] = scheduler.__dict__.setdefault("saesteer_fired", {})
     if not watching and not waiting:
         return
-    made = {one.request_id: one for batch in outputs.values() for one in batch.outputs}
+    made = {one.request_id: one for one in sending.of(outputs)}
     for request, values in watching:
         state = request.__dict__.get("saesteer_watch")
         if state is None:
@@ -67,7 +68,7 @@ def look(scheduler: Any, outputs: dict[int, Any], watching: Sequence[tuple[Any, 
             made[request.request_id] = _stop(scheduler, outputs, request, output, fired[-1])
     for name in [*waiting]:
         if name in made:
-            made[name].kv_transfer_params = {**(made[name].kv_transfer_params or {}), FIRED: waiting.pop(name)}
+            sending.carry(made[name], FIRED, waiting.pop(name))
         elif name not in scheduler.requests:  # it has ended, or was aborted
             del waiting[name]
 
@@ -92,7 +93,7 @@ def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fi
     if output is None:
         output = EngineCoreOutput(request.request_id, [], events=request.take_events())
         output.trace_headers, output.prefill_stats = request.trace_headers, request.take_prefill_stats()
-        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        sending.add(outputs, request.client_index, output)
     elif in_prompt or wanted < held:
         _cut(output, 0 if in_prompt else wanted)
     if in_prompt or wanted < held or output.finish_reason != FinishReason.STOP:  # else the model itself has ended there

@@ -4,7 +4,7 @@ A file's names are the handles of its results (kept.py), so it is there until th
 
     MAGIC, the length of the text in 8 bytes, and the text: JSON, which says where rows are, and what each handle is
     for each row of the results its position, then for each its place in this file, int64
-    from ``start`` on, rows of ``stride`` bytes: one for each position that was declared, whether it was read or not
+    from ``start`` on, rows of ``stride`` bytes: one for each position that was declared, up to the last that was read
 
 The rows come first, and the rest once the answer has ended. Whoever fetches a handle gets its columns as safetensors.
 """
