@@ -6,13 +6,12 @@ Python, and equal records have equal JSON.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from heapq import nlargest
 from numbers import Integral, Real
 from operator import attrgetter
-from types import NoneType
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, get_args
 
 from saesteer.errors import ConfigError, SpecError
@@ -47,7 +46,6 @@ Code = Literal[
 CODES: tuple[str, ...] = get_args(Code)
 
 _NUMBERS = (int, float)
-_PLAIN = (*_NUMBERS, str, bool, NoneType)
 
 Check = Callable[[Any, str], Any]
 R = TypeVar("R", bound="Record")
@@ -165,6 +163,15 @@ def optional(check: Check) -> Check:
     return lambda value, at: None if value is None else check(value, at)
 
 
+def listed(value: Any, at: str, most: int) -> Sequence[Any]:
+    """A list of at most ``most`` items, which are not checked."""
+    if not isinstance(value, list | tuple):
+        fail(at, "wrong_type", f"got {show(value)}, expected a list")
+    if len(value) > most:
+        fail(at, "too_many", f"got {len(value)} items, expected at most {most}")
+    return value
+
+
 def list_of(
     check: Check,
     most: int,
@@ -181,10 +188,7 @@ def list_of(
     """
 
     def check_all(value: Any, at: str) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple):
-            fail(at, "wrong_type", f"got {show(value)}, expected a list")
-        if len(value) > most:
-            fail(at, "too_many", f"got {len(value)} items, expected at most {most}")
+        listed(value, at, most)
         if least and not value:
             fail(at, least[0], f"got an empty list, expected at least one {least[1]}")
         items = tuple(check(item, f"{at}[{i}]") for i, item in enumerate(value))
@@ -235,7 +239,8 @@ def plain(value: Any) -> Any:
     """A checked value in the types of JSON."""
     if isinstance(value, Record):
         return value.to_json()
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+    several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return [plain(item) for item in value] if several else value
 
 
 @dataclass(frozen=True)
@@ -305,43 +310,11 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     return _made(cls, defaults, value, [key for key in known if key in value], at)
 
 
-def read_like(before: R, was: Mapping[str, Any], value: Any, at: str) -> R | None:
-    """A record that differs in numbers alone from the one before it in a list; only they are checked.
-
-    Args:
-        before: the record before it.
-        was: the JSON object of that record.
-        value: that of the new one.
-        at: its path.
-
-    Returns:
-        None if it differs in more, or a number is wrong, so ``read`` is needed.
-    """
-    if value.__class__ is not dict or value.keys() != was.keys():
-        return None
-    new = []
-    for key, one in value.items():
-        other = was[key]
-        if one.__class__ in _NUMBERS and other.__class__ in _NUMBERS:
-            new.append(key)
-        elif one is not other and not (one == other if one.__class__ is str else _same(one, other)):
-            return None
-    try:
-        return _made(type(before), before.__dict__, value, new, at)
-    except SpecError:  # not always of the first wrong field
-        return None
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON; 1, 1.0 and true are not."""
-    kind = one.__class__
-    if kind is not other.__class__:
-        return False
-    if kind is dict:
-        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
-    if kind is list:
-        return len(one) == len(other) and all(map(_same, one, other))
-    return kind in _PLAIN and bool(one == other)
+def varied(one: R, **values: Any) -> R:
+    """The same record with other values under names in Python, which are known to be right."""
+    made = object.__new__(type(one))
+    made.__dict__.update(one.__dict__, **values)
+    return made
 
 
 def _made(cls: type[R], others: Mapping[str, Any], given: Mapping[str, Any], keys: Iterable[str], at: str) -> R:

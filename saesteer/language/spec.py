@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from saesteer.errors import SpecError
+from saesteer.language.alike import Alike, Edits, parts_of, with_following
 from saesteer.language.edits import (
     MAX_POSITIONS,
     OPS,
@@ -28,7 +29,7 @@ from saesteer.language.edits import (
     Strength,
     Use,
 )
-from saesteer.language.fields import Record, by, fail, list_of, mapping, one_of, read, read_like, record, show
+from saesteer.language.fields import Record, by, fail, listed, mapping, one_of, read, record, show
 from saesteer.language.fields import flag as boolean
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
@@ -101,25 +102,28 @@ def _edit(value: Any, at: str) -> Edit:
     return read(_OPS[_op(value["op"], f"{at}.op")], value, at, extra="op")
 
 
-def _edits(value: Any, at: str) -> tuple[Edit, ...]:
-    total = 0
-    before: tuple[Edit, Mapping[str, Any]] | None = None
-
-    def counted(one: Any, path: str) -> Edit:
-        nonlocal total, before
-        found = (read_like(*before, one, path) if before else None) or _edit(one, path)
-        before = (found, one) if one.__class__ is dict else None
-        total += len(found.scope.positions or ())
-        if total > MAX_POSITIONS:
+def _edits(value: Any, at: str) -> Edits:
+    if isinstance(value, Edits):
+        return value
+    items = listed(value, at, MAX_EDITS)
+    parts: list[Alike] = []
+    place = total = 0
+    while place < len(items):
+        path = f"{at}[{place}]"
+        edit = _edit(items[place], path)
+        intervals = len(edit.scope.positions or ())
+        if total + intervals > MAX_POSITIONS:
             fail(
                 f"{path}.scope.positions",
                 "too_many",
-                f"got {total} intervals up to here, expected at most {MAX_POSITIONS}",
+                f"got {total + intervals} intervals up to here, expected at most {MAX_POSITIONS}",
             )
-        return found
-
-    found: tuple[Edit, ...] = list_of(counted, MAX_EDITS)(value, at)
-    return found
+        room = (MAX_POSITIONS - total) // intervals if intervals else len(items)
+        part = with_following(edit, items, place, min(len(items), place + room))
+        parts.append(part)
+        place += part.size
+        total += part.size * intervals
+    return Edits(parts)
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,13 @@ class Spec(Record):
 
     label: ClassVar[str] = "saesteer"
 
-    edits: tuple[Edit, ...] = field(default=(), metadata=by(_edits))
+    edits: Sequence[Edit] = field(default=Edits(), metadata=by(_edits))  # as ``Edits``, whatever came
     returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
     defaults: bool = field(default=True, metadata=by(boolean))  # whether the server's default module applies
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
     def _whole(self, at: str) -> None:
-        total = sum(len(one.scope.positions or ()) for one in self.edits)
+        total = sum(one.size * len(one.first.scope.positions or ()) for one in parts_of(self.edits))
         for path, scope in self.returns.scopes():
             total += len(scope.positions or ())
             if total > MAX_POSITIONS:

@@ -28,7 +28,7 @@ def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
     """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
     try:
         default = catalog.default if spec.defaults else None
-        edits = [edit for step in steps(spec.edits, catalog.modules, default=default) for edit in step.edits]
+        edits = [edit for step in steps(spec.edits, catalog.modules, default=default) for edit in step.alike.each()]
     except SpecError:
         return
     for edit in edits:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from typing import Any, Literal
 
 from saesteer.dictionaries.vectors import fingerprint_of, row_digests
+from saesteer.language.alike import parts_of
 from saesteer.language.edits import Edit, Use, VectorEdit
 from saesteer.language.returns import Return
 from saesteer.language.spec import Spec
@@ -96,7 +98,8 @@ def users_of(names: Iterable[Name], modules: Mapping[str, Spec], *, direct: bool
 
 
 def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
-    named = ((_KINDS[key], name) for edit in edits for key, _, name in edit.mentions() if key in _KINDS)
+    mentions = (part.first.mentions() for part in parts_of(edits))  # those that are alike mention the same names
+    named = ((_KINDS[key], name) for key, _, name in chain.from_iterable(mentions) if key in _KINDS)
     return [one for one in named if kind in (None, one[0])]
 
 

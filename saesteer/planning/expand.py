@@ -3,10 +3,10 @@ names of dictionaries or vectors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import chain
 from typing import NamedTuple
 
+from saesteer.language.alike import Alike, parts_of
 from saesteer.language.edits import Clamp, Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.language.spec import MAX_EDITS, Return, Spec
@@ -26,12 +26,12 @@ class Step(NamedTuple):
     scale: float  # product of the scales of the modules that it stands in
     strength: Found | None  # its path and itself, where the edit's own strength or a scale is read
     run: int  # edits of different runs have a `use` between them
-    edits: Sequence[Edit]  # all of them
+    alike: Alike  # all of them
 
     def part(self, start: int, end: int) -> "Step":
         """Some of the edits."""
-        some = self.edits[start:end]
-        return self._replace(edit=some[0], at=behind(self.at, start), edits=some)
+        some = self.alike.part(start, end)
+        return self._replace(edit=some.first, at=behind(self.at, start), alike=some)
 
 
 def steps(
@@ -55,12 +55,12 @@ def steps(
         found = chain(walk.use(Use(default), "saesteer.defaults", "saesteer.defaults", 1.0, None, inside), found)
     room = MAX_EDITS
     for step in found:
-        if len(step.edits) > room:
+        if step.alike.size > room:
             if room:
                 yield step.part(0, room)
             at = behind(step.at, room)
             fail(at, "too_many", f"is edit {MAX_EDITS + 1}, modules included, expected at most {MAX_EDITS}")
-        room -= len(step.edits)
+        room -= step.alike.size
         yield step
 
 
@@ -74,15 +74,17 @@ class _Walk:
         self, edits: Sequence[Edit], at: str, scale: float, strength: Found | None, inside: tuple[str, ...]
     ) -> Iterator[Step]:
         i = 0
-        for _, found in groupby(edits, _kind):
-            alike = [*found]
-            edit, here = alike[0], f"{at}.edits[{i}]"
+        for part in parts_of(edits):
+            edit, here = part.first, f"{at}.edits[{i}]"
             if isinstance(edit, Use):
                 self.run += 1
                 yield from self.use(edit, f"{here}.module", here, scale, strength, inside)
             else:
-                yield Step(edit, here, scale, _only(edit, here, strength), self.run, alike)
-            i += len(alike)
+                step = Step(edit, here, scale, _only(edit, here, strength), self.run, part)
+                # A min and a max may make a band, so each is a step.
+                bounds = part.size > 1 and isinstance(edit, Clamp) and edit.mode in ("min", "max")
+                yield from (step.part(n, n + 1) for n in range(part.size)) if bounds else (step,)
+            i += part.size
 
     def use(
         self, edit: Use, at: str, here: str, scale: float, strength: Found | None, inside: tuple[str, ...]
@@ -111,16 +113,6 @@ class _Walk:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
         yield from self.walk(module.edits, at, product, strength, (*inside, name))
         self.run += 1
-
-
-_SHARED = attrgetter("dictionary", "layer", "mode", "unit", "only_if_active", "when", "scope")
-
-
-def _kind(edit: Edit) -> object:
-    """What neighbouring clamps of one step have in common. A min and a max may make a band, so each is a step."""
-    if edit.__class__ is Clamp and edit.value.__class__ is float and edit.mode not in ("min", "max"):
-        return _SHARED(edit)
-    return object()
 
 
 def _only(edit: Edit, at: str, outer: Found | None) -> Found | None:

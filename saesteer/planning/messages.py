@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from saesteer.language.alike import parts_of
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.returns import Return
@@ -21,8 +22,8 @@ Spans = Callable[[Sequence[tuple[int, int]], str], Sequence[Window]]
 
 def named(spec: Spec) -> bool:
     """Whether a scope of the spec names messages."""
-    reads = (scope for _, scope in spec.returns.scopes())
-    return any(scope.messages is not None for scope in chain((edit.scope for edit in spec.edits), reads))
+    edits = (part.first.scope for part in parts_of(spec.edits))
+    return any(scope.messages is not None for scope in chain(edits, (scope for _, scope in spec.returns.scopes())))
 
 
 def by_message(returns: Return) -> str | None:

@@ -128,8 +128,9 @@ class _Planner:
             reads, sites = reading_site(self.catalog, name, info, at), writing_sites(self.catalog, name, info, at)
             of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
             known = self._clamped[edit.dictionary, edit.layer] = _Clamped(name, info, reads, sites, of)
-        if len(step.edits) > 1 and not self._are_plain(step, known):
-            for n in range(len(step.edits)):
+        count = step.alike.size
+        if count > 1 and not self._are_plain(step, known):
+            for n in range(count):
                 self.clamp(step.part(n, n + 1))
             return
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
@@ -147,11 +148,9 @@ class _Planner:
             gain=step.scale,
             op=edit.op,
         )
-        if len(step.edits) > 1:
-            features, values = zip(
-                *[(one.feature, one.value) for one in step.edits if isinstance(one, Clamp)], strict=True
-            )
-            self._join(known.reads, known.of, step, Clamps(change, features, values, edit.mode == "scale"))
+        if count > 1:
+            part = Clamps(change, step.alike.features, step.alike.values, edit.mode == "scale")
+            self._join(known.reads, known.of, step, part)
             return
         for number, site in enumerate(known.sites):
             held = None if known.reads == site else self.reads.feature(target, known.reads, site, at)
@@ -160,15 +159,16 @@ class _Planner:
 
     def _are_plain(self, step: Step, known: _Clamped) -> bool:
         """Whether clamps may be planned as one part; otherwise each is planned by itself, and may be refused."""
-        info = known.info
+        info, edit = known.info, step.edit
+        assert isinstance(edit, Clamp)
         if known.sites != (known.reads,) or is_by_rows(self.catalog, known.key) or getattr(info, "feature_ids", None):
             return False
-        most = len(step.edits) * len(self._windows(step.edit.scope, step.at, info.skip_first))
-        most += self.entries + len(self.reads) + len(step.edit.when) + (step.strength is not None)
-        edits: Sequence[Any] = step.edits
-        if edits[0].unit == "max_act" and not all(info.knows_max_act(one.feature) for one in edits):
+        most = step.alike.size * len(self._windows(edit.scope, step.at, info.skip_first))
+        most += self.entries + len(self.reads) + len(edit.when) + (step.strength is not None)
+        features = step.alike.features
+        if edit.unit == "max_act" and not all(map(info.knows_max_act, features)):
             return False
-        return most <= self.catalog.max_entries and max(one.feature for one in edits) < info.features
+        return most <= self.catalog.max_entries and max(features) < info.features
 
     def add(self, step: Step) -> None:
         edit = step.edit
@@ -314,7 +314,7 @@ class _Planner:
         )
         if not _made_band(group, step.edit, part, (*keys, strength)):
             group.members.append(_Member(part, keys, held, strength))
-            self.entries += len(part.windows) * len(step.edits)
+            self.entries += len(part.windows) * step.alike.size
         most = self.catalog.max_entries
         if self.entries + len(self.reads) > most:
             at = step.at.removeprefix("saesteer.")  # a module's field begins with another word

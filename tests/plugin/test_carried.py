@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.renderers.inputs.preprocess import prompt_to_seq
 
+from saesteer.language.alike import Edits
 from saesteer.language.fields import Record
 from saesteer.language.returns import Consumer
 from saesteer.language.spec import Spec, as_spec, clamp, from_json
@@ -33,7 +34,8 @@ thorough = settings(max_examples=100, deadline=None, suppress_health_check=[Heal
 def held(value: Any) -> Iterator[Any]:
     """Everything that a value holds, itself included."""
     yield value
-    inside = vars(value).values() if isinstance(value, Record | Consumer) else value if isinstance(value, tuple) else ()
+    inside = vars(value).values() if isinstance(value, Record | Consumer | Edits) else ()
+    inside = value if isinstance(value, tuple) else inside
     for one in inside:
         yield from held(one)
 
@@ -49,7 +51,7 @@ def spoil(value: Any) -> None:
 @thorough
 @given(specs)
 def test_a_spec_is_its_own_copy_as_nothing_in_it_can_change(spec: Spec) -> None:
-    fixed = (Record, Consumer, tuple, str, int, float, bytes, type(None))
+    fixed = (Record, Consumer, Edits, tuple, str, int, float, bytes, type(None))
     assert {type(one) for one in held(spec) if not isinstance(one, fixed)} == set()
     assert copy.deepcopy(spec) is spec and copy.deepcopy([spec])[0] is spec
     with pytest.raises(AttributeError):

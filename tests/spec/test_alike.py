@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from saesteer.engine.wire import encode
 from saesteer.errors import SpecError
-from saesteer.language import spec
-from saesteer.language.spec import from_json
-from saesteer.planning import expand
+from saesteer.language import alike, spec
+from saesteer.language.alike import Alike, Edits
+from saesteer.language.edits import Clamp
+from saesteer.language.spec import Spec, from_json
 from saesteer.planning.applied import applied
 from saesteer.planning.plan import Clamps
 from saesteer.planning.planner import Catalog, plan
@@ -71,7 +73,7 @@ def outcome(work: Callable[[], object]) -> object:
 def test_edits_are_read_as_if_each_stood_alone(found: list[Any]) -> None:
     together = outcome(lambda: from_json({"edits": found}).edits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "read_like", lambda *rest: None)
+        patch.setattr(spec, "with_following", lambda edit, *rest: Alike.alone(edit))
         assert repr(outcome(lambda: from_json({"edits": found}).edits)) == repr(together)
 
 
@@ -80,19 +82,19 @@ def test_edits_are_read_as_if_each_stood_alone(found: list[Any]) -> None:
 @example([{"op": "clamp", "dictionary": "gs15", "feature": n % 7, "value": n} for n in range(9)], False)
 @example([{"op": "clamp", "dictionary": "gs15", "feature": n, "value": n} for n in range(FEW + 1)], True)
 def test_a_plan_is_the_plan_of_each_by_itself(found: list[Any], in_module: bool) -> None:
-    module = outcome(lambda: from_json({"edits": found}))
-    if isinstance(module, tuple):
+    if isinstance(outcome(lambda: from_json({"edits": found})), tuple):
         return
-    catalog = Catalog(INFOS, SITES, FEW, VECTORS, {"m": module}, 4)  # type: ignore[dict-item]
-    asked = from_json({"edits": [{"op": "use", "module": "m", "scale": 2.0}] if in_module else found})
 
     def everything() -> object:
+        catalog = Catalog(INFOS, SITES, FEW, VECTORS, {"m": from_json({"edits": found})}, 4)
+        asked = from_json({"edits": [{"op": "use", "module": "m", "scale": 2.0}] if in_module else found})
         made = plan(asked, catalog, 10)
         return made, encode(made, catalog), runs(made, contents(made, catalog)), applied(made, catalog)
 
     together = outcome(everything)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expand, "_kind", lambda one: object())
+        patch.setattr(alike, "_kind", lambda one: object())
+        patch.setattr(spec, "with_following", lambda edit, *rest: Alike.alone(edit))
         assert outcome(everything) == together
 
 
@@ -102,3 +104,28 @@ def test_many_alike_are_one_part() -> None:
     [part] = group.parts
     assert isinstance(part, Clamps) and part.features == (*range(FEW),)
     assert [change.field for change in group.changes] == [f"saesteer.edits[{n}]" for n in range(FEW)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(neighbours(), st.data())
+def test_edits_are_a_sequence_of_records_and_equal_however_they_came(found: list[Any], data: st.DataObject) -> None:
+    read = outcome(lambda: from_json({"edits": found}))
+    if not isinstance(read, Spec):
+        return
+    edits = [*read.edits]
+    made = Spec(edits)
+    assert isinstance(read.edits, Edits) and made == read and hash(made) == hash(read)
+    assert made.to_json() == read.to_json() and from_json(made.to_json()) == read
+    assert len(read.edits) == len(edits) == len(found) and repr(read) == repr(made)
+    assert edits == [from_json({"edits": [one]}).edits[0] for one in found]
+    assert [one for part in read.edits.parts for one in part.each()] == edits
+    at = data.draw(st.integers(0, len(edits) - 1))
+    assert read.edits[at] == edits[at] and [*read.edits[at:]] == edits[at:]
+    other = edits[at]
+    if isinstance(other, Clamp):
+        edits[at] = replace(other, only_if_active=not other.only_if_active)
+        assert Spec(edits) != read and replace(read, edits=edits) != read
+    for part in read.edits.parts:
+        start = data.draw(st.integers(0, part.size - 1))
+        end = data.draw(st.integers(start + 1, part.size))
+        assert [*part.part(start, end).each()] == [*part.each()][start:end]

@@ -94,7 +94,7 @@ def test_a_scope_of_the_prompt_without_a_token() -> None:
 def test_python_and_json_say_the_same() -> None:
     assert stop(RISK, 3) == stop(Gate(probe="one", above=0.5), 3) == Stop(3, when=(Watched(probe="one", above=0.5),))
     wire = {"op": "flag", "for": 2, "when": RISK, "scope": {"prompt": True}}
-    assert from_json({"edits": [wire]}).edits == (flag(RISK, 2, {"prompt": True}),)
+    assert [*from_json({"edits": [wire]}).edits] == [flag(RISK, 2, {"prompt": True})]
     assert Spec(edits=(flag(RISK, 2, {"prompt": True}),)).to_json() == {"edits": [wire]}
 
 

@@ -14,6 +14,7 @@ from copy import copy
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.language.alike import parts_of
 from saesteer.language.fields import show
 from saesteer.language.spec import OPS, RULES, Spec
 from saesteer.plugin.results.failures import SpecRefused
@@ -38,7 +39,7 @@ def summary(wire: Any) -> str:
     if isinstance(wire, Mapping) and isinstance(wire.get("plan"), bytes):  # admitted: no JSON has bytes
         return str(wire["said"])
     if isinstance(wire, Spec):
-        return _counted([edit.op for edit in wire.edits])
+        return _counted([part.first.op for part in parts_of(wire.edits) for _ in range(part.size)])
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     if not isinstance(edits, list | tuple):
         return f"a text of {len(wire)} characters" if isinstance(wire, str) else show(wire)

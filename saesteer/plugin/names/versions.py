@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any
 
 from saesteer.errors import RegistryError
+from saesteer.language.alike import Alike, Edits, parts_of
 from saesteer.language.edits import Use
 from saesteer.language.fields import text
 from saesteer.language.spec import Spec
@@ -89,7 +90,7 @@ class Names:
     def count(self, version: Version, spec: Spec) -> None:
         """Count a request that was admitted with a version."""
         default = version.catalog.default if spec.defaults else None
-        edits = spec.edits if default is None else (Use(default), *spec.edits)
+        edits = spec.edits if default is None else Edits([Alike(Use(default)), *parts_of(spec.edits)])
         used = [version.puts[name] for name in names_in(edits, version.catalog.modules, spec.returns)]
         with self._lock:
             if self._board is None:
