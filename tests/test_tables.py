@@ -122,6 +122,6 @@ def test_what_nobody_edits_is_captured_as_it_comes() -> None:
     ):
         reads = Readout("activation", "saesteer.return", "resid_post.1", "resid_post.1", True, ((0, END),))
         wire = decode(encode(replace(plan(*groups), readouts=(reads,)), CATALOG)["plan"])
-        [(_, _, _, _, captured)] = [site for site in wire.sites if site[0] == "resid_post.1"]
+        [(_, _, _, captured)] = [site for site in wire.sites if site[0] == "resid_post.1"]
         [(_, ops, after, *_)] = wire.readouts
         assert captured == expected and ops == ["resid_post.1"] and after == (expected == layout.AFTER)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.readouts import Reading
-from saesteer.engine.wire import GROUP, POWER, TARGET, Wire, norm_of
+from saesteer.engine.wire import POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
@@ -129,44 +129,47 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
     )
     head = begin = layout.head(len(places.sites))
-    words = np.zeros(head + layout.ENTRY * sum(count for _, count, *_ in wire.sites if count > 1), dtype=np.int32)
+    words = np.zeros(head + layout.ENTRY * (len(table) - [sum(site[1]) for site in wire.sites].count(1)), np.int32)
     spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
     fronts = spans[:, : layout.ONE]
     alone: dict[int, int] = {}  # entries that are the only ones of their sites, by the site's number
-    moved: list[int] = []  # how much further each entry is in the words than in the table
+    ends: list[int] = []  # GROUP_END of each entry
     uses: dict[tuple[str, Arrow], int] = {}
     at, which = [], []
-    first, doses, most, whole = 0, 0, 1, False
-    for site, count, groups, changed, captures in wire.sites:
+    first, doses, most, whole, every = 0, 0, 1, False, 0
+    for site, groups, changed, captures in wire.sites:
+        number, count = places.sites[site], sum(groups)
         end = first + count
-        measured = _measured(wire, limit, changed)
-        dense = (0, 0, 0)
-        plain = not arrows and not reduce(or_, flags[first:end], 0) & (layout.RANKED | layout.RECONSTRUCT)
-        for line in () if plain else range(first, end):
-            if targets[line] < 0:
-                at.append(line)
-                which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
-            elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
-                dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
-        number = places.sites[site]
+        own = flags[first:end]
+        bits = reduce(or_, own, 0)
         here = begin
         if count == 1:
             here = layout.one_at(number)
             alone[number] = first
+        measured = _measured(wire, limit, changed)
+        dense = (0, 0, 0)
+        for line in range(first, end) if arrows or bits & (layout.RANKED | layout.RECONSTRUCT) else ():
+            if targets[line] < 0:
+                at.append(here + layout.ENTRY * (line - first) + layout.SLOT)
+                which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
+            elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
+                dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
         span = layout.span_words(
-            flags[first:end],
+            own,
             gated=any(gates[first:end]),
-            groups=groups,
+            groups=len(groups),
             begin=here,
             dense=dense,
             doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
             captures=captures,
         )
-        moved += [here - layout.ENTRY * first] * count
+        for many in groups:
+            here += layout.ENTRY * many
+            ends += [here] * many
         begin += layout.ENTRY * count * (count > 1)
         fronts[number] = span
-        most, first, doses = max(most, span[layout.PARTS]), end, doses + measured
-    table[:, layout.GROUP_END] = wire.lines[:, GROUP] + np.array(moved, np.int32)
+        most, first, doses, every = max(most, span[layout.PARTS]), end, doses + measured, every | bits
+    table[:, layout.GROUP_END] = ends
     if alone:
         lines = [*alone.values()]
         spans[[*alone], layout.ONE :] = table[lines]
@@ -179,14 +182,13 @@ def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: floa
         words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
     slots, used = _NOWHERE, _NOWHERE
     if at:
-        slots = np.array([moved[line] + layout.ENTRY * line + layout.SLOT for line in at], np.intp)
-        used = np.array(which, np.intp)
+        slots, used = np.array(at, np.intp), np.array(which, np.intp)
     kinds = spans[:, layout.KIND] & layout.KERNELS
-    for site, count, *_, captures in wire.sites:
-        if not count:
+    for site, groups, _, captures in wire.sites:
+        if not groups:
             kinds[places.sites[site]] = captures
     row = Row(words, _shared(kinds.tobytes()), wire.edits, doses, (*uses,), slots, used)
-    row.parts = bool(reduce(or_, flags, 0) & (layout.ANSWER | layout.REASONING))
+    row.parts = bool(every & (layout.ANSWER | layout.REASONING))
     words[layout.COUNTERS] = row.counters
     words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (row.counters > 0)
     return row

@@ -8,8 +8,9 @@ do the rows of a feature whose dictionary stays in its file; what else the worke
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -39,23 +40,24 @@ from saesteer.planning.plan import (
 )
 from saesteer.planning.readouts import together
 
-# A line is an entry, in which SLOT is a feature's number and the values of its dictionary are missing, and these words:
+# A line is an entry whose SLOT is a feature's number, without GROUP_END and the dictionary's values, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector or a feature's rows ~index in Wire.digests
 POWER = TARGET + 1  # ADD, LOW and HIGH are in units of the target's max_act or length to this power: 0, 1 or -1
-GROUP = POWER + 1  # GROUP_END, counted from the row's first entry
-LINE = GROUP + 1
+LINE = POWER + 1
 FEATURE = "feature "  # in front of a dtype: its max_act or 1 as float32, then encoder row and decoder row
 _NORMS = {"none": 0, "layer_norm": layout.LAYER_NORM, "l2_sqrt_d": layout.L2_NORM}
 _FLOAT = Struct("<f").pack
 _LINE = Struct("<9i7f2i").pack  # makes one line; many times as fast as numpy for a few lines
+_BYTES = 4 * LINE
+_VARIED = Struct("<i12si16s2f28s")  # a line as what clamps that are alike differ in, and the bytes in between
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wire:
     """A plan as the worker reads it."""
 
-    # In forward order: name, lines, groups, whether anything is changed, what is captured (layout.BEFORE, AFTER).
-    sites: Sequence[tuple[str, int, int, bool, int]]
+    # In forward order: name, lines of each group, whether anything is changed, what is captured (layout.BEFORE, AFTER).
+    sites: Sequence[tuple[str, Sequence[int], bool, int]]
     dictionaries: Sequence[str]
     digests: Sequence[bytes]  # one for each vector, DIGEST bytes long
     edits: int  # number of changes; each counts its tokens in a column of its own
@@ -75,7 +77,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
     if not (plan or plan.readouts or plan.measures):
         return {"plan": b"", "vectors": []}
     targets = _Targets(catalog)
-    here: defaultdict[str, list[list[bytes]]] = defaultdict(list)  # by site the lines of its groups, without GROUP
+    here: defaultdict[str, list[list[bytes]]] = defaultdict(list)  # by site the lines of its groups
     for one in plan.inputs:
         if not here[one.site]:
             here[one.site].append([])
@@ -85,7 +87,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         members: list[bytes] = []
         for part in group.parts:
             if isinstance(part, Clamps):
-                members += targets.clamps(part, group.site, edits)
+                members.append(targets.clamps(part, group.site, edits))
                 edits += len(part.features)
             else:
                 members += targets.change(part, group.site, edits)
@@ -108,15 +110,14 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
     lines: list[bytes] = []
     for site in sorted(here, key=order):  # of two sites with the same op, the first is a part of the second
         op = catalog.op_site(site)
-        numbers = sites.setdefault(op, [0, 0, False, captured[op]])
-        numbers[0] += sum(map(len, here[site]))
-        numbers[1] += len(here[site])
-        numbers[2] |= site in changed
+        about = sites.setdefault(op, [op, [], False, captured[op]])
+        about[2] |= site in changed
         for members in here[site]:
-            end = (layout.ENTRY * (len(lines) + len(members))).to_bytes(4, "little")
-            lines += [line + end for line in members]
-    about = [[site, *numbers] for site, numbers in sites.items()]
-    head = json.dumps([about, [*targets.dictionaries], len(targets.vectors), edits, dose, readouts]).encode()
+            lines.append(b"".join(members))
+            about[1].append(len(lines[-1]) // _BYTES)
+    head = json.dumps(
+        [[*sites.values()], [*targets.dictionaries], len(targets.vectors), edits, dose, readouts]
+    ).encode()
     return {
         "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
         "vectors": [*map(_brought, targets.brought.values()), *map(_rows, targets.rows.values())],
@@ -161,18 +162,20 @@ class _Targets:
         flags = source.flags | layout.READ | layout.RECONSTRUCT * isinstance(one.target, Whole)
         return _LINE(source.slot, 0, 0, END, flags, one.register, 0, 0, 0, *law, source.target, 0)
 
-    def clamps(self, part: Clamps, site: str, column: int) -> list[bytes]:
+    def clamps(self, part: Clamps, site: str, column: int) -> bytes:
         """The entries of several changes: those of the first, with other features, values and columns."""
-        first = self.change(part.first, site, column)
-        many = len(part.features)
-        lines = np.frombuffer(bytearray(b"".join(first * many)), "<i4").reshape(many, len(first), -1)
-        lines[:, :, layout.SLOT] = np.array(part.features)[:, None]
-        lines[:, :, layout.FLAGS] += np.arange(many, dtype=np.int32)[:, None] << layout.COUNTER
-        values = np.array(part.values)[:, None]
-        word, values = (layout.MUL, values - 1.0) if part.scales else (layout.ADD, values)
-        lines.view("<f4")[:, :, word] = values
-        data, size = lines.tobytes(), len(first[0])
-        return [data[at : at + size] for at in range(0, len(data), size)]
+        one, several = part.first, part.values
+        muls: Iterable[float] = repeat(one.scale - 1.0)
+        adds: Iterable[float] = several
+        if part.scales:
+            muls, adds = [value - 1.0 for value in several], repeat(one.shift)
+        windows = []
+        for line in self.change(one, site, column):  # one for each window
+            _, first, flags, second, _, _, rest = _VARIED.unpack(line)
+            columns = range(flags, flags + (len(several) << layout.COUNTER), 1 << layout.COUNTER)
+            numbers = (part.features, repeat(first), columns, repeat(second), muls, adds, repeat(rest))
+            windows.append(map(_VARIED.pack, *numbers))
+        return b"".join(chain.from_iterable(zip(*windows, strict=True)))
 
     def change(self, one: Change, site: str, column: int) -> list[bytes]:
         """The entries of a change, one for each window; ``column`` is its place among the counts."""

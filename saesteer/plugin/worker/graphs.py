@@ -84,7 +84,7 @@ class Choice:
 def _needed(wire: Wire) -> Sites:
     """Where a request needs ops."""
     # A site without lines has nothing to do but to capture.
-    reads = frozenset(site for site, lines, _, changed, _ in wire.sites if not (lines or changed))
+    reads = frozenset(site for site, groups, changed, _ in wire.sites if not (groups or changed))
     return Sites(frozenset(site for site, *_ in wire.sites) - reads, reads)
 
 
