@@ -239,7 +239,7 @@ def span_words(
     parts = 1
     keeps = all(one & READ and one & RECONSTRUCT for one in flags)
     if groups == 1 and (keeps or not every & (GATE | READ)):
-        decodes = any(one & RECONSTRUCT and not one & HELD for one in flags)
+        decodes = every & RECONSTRUCT and any(one & RECONSTRUCT and not one & HELD for one in flags)
         parts = MOST_PARTS if decodes else min(MOST_PARTS, -(-n // PART))
     if captures & AFTER:  # it is complete where one program has all of the token
         parts = 1

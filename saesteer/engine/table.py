@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,32 +210,36 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
     floats, targets, power = table.view(np.float32), wire.lines[:, TARGET], wire.lines[:, POWER]
     flags = reduce(or_, table[:, layout.FLAGS].tolist(), 0)
     in_units = any(power.tolist())
-    size = np.ones(len(table))  # of the unit of each
+    size = np.ones(len(table) if in_units or arrows else 0)  # of the unit of each
+    several = len(wire.dictionaries) > 1 or bool(arrows)
     for one, name in enumerate(wire.dictionaries):
         place = places.dictionaries[name]
-        info, lines = place.info, (targets == one).nonzero()[0]
+        info = place.info
+        whole = bool(flags & layout.RECONSTRUCT) or info.activation in RANKED
+        # All of them is a slice, which numpy looks up in a third of the time.
+        lines: Any = (targets == one).nonzero()[0] if several or place.apart or whole else slice(None)
         if place.apart:
             held = (table[lines, layout.FLAGS] & layout.HELD).astype(bool)
             rows = rows_of_features(info, table[lines[held], layout.SLOT])
             table[lines[held], layout.SLOT] = place.out + rows
-            if place.max_act is not None:
+            if in_units and place.max_act is not None:
                 size[lines[held]] = place.max_act[rows]
             lines = lines[~held]
         if place.flags:
             table[lines, layout.FLAGS] |= place.flags
-        if flags & layout.RECONSTRUCT or info.activation in RANKED:
-            whole = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
-            ranged = lines if info.activation in RANKED else lines[whole]
+        if whole:
+            made = (table[lines, layout.FLAGS] & layout.RECONSTRUCT).astype(bool)
+            ranged = lines if info.activation in RANKED else lines[made]
             table[ranged, layout.SIZE : layout.TOP_K + 1] = info.features, info.k or 0
-            table[lines[whole], layout.SLOT] = place.number
-            lines = lines[~whole]
+            table[lines[made], layout.SLOT] = place.number
+            lines = lines[~made]
         rows = rows_of_features(info, table[lines, layout.SLOT])
-        table[lines, layout.SLOT] = place.base + rows
         floats[lines, layout.BIAS : layout.THRESHOLD + 1] = place.numbers[rows]
-        if info.activation == "groupmax":
-            table[lines, layout.SIZE : layout.TOP_K + 1] = info.features // (info.k or 1), 1
         if in_units and place.max_act is not None:
             size[lines] = place.max_act[rows]
+        table[lines, layout.SLOT] = place.base + rows  # where all are meant, the rows are a view of these words
+        if info.activation == "groupmax":
+            table[lines, layout.SIZE : layout.TOP_K + 1] = info.features // (info.k or 1), 1
     if arrows:
         lines = (targets < 0).nonzero()[0]
         size[lines] = np.array([arrow.length for arrow in arrows])[~targets[lines]]
