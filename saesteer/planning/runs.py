@@ -8,7 +8,7 @@ import hashlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain, compress, pairwise
+from itertools import chain, compress, pairwise, repeat
 from operator import itemgetter
 from struct import Struct
 from typing import Any
@@ -148,9 +148,9 @@ def _content(part: Change | Clamps, site: str, waiting: _Waiting, catalog: Catal
     behind = one.low, one.high, one.gain, one.only_if_active
     if not isinstance(part, Clamps):
         return _LAW(one.scale, one.shift, *behind, feature, len(text)) + text
-    laws = [(value, one.shift) if part.scales else (one.scale, value) for value in part.values]
-    several = zip(laws, part.features, strict=True)
-    return b"".join([_LAW(*law, *behind, feature, len(text)) + text for law, feature in several])
+    scales, shifts = (part.values, repeat(one.shift)) if part.scales else (repeat(one.scale), part.values)
+    laws = map(_LAW, scales, shifts, *map(repeat, behind), part.features, repeat(len(text)))
+    return text.join(laws) + text
 
 
 def _number(read: Read, catalog: Catalog) -> str:
