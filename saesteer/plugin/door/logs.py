@@ -8,8 +8,7 @@ A refused spec is the client's mistake and is not logged; vLLM would log it with
 
 import logging
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -39,16 +38,19 @@ def summary(wire: Any) -> str:
     if isinstance(wire, Mapping) and isinstance(wire.get("plan"), bytes):  # admitted: no JSON has bytes
         return str(wire["said"])
     if isinstance(wire, Spec):
-        return _counted([part.first.op for part in parts_of(wire.edits) for _ in range(part.size)])
+        return _counted((part.first.op, part.size) for part in parts_of(wire.edits))
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     if not isinstance(edits, list | tuple):
         return f"a text of {len(wire)} characters" if isinstance(wire, str) else show(wire)
     ops = [one.get("op") if isinstance(one, Mapping) else None for one in edits]
-    return _counted([op if isinstance(op, str) and op in _KNOWN else "unknown" for op in ops])
+    return _counted((op if isinstance(op, str) and op in _KNOWN else "unknown", 1) for op in ops)
 
 
-def _counted(ops: Sequence[str]) -> str:
-    return ", ".join(f"{count} {op}" for op, count in Counter(ops).items()) or "no edits"
+def _counted(ops: Iterable[tuple[str, int]]) -> str:
+    found: dict[str, int] = {}
+    for op, count in ops:
+        found[op] = found.get(op, 0) + count
+    return ", ".join(f"{count} {op}" for op, count in found.items()) or "no edits"
 
 
 @around
