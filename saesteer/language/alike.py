@@ -102,7 +102,7 @@ def with_following(edit: Edit, items: Sequence[Any], at: int, end: int) -> Alike
         end: the items from there on are not looked at.
     """
     found, was = Alike.alone(edit), items[at]
-    if not found.features or was.__class__ is not dict or at + 1 >= end:
+    if at + 1 >= end or not found.features or was.__class__ is not dict:
         return found
     shared = itemgetter(*[key for key in was if key not in ("feature", "value")])
     mine, size = shared(was), len(was)

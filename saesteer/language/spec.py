@@ -138,9 +138,10 @@ class Spec(Record):
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
 
     def _whole(self, at: str) -> None:
-        total = sum(one.size * len(one.first.scope.positions or ()) for one in parts_of(self.edits))
-        for path, scope in self.returns.scopes():
-            total += len(scope.positions or ())
+        reads = [(path, len(scope.positions)) for path, scope in self.returns.scopes() if scope.positions]
+        total = sum(one.size * len(one.first.scope.positions or ()) for one in parts_of(self.edits)) if reads else 0
+        for path, intervals in reads:
+            total += intervals
             if total > MAX_POSITIONS:
                 message = f"got {total} intervals up to here, expected at most {MAX_POSITIONS}"
                 fail(f"{at}.return.{path}.scope.positions", "too_many", message)
