@@ -4,7 +4,7 @@ vLLM's own models do not declare the field, so it is added to the document that 
 from the records of ``saesteer.language``; the server also checks what a schema cannot express.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import Spec
 from saesteer.plugin.http.routes import SERVED
 
+_LISTS = (tuple, Sequence)
 _PLAIN: dict[Any, dict[str, str]] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -207,9 +208,9 @@ def schema_of(hint: Any) -> dict[str, Any]:
     held = get_args(hint)
     if get_origin(hint) is Literal:
         return {"enum": list(held)}
-    if get_origin(hint) is not tuple:
+    if get_origin(hint) not in _LISTS:
         return _any_of(*held)
-    if held[-1] is ...:
+    if held[-1] is ... or get_origin(hint) is Sequence:
         return {"type": "array", "items": schema_of(held[0])}
     return {"type": "array", "items": _any_of(*held), "minItems": len(held), "maxItems": len(held)}
 
@@ -217,13 +218,13 @@ def schema_of(hint: Any) -> dict[str, Any]:
 def _item(hint: Any) -> Any:
     """The items of a list, or of the first list among several types."""
     first = get_args(hint)[0]
-    return first if get_origin(hint) is tuple else _item(first)
+    return first if get_origin(hint) in _LISTS else _item(first)
 
 
 def _any_of(*hints: Any) -> dict[str, Any]:
     """The schema of one of several types; a union among them is flattened."""
     flat: list[Any] = []
     for hint in hints:
-        inner = get_args(hint) if get_origin(hint) not in (tuple, Literal, None) else (hint,)
+        inner = get_args(hint) if get_origin(hint) not in (*_LISTS, Literal, None) else (hint,)
         flat += [one for one in inner if one not in flat]
     return {"anyOf": [schema_of(one) for one in flat]}
