@@ -84,11 +84,11 @@ class Brought:
         return found
 
     def told(self) -> Mapping[str, Sequence[Told]]:
-        """By request the positions of rows that are in files of another process's."""
+        """By request, the positions of rows that another process has written into files."""
         return {} if self.files is None or isinstance(self.files, Filed) else self.files
 
     def owed(self, ending: Collection[str]) -> dict[str, Owed]:
-        """What files of this process still lack of these requests, as far as they have some; it waits for nothing."""
+        """What the files of these requests still lack, where this process writes them; it waits for nothing."""
         return self.files.ask(ending) if isinstance(self.files, Filed) else {}
 
     def blobs(self, ending: Iterable[str], ends: Mapping[str, int] | None = None) -> dict[str, list[Blob]]:

@@ -27,11 +27,6 @@ class Sites(NamedTuple):
         """The number of ops."""
         return len(self.all)
 
-    @property
-    def counts(self) -> bool:
-        """Whether something may be counted, so that steps are published."""
-        return bool(self.edits)
-
 
 Sets = tuple[Sites, ...]  # fewest ops first; the last has all
 

@@ -307,26 +307,20 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     if not required <= value.keys():
         key = next(key for key in known if key in required and key not in value)
         fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
-    return _made(cls, defaults, value, [key for key in known if key in value], at)
+    made = object.__new__(cls)
+    values = made.__dict__
+    values.update(defaults)
+    for key, one in known.items():
+        if key in value:
+            values[one.name] = one.metadata["check"](value[key], f"{at}.{key}")
+    made._whole(at)
+    return made
 
 
 def varied(one: R, **values: Any) -> R:
     """The same record with other values under names in Python, which are known to be right."""
     made = object.__new__(type(one))
     made.__dict__.update(one.__dict__, **values)
-    return made
-
-
-def _made(cls: type[R], others: Mapping[str, Any], given: Mapping[str, Any], keys: Iterable[str], at: str) -> R:
-    """A record with the values given under some keys, which are checked, and the others."""
-    known = table(cls)
-    made = object.__new__(cls)
-    values = made.__dict__
-    values.update(others)
-    for key in keys:
-        one = known[key]
-        values[one.name] = one.metadata["check"](given[key], f"{at}.{key}")
-    made._whole(at)
     return made
 
 

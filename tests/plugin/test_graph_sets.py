@@ -318,7 +318,7 @@ def test_the_device_numbers_a_step_where_the_host_does(engine: Engine, batches: 
         sites = world.steering.choice.sets[world.step(*sorted(batch))]
         work = engine.work[0].tolist()
         counted = work[0] > 0 and bool(work[3] & layout.COUNTED)
-        assert counted == bool(batch & {"clamp", "add"}) <= sites.counts
+        assert counted == bool(batch & {"clamp", "add"}) <= bool(sites.edits)
         assert engine.last_published()[0] == before + counted
         assert world.steering.any == (batch != {"plain"})
 

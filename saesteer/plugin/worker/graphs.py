@@ -153,7 +153,7 @@ def only(engine: Engine, sites: Sites) -> Iterator[None]:
         [site.index for name, site in engine.sites.items() if name in names]
         for names in (engine.sites.keys() - sites.all, sites.reads)
     )
-    silent += [] if sites.counts else [engine.published]
+    silent += [] if sites.edits else [engine.published]
     with ops.silenced(silent), ops.copying(copying):
         yield
 
