@@ -45,7 +45,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL))
+	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL)) $(if $(FIRST),--first $(FIRST))
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not network and not vision"

@@ -24,7 +24,8 @@ from tests.plugin.serving import CUDA as CUDA
 from tests.plugin.serving import served
 from tests.shared import Shared
 
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used CUDA
+if CUDA:
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used it
 WIDTH = 576  # of the embedded model
 SECOND = "smollm2-135m-instruct/15-second-res-96"  # the address of this dictionary, say its files
 
@@ -225,7 +226,7 @@ def make_engine(served_dir: str, dictionaries: Dictionaries, shared: Shared) -> 
         try:
             yield llm
         finally:
-            llm.llm_engine.engine_core.shutdown()
+            llm.llm_engine.engine_core.shutdown(timeout=1)  # on a CPU it would wait for 5 s, in vain
 
     def make(**changes: Any) -> Any:
         options = engine_options(**changes)

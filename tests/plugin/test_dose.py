@@ -85,7 +85,7 @@ def test_a_limit_is_told_whether_asked_for_or_not(refusing: Any) -> None:
 def exactly(llm: Any, prompts: list[str]) -> list[Any]:
     """Answers to the bit, with logprobs; one after the other, as the engine may begin with some of a batch."""
     assert llm.reset_prefix_cache(), "no block is held"
-    return [generate(llm, [prompt], spec)[0] for prompt in prompts for spec in (None, BRIDGE)]
+    return [generate(llm, [prompt], spec, tokens=4)[0] for prompt in prompts for spec in (None, BRIDGE)]
 
 
 @pytest.mark.parametrize("edit", [STRONG, LATE, EARLY], ids=["prompt", "answer", "first part of a prompt"])
@@ -95,7 +95,7 @@ def test_a_call_raises_with_the_other_answers_and_leaves_nothing_behind(refusing
     prompts = [*PROMPTS, LONG_PROMPT]
     before = exactly(refusing, prompts)
     for n in (1, 2):
-        params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=40, ignore_eos=True)
+        params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=16, ignore_eos=True)
         for _ in range(2):  # the prefix cache hides nothing
             with pytest.raises(PromptsFailed, match=r"^1 of 5 prompts failed, .*prompts\[4\]: ") as told:
                 refusing.generate(prompts, params, steer=[None, BRIDGE, None, None, edit], use_tqdm=False)
@@ -103,7 +103,7 @@ def test_a_call_raises_with_the_other_answers_and_leaves_nothing_behind(refusing
             assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
             *others, failed = told.value.outputs
             assert failed is None and [output.prompt for output in others] == prompts[:-1]
-            assert all(len(choice.token_ids) == 40 for output in others for choice in output.outputs)
+            assert all(len(choice.token_ids) == 16 for output in others for choice in output.outputs)
             assert others[1].saesteer["applied"] and [len(output.outputs) for output in others] == [n] * 4
             processor = refusing.llm_engine.output_processor
             assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
@@ -114,7 +114,7 @@ def test_every_row_is_free_again(refusing: Any) -> None:
     """More refused ones than the table has rows; then as many others at once as it has."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     for _ in range(5):
         with pytest.raises(SpecError):
             refusing.generate([PROMPTS[0]] * 16, params, steer=LATE, use_tqdm=False)

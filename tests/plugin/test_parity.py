@@ -238,7 +238,7 @@ def test_random_specs_of_every_kind_agree_with_the_oracle(make_engine: Any, orac
 def test_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model, name: str) -> None:
     llm = make_engine(dtype="float32")
     prompts = [PROMPTS[0], LONG_PROMPT]
-    made = generate(llm, prompts, SPECS[name], tokens=32)
+    made = generate(llm, prompts, SPECS[name], tokens=16)
     plain = generate(llm, prompts, tokens=8)
     assert [one[:8] for one in made] != plain, "the spec does something"
     left_out = 0
@@ -247,11 +247,11 @@ def test_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model, name
         left_out += skipped
         assert difference < TOLERANCE
     # Where a GPU rounds to tf32, one of the 8 strongest of 96 random features is near its rank on most tokens, or all.
-    assert left_out < 48 or (CUDA and ("transcoder" in name or name == "a set")), "most tokens were compared"
+    assert left_out < 24 or (CUDA and ("transcoder" in name or name == "a set")), "most tokens were compared"
 
 
 def test_plain_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model) -> None:
-    made = generate(make_engine(dtype="float32"), PROMPTS, tokens=32)
+    made = generate(make_engine(dtype="float32"), PROMPTS, tokens=16)
     for prompt, one in zip(PROMPTS, made, strict=True):
         assert compare(oracle, prompt, one, {"edits": []})[0] < TOLERANCE
 
