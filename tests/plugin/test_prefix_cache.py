@@ -118,11 +118,11 @@ SCOPES = {
 def test_a_steered_second_turn_is_what_it_is_cold(llm: Any, scope: str) -> None:
     spec = {"edits": [{**OCEAN, **({"scope": SCOPES[scope]} if SCOPES[scope] else {})}]}
     ids = llm.get_tokenizer().encode(fresh(f"turn {scope}"))[:121]
-    first = ask(llm, ids, spec, 160)
+    first = ask(llm, ids, spec, 44)
     second = [*computed(first), *ids[5:15]]
     warm = ask(llm, second, spec)
     hit = expected_hit(first, warm)
-    assert hit == {"generated": 96, "prompt": 96, "negative positions": 96}.get(scope, 256)
+    assert hit == {"generated": 96, "prompt": 96, "negative positions": 96}.get(scope, 160)
     assert warm.num_cached_tokens == hit
     (said,) = warm.saesteer["applied"]
     inside = sum(max(0, min(hit, len(second) if end is None else end) - start) for start, end in said["positions"])
@@ -135,7 +135,7 @@ def test_a_steered_second_turn_of_a_chat(llm: Any, wanted: Any) -> None:
     """Messages are positions; a scope that begins at a message leaves all before it to everybody."""
     spec = {"edits": [{**OCEAN, "scope": {"messages": wanted}}]}
     turns = [{"role": "user", "content": fresh(f"chat {wanted}")[:300]}]
-    first = ask(llm, turns, spec if wanted != "assistant" else None, 100)
+    first = ask(llm, turns, spec if wanted != "assistant" else None, 48)
     turns += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And then? " * 9}]
     warm = ask(llm, turns, spec)
     assert warm.num_cached_tokens == expected_hit(first, warm)
@@ -158,7 +158,7 @@ def test_a_prompt_that_only_what_is_generated_edits_is_shared_with_everybody(llm
 
 def test_the_second_turn_after_a_steered_answer_is_cold(llm: Any) -> None:
     """Generated blocks are cached too: an unsteered second turn must not find those of a steered first."""
-    first = ask(llm, fresh("turns"), GENERATED, 48)
+    first = ask(llm, fresh("turns"), GENERATED, 40)
     second = [*computed(first), 28, 1670, 588]
     warm = ask(llm, second, None)
     assert warm.num_cached_tokens == len(first.prompt_token_ids) // BLOCK * BLOCK
