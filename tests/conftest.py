@@ -23,7 +23,7 @@ SHARERS = ("make_engine", "any_server", "demo_server")
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Of the tests: a shared machine that is a third as fast as on other days leaves most of them. DECISIONS.md has the reason.
+# Of the tests. A shared machine that is a third as fast as on other days leaves most; DECISIONS.md has the reason.
 MAY_BE_LEFT = 0.9
 
 _left: list[str] = []  # tests that were not reached

@@ -1,4 +1,4 @@
-"""Tests that are not reached in time are skipped by name, and fail a run if they are nine in ten. Where a run begins."""
+"""Tests that are not reached in time are skipped by name, and fail a run if they are nine in ten; where it begins."""
 
 import subprocess
 import sys
