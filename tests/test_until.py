@@ -1,4 +1,4 @@
-"""Tests that are not reached in time are skipped by name, and fail a run if they are nine in ten; where it begins."""
+"""Tests that a run does not reach are named, and fail it if they are nine in ten; and which file a run begins with."""
 
 import subprocess
 import sys
