@@ -7,7 +7,7 @@ its own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from saesteer.engine.brought import Brought, Made
 from saesteer.engine.lanes import File, Lanes, Read
-from saesteer.engine.pinned import Pinned
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import MOST, Filed, Writer
+from saesteer.engine.spool import Filed
+from saesteer.engine.staging import Staging
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import read_probes, reduce_rows
 from saesteer.kernels.read.rows import warm_up as warm_probes
@@ -53,12 +53,11 @@ class Captures:
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
-        self._writer = Writer()
         self._side: Any = None
-        self._pinned: Pinned | None = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of each step in turn
+        self._staging = Staging(device, self._side)
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +78,8 @@ class Captures:
         """Compile what probes launch, and make the memory in which rows for files come home."""
         for width, bank in self._banks.items():
             warm_probes(width, bank.dtype, self.device)
-        if self._side is not None and self._banks:
-            self._pinned = Pinned(MOST, locked=True)
+        if self._banks:
+            self._staging.warm()
 
     def bring(
         self,
@@ -101,31 +100,37 @@ class Captures:
         """
         if not reads and not sinks:
             return None
-        gathered = self._gather([*reads, *files], hidden)
-        if self._side is None:
-            made, event = [*map(_made, reads, gathered)], None
-            self._file(files, map(_bytes, gathered[len(reads) :]), None)
-        else:
-            self._ready.record(torch.cuda.current_stream(self.device))
-            self._side.wait_event(self._ready)
-            with torch.cuda.stream(self._side):
-                made = [*map(_made, reads, gathered)]
-                there = [self._home(rows) for rows in gathered[len(reads) :]]
-                for rows in gathered:
-                    rows.record_stream(self._side)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(self._side)
-            self._file(files, there, event)
-        # Rows in files have an event of the writer's: nobody waits for it here.
-        return Brought(made, event if made else None, Filed(sinks, self._writer) if sinks else None)
+        for one in files:
+            self._staging.add(one.filing, self._source(one.bank, hidden), self._known(one.chosen))
+        made, event = self._make(reads, hidden) if reads else ([], None)
+        return Brought(made, event, Filed(sinks, self._staging) if sinks else None)
 
-    def _gather(self, all_: Sequence[Read | File], hidden: Tensor | None) -> list[Tensor]:
+    def _make(self, reads: Sequence[Read], hidden: Tensor | None) -> tuple[list[Made], Any]:
+        """What is made of gathered rows, and the event behind it."""
+        gathered = self._gather(reads, hidden)
+        if self._side is None:
+            return [*map(_made, reads, gathered)], None
+        self._ready.record(torch.cuda.current_stream(self.device))
+        self._side.wait_event(self._ready)
+        with torch.cuda.stream(self._side):
+            made = [*map(_made, reads, gathered)]
+            for rows in gathered:
+                rows.record_stream(self._side)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._side)
+        return made, event
+
+    def _source(self, bank: int | None, hidden: Tensor | None) -> Tensor:
+        source = hidden if bank is None else self._banks[bank]
+        assert source is not None
+        return source
+
+    def _gather(self, all_: Sequence[Read], hidden: Tensor | None) -> list[Tensor]:
         """The rows of each, [n, d]; those of one bank are gathered together."""
         found: dict[int, Tensor] = {}  # by number of what is gathered
         for bank in dict.fromkeys(one.bank for one in all_):
             here = [(number, one.chosen) for number, one in enumerate(all_) if one.bank == bank]
-            source = hidden if bank is None else self._banks[bank]
-            assert source is not None
+            source = self._source(bank, hidden)
             if len(here) == 1:
                 [(number, chosen)] = here
                 found[number] = source.index_select(0, self._known(chosen))
@@ -145,15 +150,6 @@ class Captures:
                 del self._indices[next(iter(self._indices))]
         self._indices[key] = there  # the last used stands last
         return there
-
-    def _home(self, rows: Tensor) -> memoryview:
-        """The bytes of rows, on their way."""
-        there = None if self._pinned is None else self._pinned.copied(rows)
-        return _bytes(rows.to("cpu", non_blocking=True)) if there is None else there
-
-    def _file(self, files: Sequence[File], rows: Iterable[memoryview], event: Any) -> None:
-        if files:
-            self._writer.put([*zip((one.filing for one in files), rows, strict=True)], event)
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:
         """What ``bring`` returns, of a step without others around it, as Transformers has them.
@@ -186,10 +182,6 @@ class Captures:
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
         found = torch.from_numpy(index)
         return found if self._side is None else found.pin_memory().to(self.device, non_blocking=True)
-
-
-def _bytes(rows: Tensor) -> memoryview:
-    return rows.view(torch.uint8).view(-1).numpy().data
 
 
 def _made(read: Read, rows: Tensor) -> Made:

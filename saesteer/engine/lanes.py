@@ -68,7 +68,6 @@ class Lane:
             self.seek(lo)
             if self.lo <= lo < self.hi:
                 yield lo, lo - self.base, min(hi, self.hi) - lo
-        self.seek(position)  # if tokens behind it were guesses that do not hold, they come once more
 
 
 def _computed(reading: Reading) -> tuple[Any, ...]:
@@ -100,27 +99,65 @@ class File(NamedTuple):
 _Several = Sequence[int]  # tokens of a lane's request: number of the lane, first, position, and how many
 
 
-class _Group:
-    """Lanes that are computed together.
+class _Kind:
+    """Lanes that are computed together, whoever of them is in a batch: what is known of each stands at its seat.
 
     Args:
-        lanes: of a batch.
-        places: of their requests in it.
+        lane: one of them.
     """
 
-    def __init__(self, lanes: Sequence[Lane], places: Sequence[int]) -> None:
-        self._lanes, self._parts = lanes, [lane.part for lane in lanes]
-        self._bank, self._rows = lanes[0].bank, [lane.each for lane in lanes]
-        self._sinks = [lane.sink for lane in lanes if lane.sink is not None]  # all have one, or none
-        self._places: _Ints = np.array(places, dtype=np.int64)
-        self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
-        self._planes: _Ints = np.concatenate([lane.planes for lane in lanes]).reshape(len(lanes), -1)
+    def __init__(self, lane: Lane) -> None:
+        self.bank, self.each = lane.bank, lane.each
+        self.lanes: dict[int, Lane] = {}  # by seat
+        self._left: list[int] = []  # seats that somebody has left
+        self.planes: _Ints = np.zeros((1, len(lane.planes)), dtype=np.int64)
+        self.windows: _Ints = np.zeros((1, 3), dtype=np.int64)  # lo, hi and base
+
+    def seat(self, lane: Lane) -> int:
+        """Give a lane a seat."""
+        number = self._left.pop() if self._left else len(self.lanes)
+        if number == len(self.planes):
+            self.planes = np.concatenate([self.planes, self.planes])
+            self.windows = np.concatenate([self.windows, self.windows])
+        self.lanes[number] = lane
+        self.planes[number] = lane.planes
+        self.windows[number] = lane.lo, lane.hi, lane.base
+        return number
+
+    def leave(self, seats: Iterable[int]) -> None:
+        """Take lanes their seats, which others may get."""
+        for seat in seats:
+            del self.lanes[seat]
+            self._left.append(seat)
+
+    def seek(self, seat: int, position: int) -> None:
+        """Set a lane's window, as ``Lane.seek``."""
+        lane = self.lanes[seat]
+        lane.seek(position)
+        self.windows[seat] = lane.lo, lane.hi, lane.base
+
+
+class _Group:
+    """Lanes of a batch that are computed together.
+
+    Args:
+        kind: of all.
+        seats: of the lanes.
+        places: of their requests in the batch.
+    """
+
+    def __init__(self, kind: _Kind, seats: Sequence[int], places: Sequence[int]) -> None:
+        self._kind, self._bank = kind, kind.bank
+        self._seats, self._places = np.array([seats, places], dtype=np.int64)
+        lanes = kind.lanes
+        self._lanes = [lanes[seat] for seat in seats]
+        self._sinks = [lane.sink for lane in self._lanes if lane.sink is not None]  # all have one, or none
+        self._ones: _Ints = np.ones(len(seats), dtype=np.int64)
+        self._planes: _Ints = kind.planes[self._seats]
         self._look()
 
     def _look(self) -> None:
-        lanes = self._lanes
-        self._lo, self._hi = np.array([lane.lo for lane in lanes]), np.array([lane.hi for lane in lanes])
-        self._base = np.array([lane.base for lane in lanes])
+        self._lo, self._hi, self._base = self._kind.windows[self._seats].T
 
     def step(
         self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces
@@ -132,7 +169,7 @@ class _Group:
         over = alone & (position >= self._hi)  # where a window has ended, or none was looked for
         if over.any():
             for number in np.flatnonzero(over).tolist():
-                self._lanes[number].seek(int(position[number]))
+                self._kind.seek(int(self._seats[number]), int(position[number]))
             self._look()
         reads = alone & (position >= self._lo) & (position < self._hi)
         if reads.all():  # the usual step
@@ -140,7 +177,8 @@ class _Group:
             if self._sinks:
                 filing = Filing(self._sinks, position - self._base, position, self._ones)
                 return [File(self._bank, chosen, filing)]
-            return [Read(self._bank, chosen, self._parts, _singles(position), self._rows)]
+            parts = [lane.part for lane in self._lanes]
+            return [Read(self._bank, chosen, parts, _singles(position), [self._kind.each] * len(parts))]
         one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
         several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
         chosen = _rows(self._planes[one], at[one])
@@ -151,10 +189,10 @@ class _Group:
     def _reads(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
     ) -> Iterator[Read]:
-        bank, each, where = self._bank, self._rows[0], _singles(position)
-        parts, made, rows = [self._parts[number] for number in one.tolist()], [each] * len(one), [chosen]
+        bank, each, where = self._bank, self._kind.each, _singles(position)
+        parts, made, rows = [self._lanes[number].part for number in one.tolist()], [each] * len(one), [chosen]
         for number, at, here, tokens in several:
-            part = self._parts[number]
+            part = self._lanes[number].part
             for ahead, some in pieces(part.name, tokens):
                 for spans in part.reading.parts(here + ahead, some):
                     there = np.concatenate([np.arange(lo, hi) for lo, hi in spans]) + (at - here)
@@ -176,6 +214,7 @@ class _Group:
             for lo, row, length in self._lanes[number].filed(here, tokens):
                 rows.append(_rows(self._planes[number], np.arange(lo, lo + length) + (at - here)))
                 more.append((number, row, lo, length))
+            self._kind.seek(int(self._seats[number]), here)  # of guesses that do not hold, tokens come once more
         if len(one) or more:
             lanes, first, there, lengths = (
                 np.concatenate([these, np.array([other[n] for other in more], dtype=np.int64)])
@@ -200,12 +239,16 @@ class Lanes:
     """The requests of a worker that read, and those of its last batch."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Sequence[Lane]] = {}
+        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._known: dict[str, Sequence[tuple[_Kind, Sequence[int]]]] = {}  # the seats of each request's lanes, by kind
         self._groups: Sequence[_Group] = ()
         self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
 
+    def __contains__(self, request: str) -> bool:
+        return request in self._known
+
     def add(self, request: str, readings: Sequence[Reading | None], sinks: Mapping[int, Sink], where: Where) -> None:
-        """Remember a request, unless it is known.
+        """Remember a request.
 
         Args:
             request: its id.
@@ -213,17 +256,23 @@ class Lanes:
             sinks: of those that have files, by number.
             where: a readout's sites are.
         """
-        if request not in self._known:
-            self._known[request] = [
-                Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
-                for number, one in enumerate(readings)
-                if one is not None
-            ]
+        seats: dict[_Kind, list[int]] = {}
+        for number, one in enumerate(readings):
+            if one is not None:
+                lane = Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
+                kind = self._kinds.get(lane.key)
+                if kind is None:
+                    kind = self._kinds[lane.key] = _Kind(lane)
+                seats.setdefault(kind, []).append(kind.seat(lane))
+        self._known[request] = [*seats.items()]
 
     def forget(self, request: str) -> None:
         """Forget a request, and the batch, which may hold its files; ``look`` comes before the next step."""
-        if self._known.pop(request, None) is not None:
+        known = self._known.pop(request, None)
+        if known is not None:
             self.look((), {})
+            for kind, seats in known:
+                kind.leave(seats)
 
     def look(self, batch: Iterable[tuple[int, str]], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
         """Remember a batch.
@@ -232,15 +281,15 @@ class Lanes:
             batch: places and names of its requests that read.
             sinks: of those that have files, by number of the readout.
         """
-        found: dict[tuple[Any, ...], tuple[list[Lane], list[int]]] = {}
+        found: dict[_Kind, tuple[list[int], list[int]]] = {}
         for at, name in batch:
-            for lane in self._known[name]:
-                group = found.get(lane.key)
+            for kind, seats in self._known[name]:
+                group = found.get(kind)
                 if group is None:
-                    group = found[lane.key] = ([], [])
-                group[0].append(lane)
-                group[1].append(at)
-        self._groups, self.sinks = [_Group(*group) for group in found.values()], sinks
+                    group = found[kind] = ([], [])
+                group[0].extend(seats)
+                group[1].extend([at] * len(seats))
+        self._groups, self.sinks = [_Group(kind, *group) for kind, group in found.items()], sinks
 
     def step(
         self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces = whole

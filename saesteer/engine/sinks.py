@@ -114,20 +114,21 @@ class Sinks:
         if found is not None and found[0] == platform.node():
             self._known[request] = found[1]
 
-    def of(self, request: str) -> Mapping[int, Sink] | None:
-        """By number of the readout; rows of one whose file cannot be opened travel to the front end. None: no files."""
-        known = self._known.pop(request, ())
-        if known:
-            self._open[request] = found = {}
-            for number, path, start, rows in known:
-                try:
-                    sink = self._alive.get(path)
-                    if sink is None:
-                        sink = self._alive[path] = Sink(path, start, rows)
-                    found[number] = sink
-                except OSError:  # the request may have ended
-                    continue
-        return self._open.get(request)
+    def of(self, request: str) -> Mapping[int, Sink]:
+        """By number of the readout; rows of one whose file cannot be opened travel to the front end."""
+        for number, path, start, rows in self._known.pop(request, ()):
+            try:
+                sink = self._alive.get(path)
+                if sink is None:
+                    sink = self._alive[path] = Sink(path, start, rows)
+            except OSError:  # the request may have ended
+                continue
+            self._open.setdefault(request, {})[number] = sink
+        return self._open.get(request, {})
+
+    def all(self) -> Mapping[str, Mapping[int, Sink]]:
+        """Those that are open, by request."""
+        return dict(self._open)
 
     def forget(self, request: str) -> None:
         """The request has ended; what waits is still written."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -313,16 +313,29 @@ class Owed:
         return [[number, spans] for number, spans in zip(self._numbers, told, strict=True) if spans]
 
 
+class Staged(Protocol):
+    """Where rows are before a writer has them."""
+
+    writer: Writer
+
+    @property
+    def ticket(self) -> int:
+        """The writer's, of what has all rows so far."""
+
+    def bring_home(self) -> None:
+        """Hand all rows to the writer."""
+
+
 class Filed:
     """The files of the requests of a step.
 
     Args:
         sinks: of each request by number of the readout.
-        writer: that has all rows up to this step.
+        staged: that has all rows up to this step.
     """
 
-    def __init__(self, sinks: Mapping[str, Mapping[int, Sink]], writer: Writer) -> None:
-        self._sinks, self._writer, self._ticket = sinks, writer, writer.ticket
+    def __init__(self, sinks: Mapping[str, Mapping[int, Sink]], staged: Staged) -> None:
+        self._sinks, self._staged, self._ticket = sinks, staged, staged.ticket
 
     def ask(self, ending: Collection[str]) -> dict[str, Owed]:
         """Have all rows up to this step of these requests written, as far as they have files.
@@ -333,7 +346,10 @@ class Filed:
         return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
 
     def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
-        return Owed([*sinks], self._writer, self._writer.ask(self._ticket, [*sinks.values()]))
+        writer = self._staged.writer
+        if writer.ticket < self._ticket:
+            self._staged.bring_home()
+        return Owed([*sinks], writer, writer.ask(self._ticket, [*sinks.values()]))
 
     def settle(self) -> dict[str, list[list[Any]]]:
         """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.

@@ -256,7 +256,7 @@ def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: 
     found.add("far", ["another machine", here[1]])
     found.add("near", here)
     found.add("none", None)
-    assert found.of("far") is None and found.of("none") is None and list(found.of("near") or ()) == [0]
+    assert not found.of("far") and not found.of("none") and list(found.of("near")) == [0]
     found.forget("near")
     found.add("near", here)
     del made
@@ -264,7 +264,7 @@ def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: 
     assert found.of("near") == {}
     monkeypatch.setattr(platform, "node", lambda: "another machine")
     found.add("moved", here)
-    assert found.of("moved") is None
+    assert not found.of("moved")
 
 
 def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

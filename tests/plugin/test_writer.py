@@ -17,13 +17,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine import spool
+from saesteer.engine import spool, staging
 from saesteer.engine.sinks import Sink, Sinks, address, put
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
 from tests.plugin.test_spools import WIDTH, Steps, check, filed, results, sinks_of, spool_of, told
 
 PUT = "saesteer.engine.sinks.put"
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows do not wait on the device."""
+    monkeypatch.setattr(staging, "ROOM", 0)
 
 
 def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +52,7 @@ def soon(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, steps, gate, calls = results(tmp_path), Steps([(0, END)]), threading.Event(), 0
     made = spool_of(found)
@@ -77,6 +84,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     check(found, fields["activations"], range(16))
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When there are enough bytes, when an answer may end, and after a while when nobody asks for more."""
     steps, made = Steps([(0, END)]), spool_of(results(tmp_path))
@@ -97,6 +105,7 @@ def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pyte
     assert calls == [8, 3, 1]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a device that is lost")
@@ -106,7 +115,7 @@ def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monk
     monkeypatch.setattr(spool, "PAUSE", 0.0)
     brought = steps.run(sinks_of(spool_of(results(tmp_path))), 0, 5)
     assert brought is not None
-    soon(lambda: steps.captures._writer._broken is not None)
+    soon(lambda: steps.captures._staging.writer._broken is not None)
     with pytest.raises(RuntimeError, match="has ended"):
         filed(brought, "r")
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine, Row
 from saesteer.engine.lanes import Lanes, whole
 from saesteer.engine.parts import Border
-from saesteer.engine.readouts import Reading
 from saesteer.engine.registry import Gone
 from saesteer.engine.sinks import SPOOLS, Sinks
 from saesteer.plugin.reasoning import border_in
@@ -28,6 +27,18 @@ from saesteer.plugin.worker import graphs
 logger = logging.getLogger("vllm.saesteer")
 _Known = Callable[[], tuple[Sequence[int], int]]  # of a request, token ids, and how many of them no step computes now
 _RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
+
+
+class _Facts(NamedTuple):
+    """What a batch asks of a row, as each of its requests is asked whenever somebody comes or goes."""
+
+    kinds: NDArray[np.int32] | None  # None: it does nothing at a site
+    counts: bool  # whether it has counters
+    reads: bool
+
+    @classmethod
+    def of(cls, row: Row) -> "_Facts":
+        return cls(row.kinds if row.listed else None, row.counters > 0, bool(row.readings))
 
 
 class Steering:
@@ -42,6 +53,7 @@ class Steering:
         self.choice = graphs.Choice(engine.graph_sets)
         self.health = health.Health() if engine.config.fail_fast else None
         self.rows: dict[str, Row] = {}  # of steered requests only
+        self._facts: dict[str, _Facts] = {}  # of these
         self._recent: dict[bytes, Row] = {}  # by plan
         self._places: dict[str, int] = {}  # table rows, by request
         self._holders: dict[int, str] = {}  # the same, by row
@@ -57,7 +69,7 @@ class Steering:
         self._tokens = 0  # in that batch
         self._sinks = Sinks()  # of requests that read by handle
         self._lanes = Lanes()  # what requests read
-        self._reading: list[tuple[int, str, Sequence[Reading | None]]] = []  # who reads in the last batch, with places
+        self._reading: list[tuple[int, str]] = []  # who reads in the last batch, with places
         self._sorted = True  # whether the lanes know of them
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline.
@@ -77,6 +89,7 @@ class Steering:
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
+            self._facts[request.req_id] = _Facts.of(row)
             self._cached[request.req_id] = request.num_computed_tokens
             if request.sampling_params.stop:
                 self._stops.add(request.req_id)
@@ -157,7 +170,7 @@ class Steering:
         if request in self.rows:
             self._batch = None
             self._drop(request)
-            del self.rows[request], self._cached[request]
+            del self.rows[request], self._facts[request], self._cached[request]
             self._stops.discard(request)
             self._borders.pop(request, None)
             self._sinks.forget(request)
@@ -175,14 +188,11 @@ class Steering:
 
     def _sort(self) -> None:
         """Let the lanes know who reads in the last batch."""
-        files = {}
-        self._reading = [one for one in self._reading if one[1] in self.rows]
-        for _, name, readings in self._reading:
-            sinks = self._sinks.of(name) or {}
-            self._lanes.add(name, readings, sinks, self.engine.captures.where)
-            if sinks:
-                files[name] = sinks
-        self._lanes.look(((at, name) for at, name, _ in self._reading), files)
+        readers = [one for one in self._reading if one[1] in self.rows]
+        for _, name in readers:
+            if name not in self._lanes:
+                self._lanes.add(name, self.rows[name].readings, self._sinks.of(name), self.engine.captures.where)
+        self._lanes.look(readers, self._sinks.all())
         self._sorted = True
 
     def _pieces(self, name: str, tokens: int) -> Iterable[tuple[int, int]]:
@@ -219,12 +229,18 @@ class Steering:
         if batch == self._batch:
             return not before == tokens == len(batch)
         self._batch, self._listed = list(batch), None
-        found = [self.rows[request] for request in batch if request in self.rows]
-        kinds = {id(row.kinds): row.kinds for row in found if row.listed}
-        self.any, self.kinds = bool(found), reduce(or_, kinds.values()) if kinds else None
-        self.counting = any(row.counters for row in found if row.listed)
+        kinds: dict[int, NDArray[np.int32]] = {}
+        self._reading, self.any, self.counting = [], False, False
+        for at, name in enumerate(batch):
+            found = self._facts.get(name)
+            if found is not None:
+                self.any = True
+                if found.kinds is not None:
+                    kinds[id(found.kinds)] = found.kinds
+                    self.counting = self.counting or found.counts
+                if found.reads:
+                    self._reading.append((at, name))
+        self.kinds = reduce(or_, kinds.values()) if kinds else None
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
-        rows = ((at, name, self.rows.get(name)) for at, name in enumerate(batch))
-        self._reading = [(at, name, row.readings) for at, name, row in rows if row is not None and row.readings]
         self._sorted = False
         return True

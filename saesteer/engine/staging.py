@@ -1,0 +1,154 @@
+"""Rows for files on the device, where they wait for those of later steps: one copy brings several steps home.
+
+Each way home costs a step of the host some ten calls of the driver, as much for one row as for a thousand. Knows
+tensors and files, and nobody who reads.
+"""
+
+from threading import Event, Lock, Thread
+from time import sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saesteer.engine.pinned import Pinned
+from saesteer.engine.spool import MOST, PAUSE, Filing, Writer
+
+ROOM = 48 << 20  # bytes of each of two buffers; four steps of 64 requests that read all layers of a 4B
+
+
+class Staging:
+    """Two buffers in turn: steps fill one while the rows of the other one come home.
+
+    They come home when somebody waits for their files, when the buffer is full, or PAUSE seconds after the first.
+
+    Args:
+        device: where rows are.
+        side: the stream that copies them; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device, side: Any) -> None:
+        self.writer = Writer()
+        self._device, self._side, self._room = device, side, ROOM
+        self._main: Any = None  # the stream that fills the buffers
+        self._pinned: Pinned | None = None
+        self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
+        self._buffers: list[Tensor] | None = None
+        self._typed: dict[tuple[int, torch.dtype, int], Tensor] = {}  # the buffers as rows, by dtype and width
+        self._copied: list[Any] = [None, None]  # of each, an event behind its last copy
+        self._current = self._used = 0
+        self._steps: list[tuple[Filing, int, int]] = []  # with the first byte of its rows, and the one behind them
+        self._some = Event()
+        self._thread: Thread | None = None
+
+    def warm(self) -> None:
+        """Make the memory in which rows come home."""
+        if self._side is not None:
+            self._pinned = Pinned(MOST, locked=True)
+
+    @property
+    def ticket(self) -> int:
+        """The writer's, of what has all rows so far, once they have come home."""
+        with self._lock:
+            return self.writer.ticket + bool(self._steps)
+
+    def add(self, filing: Filing, source: Tensor, index: Tensor) -> None:
+        """Take rows of a tensor that the next step may overwrite.
+
+        Args:
+            filing: where they go.
+            source: [n, d].
+            index: of the rows, on the device.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
+        width = source.shape[1]
+        row = width * source.itemsize
+        with self._lock:
+            if self._side is not None:
+                self._main = torch.cuda.current_stream(self._device)
+            first = -(-self._used // row)
+            if (first + len(index)) * row > self._room:
+                self._bring_home()
+                first = 0
+            if len(index) * row > self._room or not self._has_room():
+                self._copy(source.index_select(0, index), [(filing, 0, len(index) * row)])
+                return
+            into = self._rows(source.dtype, width)[first : first + len(index)]
+            torch.index_select(source, 0, index, out=into)
+            self._used = (first + len(index)) * row
+            self._steps.append((filing, first * row, self._used))
+            if not self._some.is_set():
+                self._some.set()
+
+    def bring_home(self) -> None:
+        """Copy what waits here to the host, and hand it to the writer.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
+        with self._lock:
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        if not self._steps or self._buffers is None:
+            return
+        steps, self._steps = self._steps, []
+        self._copied[self._current] = self._copy(self._buffers[self._current][: self._used], steps)
+        self._current, self._used = 1 - self._current, 0
+        behind = self._copied[self._current]
+        if behind is not None:
+            self._main.wait_event(behind)
+
+    def _copy(self, rows: Tensor, steps: list[tuple[Filing, int, int]]) -> Any:
+        """Start it; the event behind it."""
+        event = None
+        if self._side is None:
+            there = _bytes(rows.clone())
+        else:
+            self._side.wait_stream(self._main)
+            with torch.cuda.stream(self._side):
+                found = None if self._pinned is None else self._pinned.copied(rows)
+                there = _bytes(rows.to("cpu", non_blocking=True)) if found is None else found
+                rows.record_stream(self._side)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._side)
+        self.writer.put([(filing, there[lo:hi]) for filing, lo, hi in steps], event)
+        return event
+
+    def _has_room(self) -> bool:
+        """Whether there are buffers: made when they are first needed, as most servers need none."""
+        if self._buffers is None:
+            try:
+                self._buffers = [torch.empty(self._room, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            except torch.OutOfMemoryError:
+                self._buffers = []
+            else:
+                self._thread = Thread(target=self._tend, daemon=True)
+                self._thread.start()
+        return bool(self._buffers)
+
+    def _rows(self, dtype: torch.dtype, width: int) -> Tensor:
+        key = self._current, dtype, width
+        found = self._typed.get(key)
+        if found is None:
+            assert self._buffers
+            whole = self._room // (width * dtype.itemsize) * width * dtype.itemsize
+            found = self._typed[key] = self._buffers[self._current][:whole].view(dtype).view(-1, width)
+        return found
+
+    def _tend(self) -> None:
+        """Rows that nobody waits for come home as well: they hold files open, and a device may lose what it has."""
+        while True:
+            self._some.wait()
+            sleep(PAUSE)
+            self._some.clear()
+            try:
+                self.bring_home()
+            except RuntimeError:  # whoever puts the next rows is told
+                return
+
+
+def _bytes(rows: Tensor) -> memoryview:
+    return rows.view(torch.uint8).view(-1).numpy().data

@@ -1,0 +1,159 @@
+"""Rows for files wait on the device for those of later steps, and come home in their order. On a CPU; no engine."""
+
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saesteer.engine import staging
+from saesteer.engine.sinks import Sink
+from saesteer.engine.spool import Filed, Filing, Writer
+from saesteer.engine.staging import Staging
+
+FILES, ROWS = 3, 12
+WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
+KINDS = (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+def soon(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 15
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def filing(sinks: Sequence[Sink], rows: Sequence[int]) -> Filing:
+    at = np.array(rows)
+    return Filing(sinks, at, at, np.ones_like(at))
+
+
+def sinks_in(folder: Path) -> list[Sink]:
+    found = []
+    for number, kind in enumerate(KINDS):
+        (folder / str(number)).touch()
+        found.append(Sink(str(folder / str(number)), 0, ROWS))
+        assert kind in WIDTHS
+    return found
+
+
+class Files:
+    """Some files, what they should have, and a step's tensors, which the next step overwrites."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.sinks = folder, sinks_in(folder)
+        self.staging = Staging(torch.device("cpu"), None)
+        self.banks = {kind: torch.zeros(FILES, width, dtype=kind) for kind, width in WIDTHS.items()}
+        self.expected = [torch.zeros(ROWS, WIDTHS[kind], dtype=kind) for kind in KINDS]
+
+    def step(self, number: int, rows: dict[int, int]) -> Filed:
+        """One in which each of these files gets a row."""
+        for kind, bank in self.banks.items():
+            bank[:] = torch.arange(bank.numel()).view(bank.shape) + 16 * number
+            files = [file for file in rows if KINDS[file] is kind]
+            if files:
+                for place, file in enumerate(files):
+                    self.expected[file][rows[file]] = bank[place]
+                where = filing([self.sinks[file] for file in files], [rows[file] for file in files])
+                self.staging.add(where, bank, torch.arange(len(files)))
+        return Filed({str(file): {0: sink} for file, sink in enumerate(self.sinks)}, self.staging)
+
+    def content(self, file: int) -> torch.Tensor:
+        kind = KINDS[file]
+        size = ROWS * WIDTHS[kind] * kind.itemsize
+        data = (self.folder / str(file)).read_bytes().ljust(size, b"\0")
+        return torch.frombuffer(bytearray(data), dtype=kind).view(ROWS, -1)
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.dictionaries(st.integers(0, FILES - 1), st.integers(0, ROWS - 1), max_size=FILES),
+            st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3)),  # who asks, about a step so long ago
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    room=st.sampled_from([0, 5, 12, 30, 100, 1 << 20]),
+)
+def test_who_asks_has_all_rows_up_to_the_step(tmp_path: Path, steps: list[Any], room: int) -> None:
+    """Whatever fits into the buffers; a row that is computed again replaces the one before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "ROOM", room)
+        files = Files(Path(tempfile.mkdtemp(dir=tmp_path)))
+        seen: list[tuple[Filed, list[torch.Tensor]]] = []
+        for number, (rows, asks) in enumerate(steps):
+            filed = files.step(number, rows)
+            seen.append((filed, [one.clone() for one in files.expected]))
+            if asks is not None:
+                file, ago = asks
+                filed, least = seen[max(0, number - ago)]
+                filed.ask([str(file)])[str(file)].told()
+                there = files.content(file)
+                assert (there >= least[file]).all(), "a later step has larger numbers"
+        seen[-1][0].settle()
+        for file, expected in enumerate(files.expected):
+            assert torch.equal(files.content(file), expected)
+
+
+def test_one_copy_brings_several_steps_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When somebody asks, and when the buffer is full."""
+    put, several = Writer.put, list[int]()
+
+    def counted(self: Writer, steps: Any, event: Any) -> None:
+        several.append(len(steps))
+        put(self, steps, event)
+
+    monkeypatch.setattr(Writer, "put", counted)
+    monkeypatch.setattr(staging, "PAUSE", 20)
+    row = WIDTHS[KINDS[0]] * KINDS[0].itemsize
+    monkeypatch.setattr(staging, "ROOM", 7 * row)
+    files = Files(tmp_path)
+    for number in range(5):
+        filed = files.step(number, {0: number})
+    assert not several
+    filed.ask(["0"])["0"].told()
+    assert several == [5]
+    for number in range(5, 8):
+        files.step(number, {0: number, 1: number})
+    assert several == [5]
+    filed = files.step(8, {0: 8, 1: 8})
+    assert several == [5, 3], "seven rows have room, not eight"
+    filed.settle()
+    assert several == [5, 3, 1]
+    assert filed.settle() == {} and several == [5, 3, 1], "nothing is left"
+
+
+def test_rows_of_a_step_that_nobody_asks_for_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hold no file open any longer."""
+    monkeypatch.setattr(staging, "PAUSE", 0.05)
+    files = Files(tmp_path)
+    closed = weakref.ref(files.sinks[0])
+    for round_ in range(2):
+        files.step(round_, {0: round_, 1: round_})
+        soon(lambda: all(torch.equal(files.content(file), files.expected[file]) for file in (0, 1)))
+        assert torch.equal(files.content(0), files.expected[0])
+    files.sinks.clear()
+    soon(lambda: closed() is None)
+    assert closed() is None
+
+
+def test_a_device_without_room_brings_each_step_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    files = Files(tmp_path)
+    monkeypatch.setattr(torch, "empty", full)
+    for number in range(3):
+        filed = files.step(number, {0: number, 2: number})
+        assert files.staging.writer.ticket == 2 * (number + 1)
+    filed.settle()
+    for file in (0, 2):
+        assert torch.equal(files.content(file), files.expected[file])
