@@ -160,3 +160,55 @@ def few_kernel(
     scale = tl.rsqrt(square / WIDTH + eps)
     tl.store(second + at, z * scale * (1.0 + factor), mask=inside)
     tl.atomic_add(counts + token, 1, sem="relaxed")
+
+
+@triton.jit
+def passes_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], its norm
+    norm_weight,  # [WIDTH]
+    ids,  # [requests, TOKENS] int32: rows of the weights, as many as tokens of a turn
+    w_enc,  # [rows, WIDTH]
+    w_dec,  # [rows, WIDTH]
+    gain,
+    eps,
+    turns,  # of a request
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a turn
+    BLOCK: tl.constexpr,  # columns at once
+    STAGES: tl.constexpr,  # as many of these in flight
+    BLOCK_Z: tl.constexpr,  # the same of the norm
+    AHEAD_Z: tl.constexpr,
+):
+    """A turn for each program, read and written as often as by the kernel for many entries, and no product."""
+    gdc_wait()
+    turn = tl.program_id(0)
+    lanes = tl.arange(0, TOKENS)
+    token = turn * TOKENS + lanes
+    row = tl.load(ids + turn // turns * TOKENS + lanes)
+    x_at, rows = token.to(tl.int64) * WIDTH, row.to(tl.int64) * WIDTH
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)
+        inside = (cols < WIDTH)[None, :]
+        x = tl.load(stream + x_at[:, None] + cols[None, :], mask=inside, other=0.0)
+        e = tl.load(w_enc + rows[:, None] + cols[None, :], mask=inside, other=0.0)
+        total += x.to(tl.float32) * e.to(tl.float32)
+    delta = gain * (RAISED - tl.maximum(tl.sum(total, axis=1), 0.0))
+    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)
+        inside = (cols < WIDTH)[None, :]
+        x = tl.load(stream + x_at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(w_dec + rows[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = (x + delta[:, None] * d).to(stream.dtype.element_ty)
+        tl.store(stream + x_at[:, None] + cols[None, :], y, mask=inside)
+        squares += y.to(tl.float32) * y.to(tl.float32)
+    tl.debug_barrier()
+    scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
+    for start in tl.range(0, WIDTH, BLOCK_Z, num_stages=AHEAD_Z):
+        cols = start + tl.arange(0, BLOCK_Z)
+        inside = (cols < WIDTH)[None, :]
+        factor = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+        y = tl.load(stream + x_at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(second + x_at[:, None] + cols[None, :], y * scale[:, None] * (1.0 + factor[None, :]), mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.batch import EPS, TINY
 from bench.cases import FEATURES
 from bench.timing import DEVICE, DTYPE, Launch
-from saesteer.kernels.edit.configs import block
+from saesteer.kernels.edit.configs import block, configs
 
 _TOLERANCE = 4e-3  # both sides round once to bf16, where a sum may fall on the other side of a tie
 ENTRIES = 32
@@ -165,3 +165,27 @@ def fews(own: Weights) -> Iterator[Limit]:
                 partial(all_of, **kind),
                 partial(check, **kind) if meets == 2 else lambda: None,
             )
+
+
+def turns(own: Weights) -> Iterator[Limit]:
+    """8192 tokens with 32 edits: what passes through memory in three passes over turns of tokens, launched as ours."""
+    from bench.least import passes_kernel
+
+    tuned = configs(own.width).many
+    requests, tokens = 16, 8192
+    x, second = own.streams(tokens)
+    ids = own.ids(own.features // (requests * ENTRIES), requests, ENTRIES)
+
+    def launch(rows: Tensor, num_warps: int, block_z: int) -> object:
+        each = tokens // requests // ENTRIES
+        constants = {"WIDTH": own.width, "TOKENS": ENTRIES, "BLOCK": tuned.block_n, "STAGES": tuned.stages}
+        return passes_kernel[(tokens // ENTRIES,)](
+            *(x, second, own.norm_weight, rows, own.w_enc, own.w_dec, TINY, EPS, each),
+            **{**constants, "BLOCK_Z": block_z, "AHEAD_Z": tuned.ahead_z, "num_warps": num_warps, **EARLY},
+        )
+
+    for warps in (tuned.num_warps, 2 * tuned.num_warps):
+        how = f"part: three passes and no product, {warps} warps"
+        yield Limit(
+            "8192 x 32", own.width, how, lambda at=warps: [partial(launch, one, at, tuned.block_z) for one in ids]
+        )

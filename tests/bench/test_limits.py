@@ -21,7 +21,7 @@ least.gdc_wait = lambda: None  # the interpreter has no launches that overlap
 
 kind, hops = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(1)
-width, rows, tokens, entries = 96, 64, 2, 4
+width, rows, tokens, entries = 96, 64, 8 if kind == "turns" else 2, 4
 x, second = torch.randn(tokens, width), torch.empty(tokens, width)
 w_enc, w_dec = torch.randn(rows, width) / 10, torch.randn(rows, width)
 norm, eps, gain = torch.rand(width), 1e-6, 0.5
@@ -40,6 +40,13 @@ if kind == "few":
         WIDTH=width, COLS=width, BLOCK=128, SHARES=1, ENTRIES=entries, HOPS=hops, MEETS=0)
     delta = gain * (3.0 - torch.einsum("tew,tw->te", w_enc[ids_at], x).clamp_min(0))
     want = x + torch.einsum("tew,te->tw", w_dec[ids_at], delta)
+elif kind == "turns":
+    ids = torch.randint(0, rows, (1, entries), dtype=torch.int32)
+    least.passes_kernel[(tokens // entries,)](
+        stream, second, norm, ids, w_enc, w_dec, gain, eps, tokens // entries,
+        WIDTH=width, TOKENS=entries, BLOCK=64, STAGES=2, BLOCK_Z=32, AHEAD_Z=2)
+    place = ids[0].long().repeat(tokens // entries)
+    want = x + (gain * (3.0 - (w_enc[place] * x).sum(1).clamp_min(0)))[:, None] * w_dec[place]
 else:
     least.one_kernel[(tokens,)](
         stream, second, norm, successors, w_enc, w_dec, 3, gain, eps,
@@ -59,7 +66,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "hops"), [("clamp", 0), ("clamp", 1), ("clamp", 3), ("add", 0), ("add", 1), ("add", 3), ("few", 2)]
+    ("kind", "hops"),
+    [("clamp", 0), ("clamp", 1), ("clamp", 3), ("add", 0), ("add", 1), ("add", 3), ("few", 2), ("turns", 0)],
 )
 def test_a_least_kernel_gives_what_plain_arithmetic_does(kind: str, hops: int) -> None:
     done = run("-c", SCRIPT, kind, str(hops))
