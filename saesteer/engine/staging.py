@@ -4,6 +4,7 @@ Each way home costs a step of the host some ten calls of the driver, as much for
 tensors and files, and nobody who reads.
 """
 
+import logging
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from saesteer.engine.pinned import Pinned
 from saesteer.engine.spool import MOST, PAUSE, Filing, Writer
+
+logger = logging.getLogger("vllm.saesteer")
 
 ROOM = 48 << 20  # bytes of each of two buffers; four steps of 64 requests that read all layers of a 4B
 
@@ -31,6 +34,8 @@ class Staging:
         self.writer = Writer()
         self._device, self._side, self._room = device, side, ROOM
         self._main: Any = None  # the stream that fills the buffers
+        # Behind the last rows that were taken: steps launched since then are not waited for.
+        self._taken = None if side is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pinned: Pinned | None = None
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
@@ -73,14 +78,20 @@ class Staging:
                 self._bring_home()
                 first = 0
             if len(index) * row > self._room or not self._has_room():
-                self._copy(source.index_select(0, index), [(filing, 0, len(index) * row)])
+                rows = source.index_select(0, index)
+                self._note()
+                self._copy(rows, [(filing, 0, rows.nbytes)])
                 return
-            into = self._rows(source.dtype, width)[first : first + len(index)]
-            torch.index_select(source, 0, index, out=into)
+            torch.index_select(source, 0, index, out=self._rows(source.dtype, width)[first : first + len(index)])
+            self._note()
             self._used = (first + len(index)) * row
             self._steps.append((filing, first * row, self._used))
             if not self._some.is_set():
                 self._some.set()
+
+    def _note(self) -> None:
+        if self._taken is not None:
+            self._taken.record(self._main)
 
     def bring_home(self) -> None:
         """Copy what waits here to the host, and hand it to the writer.
@@ -107,7 +118,7 @@ class Staging:
         if self._side is None:
             there = _bytes(rows.clone())
         else:
-            self._side.wait_stream(self._main)
+            self._side.wait_event(self._taken)
             with torch.cuda.stream(self._side):
                 found = None if self._pinned is None else self._pinned.copied(rows)
                 there = _bytes(rows.to("cpu", non_blocking=True)) if found is None else found
@@ -124,6 +135,7 @@ class Staging:
                 self._buffers = [torch.empty(self._room, dtype=torch.uint8, device=self._device) for _ in range(2)]
             except torch.OutOfMemoryError:
                 self._buffers = []
+                logger.warning("the GPU has no room for rows to wait in, so each step brings what requests read home")
             else:
                 self._thread = Thread(target=self._tend, daemon=True)
                 self._thread.start()

@@ -145,7 +145,9 @@ def test_rows_of_a_step_that_nobody_asks_for_are_written_too(tmp_path: Path, mon
     assert closed() is None
 
 
-def test_a_device_without_room_brings_each_step_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_brings_each_step_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
@@ -155,5 +157,8 @@ def test_a_device_without_room_brings_each_step_home(tmp_path: Path, monkeypatch
         filed = files.step(number, {0: number, 2: number})
         assert files.staging.writer.ticket == 2 * (number + 1)
     filed.settle()
+    assert [record.message for record in caplog.records] == [
+        "the GPU has no room for rows to wait in, so each step brings what requests read home"
+    ], "once"
     for file in (0, 2):
         assert torch.equal(files.content(file), files.expected[file])
