@@ -95,6 +95,15 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
                 assert step.bank == 7
                 found |= rows_of(step)
             assert found == expected and sum(int(step.filing.lengths.sum()) for step in steps) == len(expected)
+        if data.draw(st.booleans()):  # its seats are another one's
+            name = data.draw(st.sampled_from(NAMES))
+            lanes.forget(name)
+            again = requests[name] = Request(data.draw(st.lists(readouts, min_size=1, max_size=2)))
+            sinks = {number: sink for number, (*_, sink) in enumerate(again.readouts)}
+            lanes.add(name, [reading for _, reading, _ in again.readouts], sinks, where)
+    for name in NAMES:
+        lanes.forget(name)
+    assert not lanes._kinds, "nothing is left of requests that have ended"
 
 
 def test_positions_are_told_beside_rows() -> None:

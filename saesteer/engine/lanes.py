@@ -107,7 +107,7 @@ class _Kind:
     """
 
     def __init__(self, lane: Lane) -> None:
-        self.bank, self.each = lane.bank, lane.each
+        self.bank, self.each, self.key = lane.bank, lane.each, lane.key
         self.lanes: dict[int, Lane] = {}  # by seat
         self._left: list[int] = []  # seats that somebody has left
         self.planes: _Ints = np.zeros((1, len(lane.planes)), dtype=np.int64)
@@ -273,6 +273,8 @@ class Lanes:
             self.look((), {})
             for kind, seats in known:
                 kind.leave(seats)
+                if not kind.lanes:  # there are as many kinds as lists of features that requests may name
+                    del self._kinds[kind.key]
 
     def look(self, batch: Iterable[tuple[int, str]], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
         """Remember a batch.
