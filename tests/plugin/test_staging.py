@@ -1,6 +1,7 @@
 """Rows for files wait on the device for those of later steps, and come home in their order. On a CPU; no engine."""
 
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -162,3 +163,39 @@ def test_a_device_without_room_brings_each_step_home(
     ], "once"
     for file in (0, 2):
         assert torch.equal(files.content(file), files.expected[file])
+
+
+def test_rows_that_a_thread_brings_home_meanwhile_are_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the output of a step asks for all of its rows, whoever has handed them over by then."""
+    monkeypatch.setattr(staging, "ROOM", 100)
+    put, add = Writer.put, Staging.add
+
+    def late(self: Writer, steps: Any, event: Any) -> None:
+        time.sleep(0.002)
+        put(self, steps, event)
+
+    def slow(self: Staging, *given: Any) -> None:
+        add(self, *given)
+        time.sleep(0.001)  # the thread takes what has been added, and is at it
+
+    monkeypatch.setattr(Writer, "put", late)
+    monkeypatch.setattr(Staging, "add", slow)
+    files, ends = Files(tmp_path), threading.Event()
+
+    def bring() -> None:
+        while not ends.is_set():
+            files.staging.bring_home()
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    try:
+        for number in range(150):
+            row = number % ROWS
+            filed = files.step(number % 12, {0: row})
+            filed.ask(["0"])["0"].told()
+            assert torch.equal(files.content(0)[row], files.expected[0][row]), number
+    finally:
+        ends.set()
+        thread.join()
