@@ -176,16 +176,14 @@ def turns(own: Weights) -> Iterator[Limit]:
     x, second = own.streams(tokens)
     ids = own.ids(own.features // (requests * ENTRIES), requests, ENTRIES)
 
-    def launch(rows: Tensor, num_warps: int, block_z: int) -> object:
+    def launch(rows: Tensor, num_warps: int) -> object:
         each = tokens // requests // ENTRIES
         constants = {"WIDTH": own.width, "TOKENS": ENTRIES, "BLOCK": tuned.block_n, "STAGES": tuned.stages}
         return passes_kernel[(tokens // ENTRIES,)](
             *(x, second, own.norm_weight, rows, own.w_enc, own.w_dec, TINY, EPS, each),
-            **{**constants, "BLOCK_Z": block_z, "AHEAD_Z": tuned.ahead_z, "num_warps": num_warps, **EARLY},
+            **{**constants, "BLOCK_Z": tuned.block_z, "AHEAD_Z": tuned.ahead_z, "num_warps": num_warps, **EARLY},
         )
 
     for warps in (tuned.num_warps, 2 * tuned.num_warps):
         how = f"part: three passes and no product, {warps} warps"
-        yield Limit(
-            "8192 x 32", own.width, how, lambda at=warps: [partial(launch, one, at, tuned.block_z) for one in ids]
-        )
+        yield Limit("8192 x 32", own.width, how, lambda at=warps: [partial(launch, one, at) for one in ids])

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.engine.readouts import Reading, Span
-from saesteer.engine.spool import Filed, Owed
+from saesteer.engine.spool import Owed
+from saesteer.engine.staging import Filed
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
 Told = list[Any]  # number of the readout, spans

@@ -3,7 +3,7 @@
 Knows rows and tensors, and neither vLLM nor an answer's form; lanes.py says which rows a step has. The op copies the
 tokens of rows that read, or all of a step in which nobody edits (kernels/layout.py, before and after). Here one gather
 for each width takes those that somebody asks for, and what is made of them runs beside the next step, on a stream of
-its own.
+its own. Rows for files go by way of staging.py.
 """
 
 from collections import defaultdict
@@ -20,8 +20,7 @@ from saesteer.engine.brought import Brought, Made
 from saesteer.engine.lanes import File, Lanes, Read
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import Filed
-from saesteer.engine.staging import Staging
+from saesteer.engine.staging import Filed, Staging
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import read_probes, reduce_rows
 from saesteer.kernels.read.rows import warm_up as warm_probes

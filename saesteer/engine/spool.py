@@ -7,11 +7,11 @@ the positions of their rows once all is written.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +158,12 @@ class Writer:
                 pieces = self._take(sink)
             self._write(sink, pieces)
 
+    def fail(self, exc: BaseException) -> None:
+        """A thread that has a part in writing has ended for this; who puts or waits from now on is told."""
+        with self._lock:
+            self._broken = exc
+            self._done.notify_all()
+
     def _look(self, asked: Asked) -> None:
         """Find what these files have got, once the step's copies are done."""
         with self._lock:
@@ -255,9 +261,7 @@ class Writer:
             while True:
                 self._serve()
         except BaseException as exc:  # noqa: BLE001  # whoever waits for this thread learns it
-            with self._lock:
-                self._broken = exc
-                self._done.notify_all()
+            self.fail(exc)
 
     def _serve(self) -> None:
         with self._lock:
@@ -311,51 +315,3 @@ class Owed:
         """
         told = self._writer.wait(self._asked)
         return [[number, spans] for number, spans in zip(self._numbers, told, strict=True) if spans]
-
-
-class Staged(Protocol):
-    """Where rows are before a writer has them."""
-
-    writer: Writer
-
-    @property
-    def ticket(self) -> int:
-        """The writer's, of what has all rows so far."""
-
-    def bring_home(self) -> None:
-        """Hand all rows to the writer."""
-
-
-class Filed:
-    """The files of the requests of a step.
-
-    Args:
-        sinks: of each request by number of the readout.
-        staged: that has all rows up to this step.
-    """
-
-    def __init__(self, sinks: Mapping[str, Mapping[int, Sink]], staged: Staged) -> None:
-        self._sinks, self._staged, self._ticket = sinks, staged, staged.ticket
-
-    def ask(self, ending: Collection[str]) -> dict[str, Owed]:
-        """Have all rows up to this step of these requests written, as far as they have files.
-
-        Raises:
-            RuntimeError: a thread that writes has ended.
-        """
-        return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
-
-    def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
-        writer = self._staged.writer
-        if writer.ticket < self._ticket:
-            self._staged.bring_home()
-        return Owed([*sinks], writer, writer.ask(self._ticket, [*sinks.values()]))
-
-    def settle(self) -> dict[str, list[list[Any]]]:
-        """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
-
-        Raises:
-            RuntimeError: a thread that writes has ended.
-        """
-        found = {name: owed.told() for name, owed in self.ask(self._sinks).items()}
-        return {name: told for name, told in found.items() if told}

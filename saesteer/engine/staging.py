@@ -1,10 +1,11 @@
 """Rows for files on the device, where they wait for those of later steps: one copy brings several steps home.
 
-Each way home costs a step of the host some ten calls of the driver, as much for one row as for a thousand. Knows
-tensors and files, and nobody who reads.
+Each way home costs the host several calls of the driver, as many for one row as for a thousand. When an answer ends,
+what its files still lack comes home at once. Knows tensors and files, and nobody who reads.
 """
 
 import logging
+from collections.abc import Collection, Mapping
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from saesteer.engine.pinned import Pinned
-from saesteer.engine.spool import MOST, PAUSE, Filing, Writer
+from saesteer.engine.sinks import Sink
+from saesteer.engine.spool import MOST, PAUSE, Filing, Owed, Writer
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -39,12 +41,10 @@ class Staging:
         self._pinned: Pinned | None = None
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
-        self._typed: dict[tuple[int, torch.dtype, int], Tensor] = {}  # the buffers as rows, by dtype and width
         self._copied: list[Any] = [None, None]  # of each, an event behind its last copy
         self._current = self._used = 0
         self._steps: list[tuple[Filing, int, int]] = []  # with the first byte of its rows, and the one behind them
         self._some = Event()
-        self._thread: Thread | None = None
 
     def warm(self) -> None:
         """Make the memory in which rows come home."""
@@ -73,19 +73,21 @@ class Staging:
         with self._lock:
             if self._side is not None:
                 self._main = torch.cuda.current_stream(self._device)
-            first = -(-self._used // row)
-            if (first + len(index)) * row > self._room:
+            size, first = len(index) * row, -(-self._used // row) * row
+            if first + size > self._room:
                 self._bring_home()
                 first = 0
-            if len(index) * row > self._room or not self._has_room():
+            if size > self._room or not self._has_room():
                 rows = source.index_select(0, index)
                 self._note()
-                self._copy(rows, [(filing, 0, rows.nbytes)])
+                self._copy(rows, [(filing, 0, size)])
                 return
-            torch.index_select(source, 0, index, out=self._rows(source.dtype, width)[first : first + len(index)])
+            assert self._buffers
+            self._used = first + size
+            into = self._buffers[self._current][first : self._used].view(source.dtype).view(-1, width)
+            torch.index_select(source, 0, index, out=into)
             self._note()
-            self._used = (first + len(index)) * row
-            self._steps.append((filing, first * row, self._used))
+            self._steps.append((filing, first, self._used))
             if not self._some.is_set():
                 self._some.set()
 
@@ -137,30 +139,55 @@ class Staging:
                 self._buffers = []
                 logger.warning("the GPU has no room for rows to wait in, so each step brings what requests read home")
             else:
-                self._thread = Thread(target=self._tend, daemon=True)
-                self._thread.start()
+                Thread(target=self._tend, daemon=True).start()
         return bool(self._buffers)
 
-    def _rows(self, dtype: torch.dtype, width: int) -> Tensor:
-        key = self._current, dtype, width
-        found = self._typed.get(key)
-        if found is None:
-            assert self._buffers
-            whole = self._room // (width * dtype.itemsize) * width * dtype.itemsize
-            found = self._typed[key] = self._buffers[self._current][:whole].view(dtype).view(-1, width)
-        return found
-
     def _tend(self) -> None:
-        """Rows that nobody waits for come home as well: they hold files open, and a device may lose what it has."""
-        while True:
-            self._some.wait()
-            sleep(PAUSE)
-            self._some.clear()
-            try:
+        """Rows that nobody waits for come home as well, since they hold files open."""
+        try:
+            while True:
+                self._some.wait()
+                sleep(PAUSE)
+                self._some.clear()
                 self.bring_home()
-            except RuntimeError:  # whoever puts the next rows is told
-                return
+        except BaseException as exc:  # noqa: BLE001  # whoever waits for these rows learns it
+            self.writer.fail(exc)
 
 
 def _bytes(rows: Tensor) -> memoryview:
     return rows.view(torch.uint8).view(-1).numpy().data
+
+
+class Filed:
+    """The files of the requests of a step.
+
+    Args:
+        sinks: of each request by number of the readout.
+        staging: that has all rows up to this step.
+    """
+
+    def __init__(self, sinks: Mapping[str, Mapping[int, Sink]], staging: Staging) -> None:
+        self._sinks, self._staging, self._ticket = sinks, staging, staging.ticket
+
+    def ask(self, ending: Collection[str]) -> dict[str, Owed]:
+        """Have all rows up to this step of these requests written, as far as they have files.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
+        return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
+
+    def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
+        writer = self._staging.writer
+        if writer.ticket < self._ticket:
+            self._staging.bring_home()
+        return Owed([*sinks], writer, writer.ask(self._ticket, [*sinks.values()]))
+
+    def settle(self) -> dict[str, list[list[Any]]]:
+        """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
+
+        Raises:
+            RuntimeError: a thread that writes has ended.
+        """
+        found = {name: owed.told() for name, owed in self.ask(self._sinks).items()}
+        return {name: told for name, told in found.items() if told}

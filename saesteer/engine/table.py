@@ -1,7 +1,7 @@
 """A plan becomes the int32 words of one table row (kernels/layout.py). Knows numbers, not requests or devices."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
@@ -102,11 +102,11 @@ class Row:
     readings: tuple[Reading | None, ...] = ()  # what is made of captured tensors; None: on another stage of a pipeline
     parts: bool = False  # whether an edit of a part waits for the end of the reasoning
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
+    # Whether it does anything at a site. The device numbers the steps with such a row that has counters.
+    listed: bool = field(init=False)
 
-    @property
-    def listed(self) -> bool:
-        """Whether it does anything at a site. The device numbers the steps with such a row that has counters."""
-        return bool(self.words[0])
+    def __post_init__(self) -> None:
+        self.listed = bool(self.words[:1].any())  # once: each batch asks all of its rows
 
     @property
     def counters(self) -> int:

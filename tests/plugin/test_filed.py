@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.brought import Brought
-from saesteer.engine.spool import Filed, Owed
+from saesteer.engine.spool import Owed
+from saesteer.engine.staging import Filed
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.reads import READ
 from tests.plugin.test_read_rows import PROBE, brought, output

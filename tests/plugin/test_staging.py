@@ -4,11 +4,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,39 +14,23 @@ from hypothesis import strategies as st
 
 from saesteer.engine import staging
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import Filed, Filing, Writer
-from saesteer.engine.staging import Staging
+from saesteer.engine.spool import Writer
+from saesteer.engine.staging import Filed, Staging
+from tests.plugin.test_writer import filing, soon
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
 KINDS = (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
-def soon(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 15
-    while not done() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def filing(sinks: Sequence[Sink], rows: Sequence[int]) -> Filing:
-    at = np.array(rows)
-    return Filing(sinks, at, at, np.ones_like(at))
-
-
-def sinks_in(folder: Path) -> list[Sink]:
-    found = []
-    for number, kind in enumerate(KINDS):
-        (folder / str(number)).touch()
-        found.append(Sink(str(folder / str(number)), 0, ROWS))
-        assert kind in WIDTHS
-    return found
-
-
 class Files:
     """Some files, what they should have, and a step's tensors, which the next step overwrites."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.sinks = folder, sinks_in(folder)
+        self.folder, paths = folder, [folder / str(number) for number in range(FILES)]
+        for path in paths:
+            path.touch()
+        self.sinks = [Sink(str(path), 0, ROWS) for path in paths]
         self.staging = Staging(torch.device("cpu"), None)
         self.banks = {kind: torch.zeros(FILES, width, dtype=kind) for kind, width in WIDTHS.items()}
         self.expected = [torch.zeros(ROWS, WIDTHS[kind], dtype=kind) for kind in KINDS]
@@ -199,3 +181,23 @@ def test_rows_that_a_thread_brings_home_meanwhile_are_not_missed(
     finally:
         ends.set()
         thread.join()
+
+
+def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for rows that nobody has is told, and so is whoever brings more."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a device that is lost")
+
+    files = Files(tmp_path)
+    monkeypatch.setattr(staging, "PAUSE", 0.0)
+    monkeypatch.setattr(Staging, "_copy", broken)
+    filed = files.step(1, {0: 0})
+    soon(lambda: files.staging.writer._broken is not None)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="has ended"):
+        filed.settle()
+    with pytest.raises(RuntimeError, match="has ended"):
+        files.step(2, {0: 1}).settle()

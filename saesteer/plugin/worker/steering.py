@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +29,6 @@ _Known = Callable[[], tuple[Sequence[int], int]]  # of a request, token ids, and
 _RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
 
 
-class _Facts(NamedTuple):
-    """What a batch asks of a row, as each of its requests is asked whenever somebody comes or goes."""
-
-    kinds: NDArray[np.int32] | None  # None: it does nothing at a site
-    counts: bool  # whether it has counters
-    reads: bool
-
-    @classmethod
-    def of(cls, row: Row) -> "_Facts":
-        return cls(row.kinds if row.listed else None, row.counters > 0, bool(row.readings))
-
-
 class Steering:
     """The running requests that are steered, by id, and their last batch.
 
@@ -53,7 +41,6 @@ class Steering:
         self.choice = graphs.Choice(engine.graph_sets)
         self.health = health.Health() if engine.config.fail_fast else None
         self.rows: dict[str, Row] = {}  # of steered requests only
-        self._facts: dict[str, _Facts] = {}  # of these
         self._recent: dict[bytes, Row] = {}  # by plan
         self._places: dict[str, int] = {}  # table rows, by request
         self._holders: dict[int, str] = {}  # the same, by row
@@ -89,7 +76,6 @@ class Steering:
         if row is not None:
             self._batch = None
             self.rows[request.req_id] = row
-            self._facts[request.req_id] = _Facts.of(row)
             self._cached[request.req_id] = request.num_computed_tokens
             if request.sampling_params.stop:
                 self._stops.add(request.req_id)
@@ -170,7 +156,7 @@ class Steering:
         if request in self.rows:
             self._batch = None
             self._drop(request)
-            del self.rows[request], self._facts[request], self._cached[request]
+            del self.rows[request], self._cached[request]
             self._stops.discard(request)
             self._borders.pop(request, None)
             self._sinks.forget(request)
@@ -232,13 +218,13 @@ class Steering:
         kinds: dict[int, NDArray[np.int32]] = {}
         self._reading, self.any, self.counting = [], False, False
         for at, name in enumerate(batch):
-            found = self._facts.get(name)
-            if found is not None:
+            row = self.rows.get(name)
+            if row is not None:
                 self.any = True
-                if found.kinds is not None:
-                    kinds[id(found.kinds)] = found.kinds
-                    self.counting = self.counting or found.counts
-                if found.reads:
+                if row.listed:
+                    kinds[id(row.kinds)] = row.kinds
+                    self.counting = self.counting or row.counters > 0
+                if row.readings:
                     self._reading.append((at, name))
         self.kinds = reduce(or_, kinds.values()) if kinds else None
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
