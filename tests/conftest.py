@@ -1,5 +1,6 @@
 """For all tests: which are left out, in which order they run, what they share, and what ends when the time is up."""
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,15 @@ MAY_BE_LEFT = 0.9
 
 _left: list[str] = []  # tests that were not reached
 _running = Shared(RUNNING)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Pytest's own, which hears our warnings whatever vLLM's app, built by an earlier test, did to other loggers."""
+    caplog.set_level(logging.WARNING, "vllm.saesteer")
+    for name in ("vllm", "vllm.saesteer"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    return caplog
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
