@@ -7,7 +7,7 @@ the positions of their rows once all is written.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
@@ -72,9 +72,13 @@ class Writer:
 
     A step only leaves its rows here. Later, those whose copies the device has finished are dealt to their files, and
     wait there for those of later steps, so one call writes several.
+
+    Args:
+        begin: what each thread does first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
         self.ticket = 0  # of the last step that was put
         # Ticket, event of the device, where rows go that are not dealt, and the rows.
         self._put: deque[tuple[int, Any, Filing, memoryview]] = deque()
@@ -258,6 +262,7 @@ class Writer:
 
     def _run(self) -> None:
         try:
+            self._begin()
             while True:
                 self._serve()
         except BaseException as exc:  # noqa: BLE001  # whoever waits for this thread learns it

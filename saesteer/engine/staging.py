@@ -33,7 +33,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, side: Any) -> None:
-        self.writer = Writer()
+        self.writer = Writer(self._enter)
         self._device, self._side, self._room = device, side, ROOM
         self._main: Any = None  # the stream that fills the buffers
         # Behind the last rows that were taken: steps launched since then are not waited for.
@@ -142,9 +142,15 @@ class Staging:
                 Thread(target=self._tend, daemon=True).start()
         return bool(self._buffers)
 
+    def _enter(self) -> None:
+        """A thread begins on GPU 0, where CUDA makes it a context of hundreds of MB, even to wait for another GPU."""
+        if self._side is not None:
+            torch.cuda.set_device(self._device)
+
     def _tend(self) -> None:
         """Rows that nobody waits for come home as well, since they hold files open."""
         try:
+            self._enter()
             while True:
                 self._some.wait()
                 sleep(PAUSE)

@@ -1,4 +1,7 @@
-"""Rows for files wait on the device for those of later steps, and come home in their order. On a CPU; no engine."""
+"""Rows for files wait on the device for those of later steps, and come home in their order. No engine.
+
+All on a CPU, but for what happens beside a second GPU: this file is both that test and its process.
+"""
 
 import tempfile
 import threading
@@ -16,35 +19,37 @@ from saesteer.engine import staging
 from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
+from tests.apart import hear, tell
 from tests.plugin.test_writer import filing, soon
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
+CPU = torch.device("cpu")
 KINDS = (torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 class Files:
     """Some files, what they should have, and a step's tensors, which the next step overwrites."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device = CPU, side: Any = None) -> None:
         self.folder, paths = folder, [folder / str(number) for number in range(FILES)]
         for path in paths:
             path.touch()
         self.sinks = [Sink(str(path), 0, ROWS) for path in paths]
-        self.staging = Staging(torch.device("cpu"), None)
-        self.banks = {kind: torch.zeros(FILES, width, dtype=kind) for kind, width in WIDTHS.items()}
+        self.staging = Staging(device, side)
+        self.banks = {kind: torch.zeros(FILES, width, dtype=kind, device=device) for kind, width in WIDTHS.items()}
         self.expected = [torch.zeros(ROWS, WIDTHS[kind], dtype=kind) for kind in KINDS]
 
     def step(self, number: int, rows: dict[int, int]) -> Filed:
         """One in which each of these files gets a row."""
         for kind, bank in self.banks.items():
-            bank[:] = torch.arange(bank.numel()).view(bank.shape) + 16 * number
+            bank[:] = torch.arange(bank.numel(), device=bank.device).view(bank.shape) + 16 * number
             files = [file for file in rows if KINDS[file] is kind]
             if files:
                 for place, file in enumerate(files):
-                    self.expected[file][rows[file]] = bank[place]
+                    self.expected[file][rows[file]] = bank[place].cpu()
                 where = filing([self.sinks[file] for file in files], [rows[file] for file in files])
-                self.staging.add(where, bank, torch.arange(len(files)))
+                self.staging.add(where, bank, torch.arange(len(files), device=bank.device))
         return Filed({str(file): {0: sink} for file, sink in enumerate(self.sinks)}, self.staging)
 
     def content(self, file: int) -> torch.Tensor:
@@ -201,3 +206,32 @@ def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
         filed.settle()
     with pytest.raises(RuntimeError, match="has ended"):
         files.step(2, {0: 1}).settle()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_threads_of_a_worker_leave_other_gpus_alone() -> None:
+    """A context takes hundreds of MB there, which the worker of that GPU may have given to its KV cache."""
+    assert hear("-m", __name__) == {"written": True, "contexts": [False, True]}
+
+
+def _beside_another_gpu() -> None:
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        files.staging.warm()
+
+        def written() -> bool:
+            return all(torch.equal(files.content(file), files.expected[file]) for file in (0, 2))
+
+        files.step(1, {0: 1, 2: 1})
+        soon(written)  # nobody asks, so the threads do all of it
+        assert written()
+        files.step(2, {0: 2, 2: 2}).settle()
+        contexts = [torch._C._cuda_hasPrimaryContext(number) for number in range(2)]  # type: ignore[attr-defined]
+        tell({"written": written(), "contexts": contexts})
+
+
+if __name__ == "__main__":
+    _beside_another_gpu()

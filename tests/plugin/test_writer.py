@@ -303,6 +303,14 @@ def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, mon
     assert data[:4500] == b"".join(map(bytes, pieces)) and data[9000:] == bytes(pieces[0])
 
 
+def test_each_thread_first_does_what_it_is_told() -> None:
+    begun: list[int] = []
+    writer = Writer(lambda: begun.append(threading.get_ident()))
+    assert writer.wait(writer.ask(writer.ticket, [])) == []
+    soon(lambda: len(begun) == spool.THREADS)
+    assert len(set(begun)) == spool.THREADS and threading.get_ident() not in begun
+
+
 def test_a_writer_without_work_has_no_threads() -> None:
     before = threading.active_count()
     assert Writer().ticket == 0
