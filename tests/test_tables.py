@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.vectors import from_inline
-from saesteer.engine import table
-from saesteer.engine.table import Arrow, Places, Row
+from saesteer.engine.table import Arrow, Places, Row, Rows
 from saesteer.engine.wire import decode, encode
 from saesteer.kernels import layout
 from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan, Readout
@@ -25,7 +24,7 @@ def make_row(found: Plan, *, dose: bool = False, limit: float = 0.0) -> Row:
     """As the worker makes it of what travels."""
     wire = decode(encode(found, CATALOG, dose=dose)["plan"])
     arrows = [Arrow(digest, np.array([1.0, 0.0], np.float32), 1.0) for digest in wire.digests]
-    return table.make_row(wire, PLACES, arrows, limit=limit)
+    return Rows(PLACES, limit).make(wire, arrows)
 
 
 def plan(*groups: tuple[str, int], conditions: tuple[str, ...] = ()) -> Plan:

@@ -18,7 +18,7 @@ from saesteer.engine.pool import Pool
 from saesteer.engine.published import Published
 from saesteer.engine.readouts import Reading, Source, probes_of, source_of
 from saesteer.engine.registry import Held, Registry
-from saesteer.engine.table import Arrow, Placement, Places, Row, make_row, rows_of_features
+from saesteer.engine.table import Arrow, Placement, Places, Row, Rows, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
 from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
@@ -152,7 +152,7 @@ class Engine:
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
         self.places = Places({name: number for number, name in enumerate(names)}, placements)
-
+        self._rows = Rows(self.places, config.max_dose or 0.0)
         self._sources: dict[str, Source] = {}  # dictionaries that were read
         self._probes: dict[tuple[tuple[bytes, float, int], ...], Source] = {}  # digest, bias and site of each
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
@@ -181,7 +181,7 @@ class Engine:
             return None
         wire = decode(admitted["plan"])
         arrows = self.registry.find(wire.digests, admitted["vectors"])
-        row = make_row(wire, self.places, arrows, limit=self.config.max_dose or 0.0)
+        row = self._rows.make(wire, arrows)
         row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts)
         return row
 

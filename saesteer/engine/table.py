@@ -16,7 +16,8 @@ from saesteer.engine.wire import POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
-_NOWHERE = np.empty(0, dtype=np.intp)
+_FORM = [layout.FLAGS, layout.GATES, TARGET]  # words of a line that a form depends on
+_FORMS = 64  # kept; one of 1,024 entries takes 200 KB
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
 
@@ -111,93 +112,126 @@ class Row:
     @property
     def counters(self) -> int:
         """The number of columns of counts that it uses."""
-        return self.edits + layout.DOSE_WORDS * self.doses
+        return _counters(self.edits, self.doses)
 
 
-def make_row(wire: Wire, places: Places, arrows: Sequence[Arrow], *, limit: float = 0.0) -> Row:
-    """The row of one request.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """What rows have in common whose plans differ only in features, numbers, windows and vectors."""
+
+    words: NDArray[np.int32]  # all but the entries
+    kinds: NDArray[np.int32]  # the next three are a Row's
+    doses: int
+    parts: bool
+    places: NDArray[np.intp]  # [entries, ENTRY], where each word of an entry stands
+    ends: NDArray[np.int32]  # GROUP_END of each entry
+    uses: Sequence[tuple[str, int]]  # sites and the numbers of their vectors
+    at: NDArray[np.intp]  # as a Row's
+    which: NDArray[np.intp]
+
+
+class Rows:
+    """Makes the rows of requests. Most requests ask for what others do, with other features or numbers.
 
     Args:
-        wire: the plan of the request.
-        places: the places of the sites and dictionaries that it names.
-        arrows: the vectors and features of ``wire.digests``.
+        places: of the sites and dictionaries that requests may name.
         limit: the largest dose by which a site may change a token; a limit turns the measurement on. 0: any dose.
     """
-    table = wire.lines[:, : layout.ENTRY].copy()
-    _link(table, wire, places, arrows)
 
-    targets, flags, gates = (
-        column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
-    )
-    head = begin = layout.head(len(places.sites))
-    words = np.zeros(head + layout.ENTRY * (len(table) - [sum(site[1]) for site in wire.sites].count(1)), np.int32)
-    spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(places.sites)].reshape(-1, layout.SPAN)
-    fronts = spans[:, : layout.ONE]
-    alone: dict[int, int] = {}  # entries that are the only ones of their sites, by the site's number
-    ends: list[int] = []  # GROUP_END of each entry
-    uses: dict[tuple[str, Arrow], int] = {}
-    at, which = [], []
-    first, doses, most, whole, every = 0, 0, 1, False, 0
-    for site, groups, changed, captures in wire.sites:
-        number, count = places.sites[site], sum(groups)
-        end = first + count
-        own = flags[first:end]
-        bits = reduce(or_, own, 0)
-        here = begin
-        if count == 1:
-            here = layout.one_at(number)
-            alone[number] = first
-        measured = _measured(wire, limit, changed)
-        dense = (0, 0, 0)
-        for line in range(first, end) if arrows or bits & (layout.RANKED | layout.RECONSTRUCT) else ():
-            if targets[line] < 0:
-                at.append(here + layout.ENTRY * (line - first) + layout.SLOT)
-                which.append(uses.setdefault((site, arrows[~targets[line]]), len(uses)))
-            elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
-                dense, whole = places.dictionaries[wire.dictionaries[targets[line]]].dense, True
-        span = layout.span_words(
-            own,
-            gated=any(gates[first:end]),
-            groups=len(groups),
-            begin=here,
-            dense=dense,
-            doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
-            captures=captures,
+    def __init__(self, places: Places, limit: float = 0.0) -> None:
+        self.places, self._limit = places, limit
+        self._forms: dict[tuple[bytes, bytes], _Form] = {}
+
+    def make(self, wire: Wire, arrows: Sequence[Arrow]) -> Row:
+        """The row of one request.
+
+        Args:
+            wire: the plan of the request.
+            arrows: the vectors and features of ``wire.digests``.
+        """
+        table = wire.lines[:, : layout.ENTRY].copy()
+        _link(table, wire, self.places, arrows)
+        key = wire.head, wire.lines[:, _FORM].tobytes()
+        form = self._forms.pop(key, None) or self._form(wire, table)
+        self._forms[key] = form  # the last used stands last
+        if len(self._forms) > _FORMS:
+            del self._forms[next(iter(self._forms))]
+        table[:, layout.GROUP_END] = form.ends
+        words = form.words.copy()
+        words[form.places] = table
+        uses = tuple((site, arrows[number]) for site, number in form.uses)
+        return Row(words, form.kinds, wire.edits, form.doses, uses, form.at, form.which, parts=form.parts)
+
+    def _form(self, wire: Wire, table: NDArray[np.int32]) -> _Form:
+        """That of a plan, with its entries, which already have the bits of their dictionaries."""
+        sites = self.places.sites
+        targets, flags, gates = (
+            column.tolist() for column in (wire.lines[:, TARGET], table[:, layout.FLAGS], table[:, layout.GATES])
         )
-        for many in groups:
-            here += layout.ENTRY * many
-            ends += [here] * many
-        begin += layout.ENTRY * count * (count > 1)
-        fronts[number] = span
-        most, first, doses, every = max(most, span[layout.PARTS]), end, doses + measured, every | bits
-    table[:, layout.GROUP_END] = ends
-    if alone:
-        lines = [*alone.values()]
-        spans[[*alone], layout.ONE :] = table[lines]
-        table = np.delete(table, lines, axis=0) if len(lines) < first else table[:0]
-    words[head:].reshape(table.shape)[:] = table
-    # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
-    words[0], words[1] = max(first, 1) if wire.sites else 0, most
-    if limit > 0:
-        # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
-        words.view(np.float32)[layout.LIMIT] = min(max(limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
-    slots, used = _NOWHERE, _NOWHERE
-    if at:
-        slots, used = np.array(at, np.intp), np.array(which, np.intp)
-    kinds = spans[:, layout.KIND] & layout.KERNELS
-    for site, groups, _, captures in wire.sites:
-        if not groups:
-            kinds[places.sites[site]] = captures
-    row = Row(words, _shared(kinds.tobytes()), wire.edits, doses, (*uses,), slots, used)
-    row.parts = bool(every & (layout.ANSWER | layout.REASONING))
-    words[layout.COUNTERS] = row.counters
-    words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (row.counters > 0)
-    return row
+        begin = layout.head(len(sites))
+        words = np.zeros(begin + layout.ENTRY * (len(table) - [sum(site[1]) for site in wire.sites].count(1)), np.int32)
+        spans = words[layout.HEAD : layout.HEAD + layout.SPAN * len(sites)].reshape(-1, layout.SPAN)
+        starts: list[int] = []  # the first word of each entry
+        ends: list[int] = []
+        uses: dict[tuple[str, int], int] = {}
+        at, which = [], []
+        first, doses, most, whole, every = 0, 0, 1, False, 0
+        for site, groups, changed, captures in wire.sites:
+            number, count = sites[site], sum(groups)
+            end = first + count
+            own = flags[first:end]
+            here = layout.one_at(number) if count == 1 else begin
+            begin += layout.ENTRY * count * (count > 1)
+            starts += range(here, here + layout.ENTRY * count, layout.ENTRY)
+            dense = (0, 0, 0)
+            for line in range(first, end):
+                if targets[line] < 0:
+                    at.append(starts[line] + layout.SLOT)
+                    which.append(uses.setdefault((site, ~targets[line]), len(uses)))
+                elif flags[line] & (layout.RANKED | layout.RECONSTRUCT) and not flags[line] & layout.HELD:
+                    dense, whole = self.places.dictionaries[wire.dictionaries[targets[line]]].dense, True
+            measured = changed and (wire.dose or self._limit > 0)
+            span = layout.span_words(
+                own,
+                gated=any(gates[first:end]),
+                groups=len(groups),
+                begin=here,
+                dense=dense,
+                doses=wire.edits + layout.DOSE_WORDS * doses if measured else 0,
+                captures=captures,
+            )
+            for many in groups:
+                here += layout.ENTRY * many
+                ends += [here] * many
+            spans[number, : layout.ONE] = span
+            most, first, doses, every = max(most, span[layout.PARTS]), end, doses + measured, reduce(or_, own, every)
+        # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
+        words[0], words[1] = max(first, 1) if wire.sites else 0, most
+        words[layout.COUNTERS] = counted = _counters(wire.edits, doses)
+        words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (counted > 0)
+        if self._limit > 0:
+            # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
+            limit = min(max(self._limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
+            words.view(np.float32)[layout.LIMIT] = limit
+        kinds = spans[:, layout.KIND] & layout.KERNELS
+        for site, groups, _, captures in wire.sites:
+            if not groups:
+                kinds[sites[site]] = captures
+        return _Form(
+            words,
+            _shared(kinds.tobytes()),
+            doses,
+            bool(every & (layout.ANSWER | layout.REASONING)),
+            np.array(starts, np.intp)[:, None] + np.arange(layout.ENTRY),
+            np.array(ends, np.int32),
+            [*uses],
+            np.array(at, np.intp),
+            np.array(which, np.intp),
+        )
 
 
-def _measured(wire: Wire, limit: float, changed: bool) -> bool:
-    """Whether doses are measured at a site."""
-    return changed and (wire.dose or limit > 0)
+def _counters(edits: int, doses: int) -> int:
+    return edits + layout.DOSE_WORDS * doses
 
 
 @lru_cache(256)

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, repeat
 from struct import Struct
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ _VARIED = Struct("<i12si16s2f28s")  # a line as what clamps that are alike diffe
 class Wire:
     """A plan as the worker reads it."""
 
+    head: bytes  # which says all but the digests and the lines
     # In forward order: name, lines of each group, whether anything is changed, what is captured (layout.BEFORE, AFTER).
     sites: Sequence[tuple[str, Sequence[int], bool, int]]
     dictionaries: Sequence[str]
@@ -127,10 +129,17 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
 def decode(plan: bytes) -> Wire:
     """The inverse of ``encode`` for a plan that is not empty."""
     at = 4 + int.from_bytes(plan[:4], "little")
-    sites, dictionaries, vectors, edits, dose, readouts = json.loads(str(plan[4:at], "ascii"))
+    head = plan[4:at]
+    sites, dictionaries, vectors, edits, dose, readouts = _parsed(head)
     digests = [plan[at + DIGEST * n : at + DIGEST * (n + 1)] for n in range(vectors)]
     lines = np.frombuffer(plan, "<i4", offset=at + DIGEST * vectors).reshape(-1, LINE)
-    return Wire(sites, dictionaries, digests, edits, dose, readouts, lines)
+    return Wire(head, sites, dictionaries, digests, edits, dose, readouts, lines)
+
+
+@lru_cache(64)
+def _parsed(head: bytes) -> tuple[Any, ...]:
+    """What most requests have in common with others."""
+    return tuple(json.loads(str(head, "ascii")))
 
 
 class _Targets:
