@@ -118,7 +118,7 @@ class Memory:
         arrows = self.registry.find([name(one) for _, one in uses], [("float32", joined, data)] if brought else [])
         pairs = tuple((site, arrow) for (site, _), arrow in zip(uses, arrows, strict=True))
         every = np.arange(len(uses))
-        content = Row(np.zeros(len(uses), np.int32), np.zeros(1, np.int32), 1, 0, pairs, every, every)
+        content = Row(np.zeros(len(uses), np.int32), np.zeros(1, np.int32), 1, 0, 1, True, pairs, every, every)
         self.rows[row] = content, self.registry.take(content)
 
     def release(self, row: int) -> None:

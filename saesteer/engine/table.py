@@ -1,7 +1,7 @@
 """A plan becomes the int32 words of one table row (kernels/layout.py). Knows numbers, not requests or devices."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
@@ -97,22 +97,15 @@ class Row:
     kinds: NDArray[np.int32]
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
     doses: int  # sites whose doses are measured, in the columns after these, in forward order
+    counters: int  # all of these columns
+    # Whether it does anything at a site. The device numbers the steps with such a row that has counters.
+    listed: bool
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
     at: NDArray[np.intp]  # indices of the words that take slots
     which: NDArray[np.intp]  # for each such word, the index of its use
     readings: tuple[Reading | None, ...] = ()  # what is made of captured tensors; None: on another stage of a pipeline
     parts: bool = False  # whether an edit of a part waits for the end of the reasoning
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
-    # Whether it does anything at a site. The device numbers the steps with such a row that has counters.
-    listed: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.listed = bool(self.words[:1].any())  # once: each batch asks all of its rows
-
-    @property
-    def counters(self) -> int:
-        """The number of columns of counts that it uses."""
-        return _counters(self.edits, self.doses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +113,10 @@ class _Form:
     """What rows have in common whose plans differ only in features, numbers, windows and vectors."""
 
     words: NDArray[np.int32]  # all but the entries
-    kinds: NDArray[np.int32]  # the next three are a Row's
+    kinds: NDArray[np.int32]  # the next five are a Row's
     doses: int
+    counters: int
+    listed: bool
     parts: bool
     places: NDArray[np.intp]  # [entries, ENTRY], where each word of an entry stands
     ends: NDArray[np.int32]  # GROUP_END of each entry
@@ -160,7 +155,8 @@ class Rows:
         words = form.words.copy()
         words[form.places] = table
         uses = tuple((site, arrows[number]) for site, number in form.uses)
-        return Row(words, form.kinds, wire.edits, form.doses, uses, form.at, form.which, parts=form.parts)
+        known = form.doses, form.counters, form.listed
+        return Row(words, form.kinds, wire.edits, *known, uses, form.at, form.which, parts=form.parts)
 
     def _form(self, wire: Wire, table: NDArray[np.int32]) -> _Form:
         """That of a plan, with its entries, which already have the bits of their dictionaries."""
@@ -207,8 +203,8 @@ class Rows:
             most, first, doses, every = max(most, span[layout.PARTS]), end, doses + measured, reduce(or_, own, every)
         # Whoever only captures has no entry, and is listed; whoever only reads hidden states is not.
         words[0], words[1] = max(first, 1) if wire.sites else 0, most
-        words[layout.COUNTERS] = counted = _counters(wire.edits, doses)
-        words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (counted > 0)
+        words[layout.COUNTERS] = counters = wire.edits + layout.DOSE_WORDS * doses
+        words[layout.NEEDS] = layout.WHOLE * whole + layout.COUNTED * (counters > 0)
         if self._limit > 0:
             # Neither 0 nor infinite as a float32: 0 would switch the limit off, and infinity is no limit.
             limit = min(max(self._limit, float(np.finfo(np.float32).tiny)), FLOAT32_MAX)
@@ -221,6 +217,8 @@ class Rows:
             words,
             _shared(kinds.tobytes()),
             doses,
+            counters,
+            bool(wire.sites),
             bool(every & (layout.ANSWER | layout.REASONING)),
             np.array(starts, np.intp)[:, None] + np.arange(layout.ENTRY),
             np.array(ends, np.int32),
@@ -228,10 +226,6 @@ class Rows:
             np.array(at, np.intp),
             np.array(which, np.intp),
         )
-
-
-def _counters(edits: int, doses: int) -> int:
-    return edits + layout.DOSE_WORDS * doses
 
 
 @lru_cache(256)
