@@ -43,6 +43,7 @@ _NO_POST_NORM = re.compile(r"llama|smollm|mistral|mixtral|qwen|pythia|gpt-?2|gpt
 _POST_NORM = re.compile(r"gemma|olmo", re.IGNORECASE)  # a path may hold other words, too
 # In TransformerLens these are copies of the stream before the norm; elsewhere, the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
+_WRITTEN = re.compile(r"(resid_\w+|attn_out|mlp_out)\.\d+")
 
 
 def from_transformer_lens(name: str) -> str | None:
@@ -87,6 +88,11 @@ def added(site: str | None, model: str | None) -> str | None:
 def is_ambiguous(name: str) -> bool:
     """True if libraries disagree about the tensor that this TransformerLens name means."""
     return name.rpartition(".")[2] in AMBIGUOUS
+
+
+def is_written(site: str) -> bool:
+    """Whether what the model's layers write arrives here, and so without its mean if their weights are centred."""
+    return _WRITTEN.fullmatch(site) is not None
 
 
 def _site(pattern: str, table: dict[str, str], name: str) -> str | None:

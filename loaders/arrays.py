@@ -11,6 +11,7 @@ array.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from saesteer.loaders.progress import shown
 
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
+LARGEST_NPY_HEADER = 64 << 10  # a name, a shape and a dtype
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -297,14 +299,20 @@ def _open_npz(path: Path) -> Arrays:
 
 def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> StoredArray:
     layout: Any = np.lib.format  # its functions have no types
-    version = layout.read_magic(stream)
+    begin = stream.read(layout.MAGIC_LEN)
+    version = layout.read_magic(io.BytesIO(begin))
     if version not in ((1, 0), (2, 0)):
         raise wrong(path, key, f".npy version {version}", "version 1.0 or 2.0")
+    said = stream.read(2 if version == (1, 0) else 4)
+    length = int.from_bytes(said, "little")
+    if length > LARGEST_NPY_HEADER:  # numpy would read all of it first
+        raise wrong(path, key, f"a header of {length} bytes", f"at most {LARGEST_NPY_HEADER}")
+    head = io.BytesIO(said + stream.read(length))
     read = layout.read_array_header_1_0 if version == (1, 0) else layout.read_array_header_2_0
-    shape, fortran, dtype = read(stream)
+    shape, fortran, dtype = read(head)
     if dtype.hasobject:
         raise wrong(path, key, "Python objects", "numbers: pickled objects are never loaded")
-    start = stream.tell()
+    start = layout.MAGIC_LEN + head.tell()
     size = info.file_size - start
     if size != math.prod(shape) * dtype.itemsize:
         raise wrong(path, key, f"{size} bytes for {dtype} {list(shape)}", "as many bytes as the shape needs")
@@ -326,7 +334,9 @@ def _open_torch(path: Path) -> Arrays:
             entries[str(key)] = _torch_entry(path, str(key), value, ends)
         elif isinstance(value, str):
             metadata[str(key)] = value
-        elif isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value.values()):
+        elif isinstance(value, _PLAIN) or (
+            isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value.values())
+        ):
             metadata[str(key)] = json.dumps(value)
     return Arrays(path, entries, metadata)
 

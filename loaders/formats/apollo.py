@@ -2,8 +2,9 @@
 
     f = relu(x @ encoder.0.weight.T + encoder.0.bias)        y = f @ (decoder.weight / |column|).T + decoder.bias
 
-The decoder is divided by its columns' lengths when it is used; what is stored is not of length 1. A checkpoint may hold
-the SAEs of several hooks: ``FILE.pt@resid_pre.5`` chooses one.
+The decoder is divided by its columns' lengths when it is used; what is stored is not of length 1. Their model is
+TransformerLens' GPT-2, whose stream has no mean: the encoder reads x - mean(x). A checkpoint may hold the SAEs of
+several hooks: ``FILE.pt@resid_pre.5`` chooses one.
 """
 
 from __future__ import annotations
@@ -36,5 +37,6 @@ def _one(weights: Arrays, hook: str, hooks: list[str]) -> Draft:
         ignored={key for key in weights.index if key.startswith(others)},
         transposed={"w_dec"},
         decoder_norm="dropped",
+        centred=aliases.is_written(str(site)),
         sites=(site, site),
     )

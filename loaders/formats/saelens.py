@@ -11,7 +11,7 @@ a skip transcoder adds x @ W_skip.T. The subtraction and the factors are folded 
 
 Some SAEs of GPT-2 were trained on a stream without its mean, as TransformerLens makes it (center_writing_weights): the
 encoder then reads x - mean(x). GPT-2 itself does not see the mean. Older files do not say so, their repositories' names
-are known.
+are known. So is one whose SAEs read x * sqrt(d) / |x| and do not say so: their author normalised x outside of them.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
 covariance_whitening), single heads of z, and architectures other than one matrix and one activation.
@@ -19,7 +19,6 @@ covariance_whitening), single heads of z, and architectures other than one matri
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ _NO_NORM = {
     "covariance_whitening": "the whitening is not folded in: save the SAE for inference",
 }
 _CENTRED = ("GPT2-Small-SAEs-Reformatted", "GPT2-Small-Feature-Splitting-Experiment-Layer-8")
-_WRITTEN = re.compile(r"(resid_\w+|attn_out|mlp_out)\.\d+")  # the sites at which centred weights write
+_NORMED = ("Mistral-7B-Residual-Stream-SAEs",)  # SAELens' registry has them as constant_norm_rescale
 _OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -123,7 +122,7 @@ def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
     """A flat cfg from before version 6, with today's keys."""
     cfg = {_OLD_NAMES.get(key, key): value for key, value in flat.items()}
     cfg = {"architecture": "standard"} | cfg
-    if cfg["architecture"] == "standard" and cfg.get("activation_fn") == "topk":
+    if cfg["architecture"] in ("standard", "topk") and cfg.get("activation_fn") == "topk" and "k" not in cfg:
         params = cfg.get("activation_fn_kwargs")
         if not isinstance(params, dict):
             raise wrong(file, "activation_fn_kwargs", repr(params), "a JSON object with k")
@@ -138,15 +137,19 @@ def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
     if not isinstance(name, str) or name not in _NORMS:
         why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
         raise wrong(file, "normalize_activations", f"{name!r} ({why})", f"one of {', '.join(_NORMS)}")
-    return _NORMS[name]
+    return "l2_sqrt_d" if name == "none" and _is_in(file, _NORMED) else _NORMS[name]
+
+
+def _is_in(file: Path, repositories: tuple[str, ...]) -> bool:
+    """Whether a file lies in one of these repositories, as far as its path says so."""
+    return any(name in part for part in file.absolute().parts for name in repositories)
 
 
 def _is_centred(file: Path, about: dict[str, Any], site: str, in_norm: InNorm) -> bool:
     """Whether the encoder reads the stream without its mean, which a layer norm takes away by itself."""
     key = "model_from_pretrained_kwargs"
     said = section(file, about, key) if about.get(key) is not None else {}
-    by_name = any(name in part for part in file.absolute().parts for name in _CENTRED)
-    if not flag(file, said, "center_writing_weights", default=by_name) or not _WRITTEN.fullmatch(site):
+    if not flag(file, said, "center_writing_weights", default=_is_in(file, _CENTRED)) or not aliases.is_written(site):
         return False
     if in_norm == "l2_sqrt_d":
         raise wrong(file, key, "center_writing_weights, with a norm of the centred input", "one of the two")

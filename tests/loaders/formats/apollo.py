@@ -1,4 +1,4 @@
-"""Checkpoints of Apollo's SAEs and what they mean: the decoder's rows are made unit when it is used."""
+"""Checkpoints of Apollo's SAEs and what they mean: x has no mean, and the decoder's rows are made unit."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ TWO = ARRAYS | {key.replace("5", "6", 1): value + np.float32(1) for key, value i
 
 
 def pre(x: Array) -> Array:
-    return np.asarray(x @ R["W_enc"] + R["b_enc"])
+    return np.asarray((x - x.mean(-1, keepdims=True)) @ R["W_enc"] + R["b_enc"])
 
 
 def plain(f: Array, x: Array) -> Array:

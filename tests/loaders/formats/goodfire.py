@@ -46,7 +46,17 @@ def cases() -> list[Case]:
 
 
 def wrong() -> list[Row]:
-    return []
+    named, plain = "Llama-SAE-l19.pt", linear("encoder", "decoder")
+    more = {"k": {"k": 64}, "activation": {"activation": "TopK"}, "cfg": {"cfg": {"k": 64, "activation": "topk"}}}
+
+    def row(name: str, file: str, arrays: dict[str, Any], words: str) -> Row:
+        return f"goodfire-{name}", lambda folder: writers.torch_file(folder / file, arrays), words
+
+    return [
+        *(row(key, named, plain | what, f"{named}: {key}: ") for key, what in more.items()),
+        row("linear", "mine.pt", ARRAYS | more["k"], "mine.pt: k: 64; expected two linear layers and no more"),
+        row("unnamed", "mine.pt", plain, "mine.pt: a file of no known format"),
+    ]
 
 
 SAMPLE = Sample("a.pth", lambda folder, arrays: writers.torch_file(folder / "a.pth", arrays), ARRAYS)

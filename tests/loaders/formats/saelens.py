@@ -94,6 +94,12 @@ def cases() -> list[Case]:
     add("v6-centred-z", z, plain, kind="relu", facts={"site_in": "z.3", "site_out": "z.3"})
     cached = "models--jbloom--GPT2-Small-SAEs-Reformatted/snapshots/abc/blocks.3.hook_resid_post"
     add("old-centred", old(), plain, kind="relu", centred=True, place=cached)
+    old_topk = old(architecture="topk", activation_fn="topk", activation_fn_kwargs={"k": 4})
+    add("old-topk-architecture", old_topk, plain, kind="topk", k=4, facts={"activation": "topk", "k": 4})
+    cached = "models--JoshEngels--Mistral-7B-Residual-Stream-SAEs/snapshots/abc/mistral_7b_layer_8"
+    facts = {"in_norm": "l2_sqrt_d", "feature_unit": "normalised"}
+    unsaid = old(normalize_activations=False)
+    add("old-normed", unsaid, plain, kind="relu", norm="constant_norm_rescale", place=cached, facts=facts)
     add("old-standard-bool-norm", old(normalize_activations=False), plain, kind="relu")
     add("oldest-standard", old(oldest=True), plain | {"scaling_factor": np.ones(F, np.float32)}, kind="relu")
     add("old-jumprelu", old(architecture="jumprelu", apply_b_dec_to_input=False), full, kind="jumprelu", subtract=False)
