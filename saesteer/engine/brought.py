@@ -3,7 +3,8 @@
 Knows neither how rows were computed (captures.py) nor what an answer makes of them (planning/answers.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,11 @@ from saesteer.engine.readouts import Reading, Span
 from saesteer.engine.spool import Owed
 from saesteer.engine.staging import Filed
 
+logger = logging.getLogger("vllm.saesteer")
+
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
 Told = list[Any]  # number of the readout, spans
+Sent = tuple[Callable[..., Any], tuple[Any, ...]]  # as __reduce__ returns it
 
 
 class Part(NamedTuple):
@@ -52,8 +56,11 @@ class Brought:
     event: Any = None  # of the device, behind the copies of arrays
     files: Filed | Mapping[str, Sequence[Told]] | None = None  # where requests have some; or what is told of them
 
-    def __reduce__(self) -> tuple[type["Brought"], tuple[Any, ...]]:
+    def __reduce__(self) -> Sent:
         """An event cannot leave its process, so the copies are waited for, and so are threads that write."""
+        return sendable(self._settled)
+
+    def _settled(self) -> Sent:
         self._land()
         return Brought, (self.made, None, self.files.settle() if isinstance(self.files, Filed) else self.files)
 
@@ -118,6 +125,22 @@ class Brought:
                 else:
                     found[name] = [blob]
         return found
+
+
+def sendable(make: Callable[[], Sent]) -> Sent:
+    """What an object is sent as; where that cannot be made, whoever receives it gets an error.
+
+    An exception while vLLM sends would end its thread, and the engine would wait for minutes for what never comes.
+    """
+    try:
+        return make()
+    except Exception as exc:
+        logger.exception("what a step has counted or read cannot be sent")
+        return _fail, (f"{type(exc).__name__}: {exc}",)
+
+
+def _fail(words: str) -> None:
+    raise RuntimeError(f"what a step has counted or read did not come: {words}")
 
 
 def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.uint8]]:

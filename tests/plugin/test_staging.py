@@ -3,6 +3,7 @@
 All on a CPU, but for what happens beside a second GPU: this file is both that test and its process.
 """
 
+import pickle
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saesteer.engine import staging
+from saesteer.engine.brought import Brought
 from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
@@ -206,6 +208,10 @@ def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
         filed.settle()
     with pytest.raises(RuntimeError, match="has ended"):
         files.step(2, {0: 1}).settle()
+    # vLLM pickles it in a thread that must not end, and so it is told where it arrives.
+    sent = pickle.dumps(Brought([], None, filed))
+    with pytest.raises(RuntimeError, match=r"did not come: RuntimeError: a thread that writes .* has ended"):
+        pickle.loads(sent)
 
 
 @pytest.mark.gpu

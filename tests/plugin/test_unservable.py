@@ -2,11 +2,15 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -14,6 +18,7 @@ from saesteer import plugin
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.errors import UnsupportedError
 from saesteer.plugin.unservable import ALL, refuse
+from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
 from tests.apart import hear
 from tests.plugin.test_recent import ADD, admitted
@@ -68,6 +73,35 @@ def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
     monkeypatch.undo()
     arrive(steering, "next", two, 2)
     assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
+
+
+def test_reads_for_which_there_is_no_room_fail_their_requests_alone(
+    steering: Steering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows stay until the scheduler ends them, as on ranks that read nothing."""
+    arrive(steering, "reads", {"return": {"hidden": {"scope": {"prompt": True}}}}, 1)
+    arrive(steering, "edits", SPEC, 2)
+    starts, positions = np.array([0, 4, 8], np.int32), np.zeros(2, np.int32)
+    steering.step = lambda: (starts, positions, torch.zeros(8, WIDTH))
+    assert steering.look(["reads", "edits"], 8) and steering.read() is not None
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(steering.engine.captures, "bring", full)
+    assert steering.read() is None
+    assert steering.failed == {"reads": "broken: OutOfMemoryError: no room"}
+    assert steering.snapshot().failed == steering.failed and set(steering.rows) == {"reads", "edits"}
+    steering.forget("reads")
+    assert not steering.failed
+
+
+@pytest.mark.parametrize("wrap", [worker._wrap_v1, worker._wrap_v2])
+def test_a_step_that_has_failed_is_vllms_to_tell(steering: Steering, wrap: Callable[..., None]) -> None:
+    arrive(steering, "reads", {"return": {"hidden": True}}, 1)
+    runner = Mock(execute_model_state=None)
+    wrap(runner, *([runner.model_state] if wrap is worker._wrap_v2 else []), steering)
+    assert steering.look(["reads"], 4) and steering.read() is None
 
 
 def test_what_is_no_plan_fails_its_request(steering: Steering) -> None:

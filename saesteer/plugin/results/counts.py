@@ -22,7 +22,7 @@ from vllm.v1.engine import FinishReason
 from saesteer.config.config import KEY
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
-from saesteer.engine.brought import Brought
+from saesteer.engine.brought import Brought, Sent, sendable
 from saesteer.engine.published import Published
 from saesteer.engine.table import Row
 from saesteer.errors import SpecError
@@ -137,9 +137,8 @@ class Snapshot:
                 found[name] = Guessed(position, row.edits, self.published.read(self.step, [*rows], row.counters))
         return found
 
-    def __reduce__(self) -> tuple[type[Table], tuple[Any, ...]]:
-        guessed = self.guessed
-        return Table, (self.names, self.counted, self.failed, self.stops, self.read, guessed, self.watched)
+    def __reduce__(self) -> Sent:
+        return sendable(lambda: (Table, tuple(getattr(self, name) for name in Table._fields)))
 
 
 def attach(worker: Any, steering: Any) -> None:

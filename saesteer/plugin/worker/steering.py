@@ -10,6 +10,7 @@ from operator import or_
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,8 +60,9 @@ class Steering:
         self._reading: list[tuple[int, str]] = []  # who reads in the last batch, with places
         self._sorted = True  # whether the lanes know of them
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
-        # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline.
-        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None]] | None = None
+        # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline. It
+        # returns None where the step has failed, of which vLLM is about to tell.
+        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None] | None] | None = None
         self.any = False  # whether one of the last batch's requests has a row
         self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none does anything at a site
         self.counting = False  # whether one of those that do has counters
@@ -114,7 +116,7 @@ class Steering:
         gone = isinstance(exc, Gone)
         logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
         self.forget(request)
-        self.failed[request] = failures.GONE if gone else f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+        self.failed[request] = failures.GONE if gone else _broken(exc)
 
     def fill(self, request: str, row: int, known: _Known = lambda: ((), 0)) -> None:
         """Give a table row to a request that is about to run: its own content, or none if it is not steered."""
@@ -163,14 +165,23 @@ class Steering:
             self._forget_reads(request)
 
     def read(self) -> Brought | None:
-        """What the requests of the last batch read of its step, which has been launched."""
-        if self.step is None or not self._reading:
+        """What the requests of the last batch read of its step, which has been launched.
+
+        Where the device has no room for that, these requests fail, and the others of the batch go on.
+        """
+        if self.step is None or not self._reading or (launched := self.step()) is None:
             return None
         if not self._sorted:
             self._sort()
-        starts, positions, hidden = self.step()
-        reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces)
-        return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
+        starts, positions, hidden = launched
+        try:
+            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces)
+            return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
+        except torch.OutOfMemoryError as exc:
+            logger.error("no room for what %s requests read in a step (%s)", len(self._reading), exc)
+            # They keep their rows until the scheduler ends them: other ranks, which read nothing, know of no failure.
+            self.failed |= dict.fromkeys((name for _, name in self._reading), _broken(exc))
+            return None
 
     def _sort(self) -> None:
         """Let the lanes know who reads in the last batch."""
@@ -230,3 +241,7 @@ class Steering:
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         self._sorted = False
         return True
+
+
+def _broken(exc: Exception) -> str:
+    return f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]

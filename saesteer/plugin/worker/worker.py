@@ -64,6 +64,8 @@ def attach(worker: Any, assets: Assets) -> None:
     def load_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         worker.saesteer = steering = _build(runner, assets)
+        if worker.is_driver_worker:  # as in counts.py, no other rank reads
+            steering.engine.warm_reads()
         if hasattr(runner, "model_state"):
             _wrap_v2(runner, runner.model_state, steering)
         else:
@@ -105,7 +107,6 @@ def _build(runner: Any, assets: Assets) -> Steering:
     )
     layers.attach(runner.get_model(), engine)
     layers.warm_up(runner.get_model(), engine)
-    engine.warm_reads()
     logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
     return Steering(engine)
 
@@ -129,8 +130,10 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
     engine = steering.engine
     warm: list[bool] = []  # the first batch is a dummy one, before any request
 
-    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor]:
+    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor] | None:
         launched = runner.execute_model_state  # an ExecuteModelState
+        if launched is None:
+            return None
         batch = launched.input_batch
         return batch.query_start_loc_np, batch.num_computed_tokens_np, launched.hidden_states
 
@@ -180,8 +183,10 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     numbers: list[int] = []  # rows of the last batch
     warm: list[bool] = []
 
-    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor | None]:
+    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor | None] | None:
         launched, batch = runner.execute_model_state, runner.input_batch  # the first is V1's ExecuteModelState
+        if launched is None and engine.is_last:
+            return None
         hidden = launched.hidden_states if engine.is_last else None
         return runner.query_start_loc.np, batch.num_computed_tokens_cpu, hidden
 

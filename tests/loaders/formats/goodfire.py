@@ -47,7 +47,8 @@ def cases() -> list[Case]:
 
 def wrong() -> list[Row]:
     named, plain = "Llama-SAE-l19.pt", linear("encoder", "decoder")
-    more = {"k": {"k": 64}, "activation": {"activation": "TopK"}, "cfg": {"cfg": {"k": 64, "activation": "topk"}}}
+    said = {"k": 64, "activation": "TopK", "cfg": {"k": 64, "activation": "topk"}}
+    more = {key: {key: value} for key, value in said.items()}
 
     def row(name: str, file: str, arrays: dict[str, Any], words: str) -> Row:
         return f"goodfire-{name}", lambda folder: writers.torch_file(folder / file, arrays), words
