@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
+from saesteer.config.modules import check_default
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
@@ -59,13 +60,11 @@ class Model:
         modules: name → file of a spec, or the spec.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
-        max_dose: how much edits may change a token at a site, in lengths of the stream there; larger changes are
-            scaled down to it. None: no limit.
+        max_dose: how far edits may move a token at a site, in lengths of the stream; more is scaled down. None: any.
         dtype: the dtype to load the model in; by default float32.
 
     Raises:
-        ConfigError: a dictionary or site that the model does not have, a module that no request could use, or a wrong
-            limit.
+        ConfigError: a dictionary or site that the model lacks, a module that no request could use, or a wrong limit.
         UnsupportedError: the model's decoder layers belong to no family in ``saesteer.models.families``.
     """
 
@@ -115,6 +114,7 @@ class Model:
         self._config = replace(self._config, dictionaries=sources)
         text = model.config.get_text_config()
         self._assets = Assets.open(self._config)
+        self._assets.refuse_pregain(text)
         self.engine = Engine(
             self._assets,
             width=text.hidden_size,
@@ -126,6 +126,7 @@ class Model:
             max_rows=1,
             max_tokens=text.max_position_embeddings,
         )
+        check_default(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
@@ -245,7 +246,7 @@ class Model:
     def streams(
         self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None
     ) -> dict[str, Tensor]:
-        """The tensor [tokens, d] at every instrumented site, before the edits there; z may be wider than the stream.
+        """The tensor [tokens, d] at each instrumented site, before all that its op adds or edits; z may be wider.
 
         Args:
             prompt: text or token ids.
@@ -324,7 +325,7 @@ class Model:
         return found
 
     def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
-        """The residual stream [tokens, d] at an instrumented site, before the edits there.
+        """The residual stream [tokens, d] at an instrumented site, as ``streams`` returns it.
 
         Raises:
             ConfigError: the site is not instrumented.
@@ -369,7 +370,7 @@ class Model:
     def activations(
         self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, steer: Any = None
     ) -> Tensor:
-        """Feature activations [tokens, F], float32, in the dictionary's own unit.
+        """Feature activations [tokens, F], float32, in the dictionary's own unit, of what ``streams`` returns.
 
         Raises:
             ConfigError: no dictionary has this name, or a set has no such layer.
@@ -385,8 +386,7 @@ class Model:
         Raises:
             ConfigError: no dictionary has this name, or a set has no such layer.
         """
-        ids = self.encode(prompt)
-        info = self.coder(dictionary, layer).info
+        ids, info = self.encode(prompt), self.coder(dictionary, layer).info
         values, rows = self.activations(ids, dictionary, layer=layer).topk(min(top_k, info.features), dim=-1)
         words = [self.tokenizer.decode([token]) if self.tokenizer else str(token) for token in ids]
         named = info.feature_ids or range(info.features)

@@ -1,6 +1,10 @@
 """Attention SAEs of Kissane and Krzyzanowski: ``NAME.pt`` with ``NAME_cfg.json`` beside it; it knows no other config.
 
 f = relu((x - b_dec) @ W_enc + b_enc)        y = f @ W_dec + b_dec        x: all heads of z, one after the other
+
+Their z is TransformerLens', which moves the bias of the values, and what the first norm's bias makes of it, into the
+output's bias. GPT-2's own z has this constant c, so each feature reads W_enc · c more than it was trained on; c is in
+the model's files, and is not taken out here.
 """
 
 from __future__ import annotations

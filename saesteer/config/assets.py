@@ -5,6 +5,7 @@ import json
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
@@ -15,11 +16,11 @@ from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
-from saesteer.language.sites import canonical, expand_sites, op_site, order, parse, reading_site
+from saesteer.language.sites import NO_PREGAIN, canonical, expand_sites, op_site, order, parse, reading_site
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
-from saesteer.models.families import SERVED_KINDS
+from saesteer.models.families import SERVED_KINDS, has_pregain
 from saesteer.planning.plan import Catalog, member
 
 
@@ -113,6 +114,16 @@ class Assets:
         """
         refuse_others(self.infos, model, self.config.dictionaries_of)
 
+    def refuse_pregain(self, config: Any) -> None:
+        """Refuse dictionaries that read a norm before its gain, if the model with this config has no such norm.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name, info in self.infos.items():
+            if info.reads_pregain and not has_pregain(config):
+                raise ConfigError(f"dictionary {name!r} {NO_PREGAIN.format(info.site_in)}")
+
     def catalog(
         self,
         *,
@@ -170,7 +181,7 @@ class Assets:
         return catalog
 
     def memory(self, size: int) -> list[str]:
-        """A sentence for each dictionary that a request may name: what it takes in memory.
+        """A sentence for each dictionary that a request may name: what it takes in memory, and what is wrong with it.
 
         Args:
             size: bytes of a number of the model's dtype, in which the matrices are held.
@@ -184,7 +195,8 @@ class Assets:
             several = f"{len(infos)} dictionaries with " if len(infos) > 1 else ""
             files = {info.source: info.bytes_on_disk for info in infos}  # one may hold all of a set
             on_disk = in_words(sum(files.values()))
-            found.append(f"{name}: {several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk")
+            known = f"{several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk"
+            found.append(f"{name}: {known}{_NOTES.get(infos[0].format, '')}")
         return found
 
     @property
@@ -210,6 +222,10 @@ class Assets:
             {name: spec.to_json() for name, spec in self.modules.items()},
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+# By format. The loader's file has the reason.
+_NOTES = {"connor_rob": "; it was trained on z without the bias of the values, so its features read a constant more"}
 
 
 def in_words(count: int) -> str:

@@ -53,7 +53,7 @@ class DictionarySource:
 
     @classmethod
     def from_argument(cls, text: str) -> "DictionarySource":
-        """Read ``[rows:]PATH_OR_REPO[@SITE]``, as on the command line."""
+        """Read ``[rows:]PLACE[@SITE]``, as on the command line."""
         place = text.removeprefix(ROWS)
         path, at, site = place.rpartition("@")
         return cls(path, site, place != text) if at and "/" not in site else cls(place, rows=place != text)
@@ -172,9 +172,9 @@ OPTIONS: dict[str, Option] = {
                 DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word), rows=fields.flag
             )
         ),
-        "A dictionary or a set, and its name in requests: a path, hub id or np:MODEL/SOURCE of Neuronpedia, @SITE if "
-        "its files do not state it, or @LAYERS. With rows: its weights stay in the file, and a request's features are "
-        "read from there. Repeatable.",
+        "A dictionary or a set, and its name in requests. PLACE is a file, a folder, a hub id, or np:MODEL/SOURCE of "
+        "Neuronpedia; @SITE says where it belongs if its files do not, @LAYERS chooses from a set. With rows: its "
+        "weights stay in the file, and a request's features are read from there. Repeatable.",
     ),
     "sites": Option(
         "--sites",
@@ -361,9 +361,12 @@ class SaesteerConfig:
                 found = f"got {show(made.max_dose_action)} without {KEY}.max_dose, expected both or neither"
                 fail(f"{KEY}.max_dose_action", "conflict", found)
             taken = made.capture_folder is not None or any(one.get("all") is True for one in made.consumers.values())
-            if taken != bool(made.capture):
-                found = "needs both the sites and --capture-folder, or a consumer with the option all"
-                fail(f"{KEY}.capture", "conflict", f"{found}, expected both or neither")
+            if made.capture and not taken:
+                found = "has no place for the rows, expected --capture-folder, or a consumer with the option all"
+                fail(f"{KEY}.capture", "conflict", found)
+            if taken and not made.capture:
+                found = "is missing, expected sites for --capture-folder, or for the consumer with the option all"
+                fail(f"{KEY}.capture", "missing_field", found)
         except SpecError as exc:
             raise ConfigError(str(exc)) from exc
         return made

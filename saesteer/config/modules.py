@@ -62,10 +62,17 @@ def check_modules(catalog: Catalog) -> None:
     modules = catalog.modules
     # A module comes after those that it uses, since they name fewer.
     for name in sorted(modules, key=lambda name: len(names_in(modules[name].edits, modules))):
-        try:
-            check_module(modules[name], catalog)
-        except SpecError as exc:
-            raise ConfigError(f"module {name!r}: {exc}") from exc
+        _check_named(name, catalog)
+
+
+def check_default(catalog: Catalog) -> None:
+    """Refuse a server's default module that names a part of the answer, where it is known that nobody tells it.
+
+    Raises:
+        ConfigError: names the module and the field.
+    """
+    if catalog.default is not None:
+        _check_named(catalog.default, catalog)
 
 
 def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
@@ -81,7 +88,8 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
     """
     if spec.returns != Return():
         fail(f"{where}.return", "not_served", "asks for return, expected edits only")
-    catalog = replace(catalog, inline_rows=None)  # a module's own vectors get slots with it
+    # A module's own vectors get slots with it, and the server's default need not fit it: a request may leave that out.
+    catalog = replace(catalog, inline_rows=None, default=None)
     try:
         list(steps(spec.edits, catalog.modules, ("",)))  # a request that uses it is one level further out
         for prompt_len in _LENGTHS:
@@ -99,6 +107,13 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
     for kind, name in names_in(spec.edits, {}):
         if name not in known[kind]:
             fail(where, "unknown_name", f"names the unknown {kind} {name!r}")
+
+
+def _check_named(name: str, catalog: Catalog) -> None:
+    try:
+        check_module(catalog.modules[name], catalog)
+    except SpecError as exc:
+        raise ConfigError(f"module {name!r}: {exc}") from exc
 
 
 def _read(name: str, source: str | Mapping[str, Any]) -> Spec:

@@ -51,7 +51,7 @@ def read_settings(
     """The operator's settings.
 
     Args:
-        dictionaries: each ``NAME=PATH_OR_REPO[@SITE]``, or ``np:MODEL/SOURCE[@SITE]``, which is its own name.
+        dictionaries: each ``NAME=PLACE[@SITE]``, or ``np:MODEL/SOURCE[@SITE]``, which is its own name.
         sites: names; each argument holds one, or several separated by commas.
         reads: names of sites, like ``sites``.
         dictionaries_of: names of models, like ``sites``.
@@ -71,7 +71,7 @@ def read_settings(
     for name, given in lists.items():
         words[name] = [*getattr(told, name), *(one for word in given for one in word.split(",") if one)]
     for name, places, example in (
-        ("dictionaries", dictionaries, "PATH_OR_REPO[@SITE], such as gs20=org/repo@resid_post.20"),
+        ("dictionaries", dictionaries, "PLACE[@SITE], such as gs20=org/repo@resid_post.20"),
         ("vectors", vectors, "FILE, such as happy=happy.gguf"),
         ("modules", modules, "FILE, such as golden-gate=golden-gate.json"),
     ):

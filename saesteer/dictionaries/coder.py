@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from saesteer.errors import ConfigError, LoadError
-from saesteer.language.sites import PREGAIN, canonical, onward, reading_site
+from saesteer.language.sites import canonical, is_pregain, onward, reading_site
 
 Activation = Literal["relu", "jumprelu", "topk", "abstopk", "groupmax"]
 InNorm = Literal["none", "layer_norm", "l2_sqrt_d"]
@@ -115,7 +115,7 @@ class CoderInfo:
     @property
     def reads_pregain(self) -> bool:
         """Whether it reads mlp_in_pregain, for which the op of resid_mid normalises the stream."""
-        return self.site_in is not None and self.site_in.startswith(PREGAIN)
+        return self.site_in is not None and is_pregain(self.site_in)
 
     def memory(self, size: int) -> int:
         """Bytes in memory, with matrices whose items have this size: what loading needs, and keeps."""

@@ -12,7 +12,8 @@ from saesteer.language.fields import fail, show
 PREFIX = "np:"  # in front of MODEL/SOURCE, where that stands for a dictionary's name
 FORM = r"[^/\s]+/[^/\s]+/[0-9]{1,10}"
 _FORM = re.compile(FORM)
-_EXPECTED = "the address of a feature, such as gemma-2-2b/20-gemmascope-res-16k/3124"
+_SAMPLE = "gemma-2-2b/20-gemmascope-res-16k/3124"
+_EXPECTED = f"the address of a feature, such as {_SAMPLE}"
 
 
 def one(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
@@ -23,10 +24,16 @@ def one(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
         at: its path.
 
     Raises:
-        SpecError: the address has another form, or stands next to a dictionary.
+        SpecError: the feature is another text, the address has another form, or stands next to a dictionary.
     """
     feature = given.get("feature")
     if not _is_address(feature):
+        if isinstance(feature, str):
+            fail(
+                f"{at}.feature",
+                "wrong_type",
+                f"got {show(feature)}, expected an integer, or an address such as {_SAMPLE}",
+            )
         return given
     _refuse_both(given, "feature", at)
     name, index = _split(feature, f"{at}.feature")

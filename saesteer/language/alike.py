@@ -104,6 +104,8 @@ def with_following(edit: Edit, items: Sequence[Any], at: int, end: int) -> Alike
     found, was = Alike.alone(edit), items[at]
     if at + 1 >= end or not found.features or was.__class__ is not dict:
         return found
+    if was.get("feature").__class__ is not int:  # an address names its dictionary, which those behind may not
+        return found
     shared = itemgetter(*[key for key in was if key not in ("feature", "value")])
     mine, size = shared(was), len(was)
     texts = all(one.__class__ is str for one in mine)  # a text equals nothing but a text, while 1 is true

@@ -97,6 +97,7 @@ class Scope(Record):
     """
 
     label: ClassVar[str] = "scope"
+    example: ClassVar[str] = '{"generated": true}'
 
     prompt: bool | None = field(default=None, metadata=by(optional(flag)))
     generated: bool | None = field(default=None, metadata=by(optional(flag)))
@@ -272,7 +273,7 @@ class Clamp(TokenEdit):
 
     op: ClassVar[str] = "clamp"
 
-    dictionary: str = field(metadata=by(text))
+    dictionary: str = field(metadata=by(text, missing="a dictionary's name, or an address in feature"))
     feature: int = field(metadata=by(_feature))
     value: float | Strength = field(metadata=by(strength))  # in units of `unit`; in mode scale a factor
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
@@ -288,7 +289,8 @@ class Clamp(TokenEdit):
         if self.mode == "scale" and self.unit == "max_act":
             fail(f"{at}.unit", "conflict", "got max_act with mode scale, expected raw: a factor has no unit")
         if isinstance(self.value, Strength) and self.mode != "add":
-            fail(f"{at}.value", "conflict", f"is read, with mode {self.mode}; expected a number, or mode add")
+            found = f"got a strength that is read, which needs mode add; with mode {self.mode} expected a number"
+            fail(f"{at}.value", "conflict", found)
 
 
 @dataclass(frozen=True)

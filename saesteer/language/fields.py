@@ -224,15 +224,16 @@ def sites(value: Any, at: str) -> tuple[str, ...]:
 _sites = list_of(site, 1024, key=canonical, least=("out_of_range", "site"))
 
 
-def by(check: Check, *, key: str | None = None, single: bool = False) -> dict[str, Any]:
+def by(check: Check, *, key: str | None = None, single: bool = False, missing: str | None = None) -> dict[str, Any]:
     """Metadata of a Record's field.
 
     Args:
         check: of its value.
         key: its name in JSON, if it has another name in Python.
         single: a list of one item is written as that item.
+        missing: what is expected where it is left out, in words; None: the field itself.
     """
-    return {"check": check, "key": key, "single": single}
+    return {"check": check, "key": key, "single": single, "missing": missing}
 
 
 def plain(value: Any) -> Any:
@@ -251,6 +252,7 @@ class Record:
     """
 
     label: ClassVar[str]  # the path of a record that is not part of a spec yet
+    example: ClassVar[str] = ""  # in JSON, for whoever gives something else
 
     def __post_init__(self) -> None:
         self._settle(self.label)
@@ -298,7 +300,7 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     """
     if isinstance(value, cls):
         return value
-    value = cls._spelled_out(mapping(value, at), at)
+    value = cls._spelled_out(mapping(value, at, cls.example), at)
     known = table(cls)
     for key in value:
         if key not in known and (key != extra or extra is None):
@@ -306,7 +308,8 @@ def read(cls: type[R], value: Any, at: str, *, extra: str | None = None) -> R:
     defaults, required = _blank(cls)
     if not required <= value.keys():
         key = next(key for key in known if key in required and key not in value)
-        fail(f"{at}.{key}", "missing_field", f"is missing, expected next to {listing(map(str, value))}")
+        expected = known[key].metadata["missing"] or f"next to {listing(map(str, value))}"
+        fail(f"{at}.{key}", "missing_field", f"is missing, expected {expected}")
     made = object.__new__(cls)
     values = made.__dict__
     values.update(defaults)
@@ -329,10 +332,11 @@ def record(cls: type[Record], *, null: bool = False) -> Check:
     return lambda value, at: cls() if null and value is None else read(cls, value, at)
 
 
-def mapping(value: Any, at: str) -> Mapping[str, Any]:
+def mapping(value: Any, at: str, example: str = "") -> Mapping[str, Any]:
     """A JSON object whose keys are strings."""
     if value.__class__ is not dict and not isinstance(value, Mapping):
-        fail(at, "wrong_type", f"got {show(value)}, expected an object")
+        such = f" such as {example}" if example else ""
+        fail(at, "wrong_type", f"got {show(value)}, expected an object{such}")
     for key in value:
         if not isinstance(key, str):
             fail(at, "wrong_type", f"got the key {show(key)}, expected keys that are strings")

@@ -21,6 +21,7 @@ KINDS = (
     "resid_post",
 )
 PREGAIN = "mlp_in_pregain"
+NO_PREGAIN = "reads {}, an RMS norm's result before its gain, and this model's MLPs read no such norm"
 MAX_LAYER = 9999
 # What adds to the stream, and the place of the stream that is the first to hold the sum.
 SUMS = {"attn_out": "resid_mid", "mlp_out": "resid_post"}
@@ -75,6 +76,11 @@ def op_site(name: str, sites: Collection[str]) -> str:
     """
     kind, layer = parse(name)
     return name if name in sites or kind not in SUMS else f"{SUMS[kind]}.{layer}"
+
+
+def is_pregain(name: str) -> bool:
+    """Whether a site is an mlp_in_pregain."""
+    return name.startswith(f"{PREGAIN}.")
 
 
 @lru_cache(4096)

@@ -154,6 +154,15 @@ def other_widths(config: Any) -> dict[str, int]:
     return {} if z == config.hidden_size else {"z": z}
 
 
+def has_pregain(config: Any) -> bool:
+    """Whether MLPs read an RMS norm of resid_mid, so that its result before the gain follows from resid_mid alone.
+
+    Args:
+        config: the text part of a model's config, as Transformers reads it.
+    """
+    return hasattr(config, "rms_norm_eps") and config.model_type not in ("olmo2", "olmo3")  # their norms come behind
+
+
 def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:
     """The module that holds the decoder's layers and the final norm, and the family of all its layers.
 

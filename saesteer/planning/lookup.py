@@ -98,9 +98,11 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     """The canonical site where a dictionary reads: where it writes, unless its files name another.
 
     Raises:
-        SpecError: it has no such site, or the site is not instrumented.
+        SpecError: it has no such site, the site is not instrumented, or the model has no such tensor.
     """
     named = info.site_in or info.site_out
+    if named is not None and not catalog.pregain and sites.is_pregain(named):
+        fail(f"{at}.dictionary", "not_served", f"dictionary {name!r} {sites.NO_PREGAIN.format(named)}")
     site = None if named is None else sites.reading_site(canonical(named))
     return _with_op(catalog, name, "reads", site, site, at)
 
@@ -124,8 +126,10 @@ def _with_op(catalog: Catalog, name: str, does: str, site: str | None, op: str |
     return site
 
 
-def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str) -> Iterator[tuple[str, Direction]]:
-    """The canonical sites of an edit with a vector, and the vector's row at each.
+def places_of(
+    catalog: Catalog, vector: Vector, written: Sequence[str], at: str
+) -> Iterator[tuple[str, Direction, str]]:
+    """The canonical sites of an edit with a vector, the vector's row at each, and the site as written.
 
     Raises:
         SpecError: the vector is unknown, has another width than a site or no row for a layer, or a site has no op.
@@ -148,11 +152,11 @@ def places_of(catalog: Catalog, vector: Vector, written: Sequence[str], at: str)
         if not _instrumented(catalog, catalog.op_site(site)):
             message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
             fail(path, "not_served", f"{message}; start it with --sites {site} to have one there")
-        yield site, Direction(vector, None if layers is None else layer)
+        yield site, Direction(vector, None if layers is None else layer), name
 
 
-def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Direction]:
-    """The site where a probe is read for an edit at a site, and the probe's row there.
+def probe_of(catalog: Catalog, name: str, written: str, at: str) -> tuple[str, Direction]:
+    """The site where a probe is read for an edit at a site as written, and the probe's row there.
 
     A vector with one row for any site, or with a row for the layer of the edit, is read where the edit stands.
     Otherwise, a vector with a single layer is read at resid_post of that layer.
@@ -160,8 +164,9 @@ def probe_of(catalog: Catalog, name: str, site: str, at: str) -> tuple[str, Dire
     Raises:
         SpecError: the vector is unknown, differs from the site in width, or has no layer or several to choose from.
     """
-    layers, here = _rows_of_probe(catalog, name, at), parse(site)[1]
+    layers, here = _rows_of_probe(catalog, name, at), parse(written)[1]
     if layers is None or here in layers:
+        site = canonical(written)
         _check_width(catalog, name, site, f"{at}.probe")
         return site, Direction(name, None if layers is None else here)
     if len(layers) > 1:

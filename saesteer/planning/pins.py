@@ -48,7 +48,7 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
         if not isinstance(edit, VectorEdit) or isinstance(vector := edit.vector, str):
             continue
         try:
-            places = [*places_of(catalog, vector, edit.site, "")]
+            places = [(site, one) for site, one, _ in places_of(catalog, vector, edit.site, "")]
         except SpecError:
             continue
         rows = rows_of(vector)

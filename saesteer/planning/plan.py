@@ -156,6 +156,7 @@ class Catalog:
     addresses: Mapping[str, str] = option(default_factory=dict)  # np:MODEL/SOURCE → a dictionary's key
     origins: Mapping[str, Origin] = option(default_factory=dict)  # by a dictionary's key, where anything is known
     stages: tuple[int, ...] = ()  # the layers with which the later stages of a pipeline begin
+    pregain: bool = True  # whether mlp_in_pregain is what the op of resid_mid makes of it
 
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
@@ -335,7 +336,7 @@ class Readout:
     op: str | None  # the site whose op keeps the tensor
     after: bool  # after the request's edits of the site
     windows: tuple[Window, ...]  # disjoint, ascending
-    summed: bool = False  # before edits of the site, but after those that its op makes for a part of the sum
+    summed: bool = False  # before edits of the site, but after all that its op makes, which come earlier
     last: bool = False  # the row that sampled the last token, whose position is known at the end
     dictionary: str | None = None  # its key in the catalog
     top_k: int = 0  # how many of the strongest features

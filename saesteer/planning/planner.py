@@ -150,12 +150,12 @@ class _Planner:
         )
         if count > 1:
             part = Clamps(change, step.alike.features, step.alike.values, edit.mode == "scale")
-            self._join(known.reads, known.of, step, part)
+            self._join(known.reads, known.of, step, part, str(info.site_out))
             return
         for number, site in enumerate(known.sites):
             held = None if known.reads == site else self.reads.feature(target, known.reads, site, at)
             there = replace(change, target=replace(target, target=number)) if number else change
-            self._join(site, known.of, step, there, held, stands=known.sites[0])
+            self._join(site, known.of, step, there, str(info.site_out), held)
 
     def _are_plain(self, step: Step, known: _Clamped) -> bool:
         """Whether clamps may be planned as one part; otherwise each is planned by itself, and may be refused."""
@@ -179,9 +179,9 @@ class _Planner:
         if edit.scales and len(edit.scales) != len(places):
             found = f"got {len(edit.scales)} numbers for the {len(places)} layers of the vector, expected one for each"
             fail(f"{step.at}.scales", "conflict", found)
-        layers = sorted(target.layer or 0 for _, target in places)  # a request's own vector has them in any order
+        layers = sorted(target.layer or 0 for _, target, _ in places)  # a request's own vector has them in any order
         scale = 1.0 if isinstance(edit.scale, Strength) else edit.scale
-        for site, target in places:
+        for site, target, written in places:
             number = layers.index(target.layer or 0)
             factor = edit.scales[number] if edit.scales else 1.0
             if abs(scale * factor) > FLOAT32_MAX:
@@ -197,7 +197,7 @@ class _Planner:
                 gain=step.scale,
                 op=edit.op,
             )
-            self._join(site, Add if plain else None, step, change)
+            self._join(site, Add if plain else None, step, change, written)
 
     def cap(self, step: Step) -> None:
         edit = step.edit
@@ -205,16 +205,17 @@ class _Planner:
         low = float("-inf") if edit.min is None else edit.min
         high = float("inf") if edit.max is None else edit.max
         spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
-        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
+        for site, target, written in places_of(self.catalog, edit.vector, edit.site, step.at):
             change = Change(target, spans, step.at, part=part, low=low, high=high, gain=gain, op=edit.op)
-            self._join(site, None, step, change)
+            self._join(site, None, step, change, written)
 
     def ablate(self, step: Step) -> None:
         edit = step.edit
         assert isinstance(edit, Ablate)
         spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
-        for site, target in places_of(self.catalog, edit.vector, edit.site, step.at):
-            self._join(site, None, step, Change(target, spans, step.at, part=part, scale=0.0, gain=gain, op=edit.op))
+        for site, target, written in places_of(self.catalog, edit.vector, edit.site, step.at):
+            change = Change(target, spans, step.at, part=part, scale=0.0, gain=gain, op=edit.op)
+            self._join(site, None, step, change, written)
 
     def reconstruct(self, step: Step) -> None:
         edit, at = step.edit, step.at
@@ -225,7 +226,7 @@ class _Planner:
             fail(f"{at}.dictionary", "not_served", f"{message}; expected clamps of its features")
         [site] = writing_sites(self.catalog, name, info, at)
         spans = self._windows(edit.scope, at, info.skip_first)
-        keys = self.reads.gates(edit.when, site, at, site)
+        keys = self.reads.gates(edit.when, str(info.site_out), at, site)
         clamps = self.last.get(site)
         if clamps is None or clamps.of != name or clamps.run != step.run:
             clamps = None
@@ -242,7 +243,7 @@ class _Planner:
             reads, target = reading_site(self.catalog, name, info, at), Whole(name)
             held = None if reads == site else self.reads.whole(target, reads, site, at)
             change = Change(target, spans, at, part=edit.scope.part, gain=step.scale, op=edit.op)
-            self._join(site, name, step, change, held)
+            self._join(site, name, step, change, str(info.site_out), held)
             clamps = self.last[site]
         assert clamps is not None
         clamps.of = None  # what follows reads the reconstruction
@@ -296,14 +297,13 @@ class _Planner:
         of: object,
         step: Step,
         part: Change | Clamps,
+        stands: str,
         held: Key | None = None,
-        stands: str | None = None,
     ) -> None:
         """Put a change into the last group of its site, or begin another.
 
-        An edit that writes several sites at once reads what it waits for, and its strength, where it ``stands``.
+        An edit reads what it waits for, and its strength, where it ``stands``: at its only or first site, as written.
         """
-        stands = stands or site
         keys = self.reads.gates(step.edit.when, stands, step.at, site)
         group = self.last.get(site)
         if group is None or of is None or group.of != of or group.run != step.run:

@@ -80,18 +80,20 @@ def function_of(one: Readout, catalog: Catalog) -> Function:
     return catalog.vectors[name].function if isinstance(name, str) else "linear"
 
 
-def captures(sites_: Sequence[str], own: Sequence[Readout]) -> tuple[Readout, ...]:
+def captures(sites_: Sequence[str], plan: Plan, catalog: Catalog) -> tuple[Readout, ...]:
     """The read-outs of a request, and behind them what only the operator captures: all tokens, at these sites.
 
     Args:
-        sites_: canonical names.
-        own: what the request reads itself; a read of the same rows serves both.
+        sites_: canonical names. One where ``behind_sums`` would refuse a read is left out.
+        plan: of the request; a read of the same rows serves both.
+        catalog: the catalog that it was planned with.
     """
+    edited, parts = _edited(plan, catalog)
+    own, every = plan.readouts, ((0, END),)
     added = [
-        Readout(
-            "activation", CAPTURE, site, sites.reading_site(site), False, ((0, END),), recompute=False, captured=True
-        )
-        for site in sites_
+        Readout("activation", CAPTURE, one, one, False, every, summed=one in parts, recompute=False, captured=True)
+        for one in sites_
+        if not (one in parts and one in edited)
     ]
     rows = {replace(one, field=CAPTURE, inline=True, recompute=False, captured=True): one for one in own}
     serving = {rows[one] for one in added if one in rows}
@@ -100,20 +102,25 @@ def captures(sites_: Sequence[str], own: Sequence[Readout]) -> tuple[Readout, ..
 
 
 def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
-    """The plan, whose read-outs before the edits of a site come after those that its op makes for a part of the sum.
+    """The plan, whose read-outs before the edits of a site come after all that its op makes, which come earlier.
+
+    That is an edit of a part of the sum. For mlp_in_pregain, which comes behind resid_mid, it is any edit of the op.
 
     Raises:
         SpecError: the op makes edits of both, between which it captures nothing.
     """
-    own = {group.site for group in plan.groups}
-    parts = {op: site for site in own if (op := catalog.op_site(site)) != site}
-    if not parts:
+    edited, parts = _edited(plan, catalog)
+    if not edited or not (plan.readouts or plan.measures):
         return plan
 
     def placed(one: Readout) -> Readout:
-        if one.after or one.op not in parts:
+        if one.after or one.op not in parts.keys() | edited:
             return one
-        if one.op in own:
+        if one.site != one.op:  # mlp_in_pregain, of what the op of resid_mid leaves
+            return replace(one, summed=True)
+        if one.op not in parts:
+            return one
+        if one.op in edited:
             part = parts[one.op]
             message = (
                 f"reads {one.site} before edits of {one.op} and after those of {part}, where this server has no op"
@@ -122,6 +129,12 @@ def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
         return replace(one, summed=True)
 
     return replace(plan, readouts=tuple(map(placed, plan.readouts)), measures=tuple(map(placed, plan.measures)))
+
+
+def _edited(plan: Plan, catalog: Catalog) -> tuple[set[str], dict[str, str]]:
+    """The sites that a plan edits, and of those whose edits the op of their sum makes, each by the site of the sum."""
+    edited = {group.site for group in plan.groups}
+    return edited, {op: site for site in edited if (op := catalog.op_site(site)) != site}
 
 
 def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:

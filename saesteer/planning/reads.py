@@ -12,7 +12,7 @@ from typing import TypeVar
 from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Gate, Source, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.sites import order
+from saesteer.language.sites import canonical, order
 from saesteer.planning.lookup import feature_of, probe_of, reading_site
 from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read, Whole
 
@@ -105,7 +105,7 @@ class Reads:
         return len(self._conditions.fields) + len(self._reads.fields) + len(self._wholes.fields)
 
     def gates(self, gates: Sequence[Gate], site: str, at: str, until: str) -> tuple[Key, ...]:
-        """The conditions that an edit waits for; it stands at a site, and ``until`` is that site or a later one it has.
+        """The conditions that an edit waits for; it stands at a site, as written, and ``until`` is that or a later one.
 
         Raises:
             SpecError: a name is unknown, or a condition reads what is only known later in the forward pass.
@@ -144,7 +144,7 @@ class Reads:
         return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), until, at)
 
     def _source(self, source: Source, site: str, at: str) -> tuple[str, Feature | Direction]:
-        """Where a probe or a feature is read for an edit at a site, and what.
+        """Where a probe or a feature is read for an edit at a site, as written, and what.
 
         Raises:
             SpecError: a name is unknown, or the place comes later in the forward pass.
@@ -152,13 +152,14 @@ class Reads:
         target: Feature | Direction
         if source.probe is not None:
             place, target = probe_of(self.catalog, source.probe, site, at)
-            what = f"{at}.probe"
+            what, named = f"{at}.probe", place
         else:
             assert source.dictionary is not None and source.feature is not None
             target, info = feature_of(self.catalog, source.dictionary, source.layer, source.feature, at)
             place, what = reading_site(self.catalog, target.dictionary, info, at), f"{at}.dictionary"
-        if order(place) > order(site):
-            message = f"reads {place}, which comes after {site}, where the edit stands"
+            named = canonical(str(info.site_in or info.site_out))
+        if order(named) > order(site):  # mlp_in_pregain comes after resid_mid, whose op reads it
+            message = f"reads {named}, which comes after {site}, where the edit stands"
             fail(what, "conflict", f"{message}; expected the same site or an earlier one")
         if self.catalog.op_site(place) != place:
             message = f"reads {place}, where this server has no op; start it with --sites {place} to have one there"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
-from saesteer.language.sites import order
+from saesteer.language.sites import PREGAIN, order, parse
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import fit
 from saesteer.planning.plan import Catalog, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
@@ -23,8 +23,9 @@ def refuse(found: Plan, catalog: Catalog) -> None:
 
     Raises:
         SpecError: a feature is clamped twice at a position, a dictionary by rows is needed whole or has another width
-            than the model, an edit needs a tensor where there is no op, a site needs two dictionaries whole, or one
-            after other edits, or the request brings too many vectors for a site.
+            than the model, an edit needs a tensor where there is no op, or mlp_in_pregain behind edits of resid_mid, a
+            site needs two dictionaries whole, or one after other edits, or the request brings too many vectors for a
+            site.
     """
     for group in found.groups:
         _refuse_twice(group)
@@ -34,6 +35,7 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     if by_rows:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
+    _refuse_stale(found, catalog)
     if any(_is_ranked(name, catalog) for name in named) or any(isinstance(one, Whole) for one in targets):
         _refuse_dense(found, catalog)
     if by_rows or any(isinstance(one, Direction) for one in targets):
@@ -112,6 +114,20 @@ def _refuse_apart(found: Plan, catalog: Catalog) -> None:
                 expected = f"clamps or vectors at most; start it with --sites {group.site} to have an op"
                 fail(change.field, "not_served", f"{message} {expected}")
         begun.add(group.site)
+
+
+def _refuse_stale(found: Plan, catalog: Catalog) -> None:
+    """Refuse edits by what reads mlp_in_pregain where resid_mid is edited: its op reads that before its edits."""
+    edited = {group.site: group for group in found.groups}
+    for one in found.inputs:
+        if one.site not in edited or isinstance(one.target, Direction):
+            continue
+        name = one.target.dictionary
+        info = catalog.dictionaries[name]
+        if parse(site := str(info.site_in or info.site_out))[0] == PREGAIN:
+            message = f"reads {site} with {name!r}, which this version does not serve behind the edit of {one.site}"
+            expected = "expected one of the two, or a dictionary that reads mlp_in"
+            fail(f"{one.field}.dictionary", "not_served", f"{message} in {edited[one.site].parts[0].field}, {expected}")
 
 
 def _refuse_dense(found: Plan, catalog: Catalog) -> None:

@@ -50,6 +50,12 @@ every vllm.entrypoints.openai.completion.protocol:CompletionRequest
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.entrypoints.openai.responses.protocol:ResponsesRequest
   to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+every vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest
+  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
+  to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
+every vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest
+  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
+  to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.reasoning:ReasoningParserManager
   get_reasoning_parser(name)  used reasoning:parser_of  parts of an answer
   import_reasoning_parser(plugin_path)  used reasoning:parser_of  the same

@@ -16,7 +16,7 @@ from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import arrays, load
 from saesteer.loaders.sets import layer_in
 from tests.loaders import writers
-from tests.loaders.formats import apollo, circuit_tracer, qwen_scope
+from tests.loaders.formats import apollo, circuit_tracer, connor_rob, qwen_scope
 
 PLT = {**circuit_tracer.ARRAYS, "W_dec": writers.raw()["W_dec"], "b_dec": writers.raw()["b_dec"]}
 
@@ -244,3 +244,11 @@ def test_what_a_set_takes_is_said(tmp_path: Path) -> None:
     [both, one] = Assets.open(config).memory(2)
     assert both.startswith("gs: 2 dictionaries with 80 features, 8.5 KB in memory, ")  # 80 * (48 * 2 + 8) + 2 * 24 * 4
     assert one.startswith("one: 40 features, 4.3 KB in memory, ")
+
+
+def test_a_server_says_what_it_knows_to_be_wrong(tmp_path: Path) -> None:
+    place = connor_rob.write(tmp_path, connor_rob.ARRAYS)
+    [said] = Assets.open(SaesteerConfig.from_json({"dictionaries": {"z": str(place)}})).memory(2)
+    assert said.endswith(
+        "on disk; it was trained on z without the bias of the values, so its features read a constant more"
+    )

@@ -226,6 +226,7 @@ def test_new_requests_wait_for_one_that_is_behind() -> None:
         ({"return": {"consumers": {}}}, False),
         ({"return": {"consumers": {"a": {}}}}, True),
         ('{"return": {"consumers": {"a": {}}}}', True),
+        ('{"return": {"c\\u006fnsumers": {"a": {}}}}', True),
         ('{"edits": []}', False),
         (7, False),
     ],
@@ -262,9 +263,9 @@ def test_a_request_and_the_operator_share_a_read() -> None:
     }
     from saesteer.planning.planner import plan
 
-    own = plan(language.from_json({"return": wanted}), CATALOG, PROMPT).readouts
-    *asked, added = captures(("resid_post.3", "resid_post.5", "resid_post.9"), own)
-    assert [replace(one, captured=False) for one in asked] == [*own]
+    planned = plan(language.from_json({"return": wanted}), CATALOG, PROMPT)
+    *asked, added = captures(("resid_post.3", "resid_post.5", "resid_post.9"), planned, CATALOG)
+    assert [replace(one, captured=False) for one in asked] == [*planned.readouts]
     assert [one.captured for one in asked] == [True, True, False] and added.captured
     assert (added.site, added.recompute, added.after) == ("resid_post.5", False, False)
     groups = [[one.site for one in several] for several in together((*asked, added), CATALOG)]

@@ -81,38 +81,41 @@ def folder(tmp_path: Path) -> Path:
     own.write(tmp_path / "d.safetensors", coder)
     bare = replace(coder, max_act=None, info=replace(coder.info, has_max_act=False))
     own.write(tmp_path / "bare.safetensors", bare)
+    own.write(tmp_path / "top.safetensors", random_coder("topk", 1))
     np.save(tmp_path / "happy.npy", np.ones(WIDTH, np.float32))
     np.save(tmp_path / "layers.npy", np.ones((LAYERS, WIDTH), np.float32))
     save_file({"layer.1": np.ones(WIDTH, np.float32)}, tmp_path / "one.safetensors")
     return tmp_path
 
 
-def config(folder: Path, **modules: list[Any]) -> SaesteerConfig:
+def config(folder: Path, default: str | None = None, **modules: list[Any]) -> SaesteerConfig:
     return SaesteerConfig.from_json(
         {
-            "dictionaries": {name: f"{folder}/{name}.safetensors@resid_post.1" for name in ("d", "bare")},
+            "dictionaries": {name: f"{folder}/{name}.safetensors@resid_post.1" for name in ("d", "bare", "top")},
             "vectors": {
                 "happy": f"{folder}/happy.npy", "layers": f"{folder}/layers.npy", "one": f"{folder}/one.safetensors"
             },
             "modules": {"calm": {"edits": [ADD]}, **{name: {"edits": edits} for name, edits in modules.items()}},
+            "default_module": default,
             "sites": ["resid_post.all"],
             "max_edits": 8,
         }
     )  # fmt: skip
 
 
-def by_serve(folder: Path, edits: list[Any]) -> None:
-    serve.check(str(folder), config(folder, m=edits))
+def by_serve(folder: Path, edits: list[Any], **more: Any) -> None:
+    serve.check(str(folder), config(folder, m=edits, **more))
 
 
-def in_front_end(folder: Path, edits: list[Any]) -> None:
+def in_front_end(folder: Path, edits: list[Any], parser: str = "", **more: Any) -> None:
+    text = SimpleNamespace(num_hidden_layers=LAYERS)
     model = SimpleNamespace(
-        model="m", hf_text_config=SimpleNamespace(num_hidden_layers=LAYERS), get_hidden_size=lambda: WIDTH
+        model="m", hf_text_config=text, get_hidden_size=lambda: WIDTH, skip_tokenizer_init=False
     )  # all of a VllmConfig that is asked for
-    outputs = SimpleNamespace(reasoning_parser="")
+    outputs = SimpleNamespace(reasoning_parser=parser)
     alone = SimpleNamespace(pipeline_parallel_size=1)
     served = SimpleNamespace(model_config=model, parallel_config=alone, structured_outputs_config=outputs)
-    frontend._names(Assets.open(config(folder, m=edits)), served)
+    frontend._names(Assets.open(config(folder, m=edits, **more)), served)
 
 
 def over_http(folder: Path, edits: list[Any]) -> None:
@@ -149,6 +152,27 @@ def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path
     found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
     with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
         serve.check(str(folder), found)
+
+
+@at_start
+@pytest.mark.parametrize(
+    "edits",
+    [[{**CLAMP, "dictionary": "top"}], [{"op": "reconstruct", "dictionary": "d"}], [ADD] * 8],
+    ids=["a ranked dictionary", "a reconstruction", "all entries"],
+)
+def test_a_default_module_need_not_fit_behind_itself_nor_others_behind_it(
+    edits: list[Any], start: Callable[..., None], folder: Path
+) -> None:
+    start(folder, edits, other=edits, default="m")
+
+
+def test_a_default_module_that_names_a_part_of_the_answer_needs_a_parser(folder: Path) -> None:
+    edits = [{**CLAMP, "scope": {"part": "answer"}}]
+    in_front_end(folder, edits)  # a request that uses it is refused
+    in_front_end(folder, edits, parser="deepseek_r1", default="m")
+    told = r"^module 'm': saesteer\.edits\[0\]\.scope\.part: names a part .*--reasoning-parser$"
+    with pytest.raises(ConfigError, match=told):
+        in_front_end(folder, edits, default="m")
 
 
 def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:

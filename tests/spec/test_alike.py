@@ -27,6 +27,7 @@ SCOPES = st.sampled_from(
     [{"generated": True}, {"positions": [[2, 4], [6, 8]]}, {"skip_first": 1}, {"skip_first": True}]
 )
 FIRST = {"op": "clamp", "dictionary": "gs15", "feature": 0, "value": 1.0}
+ADDRESS = {"op": "clamp", "feature": "gemma-2-2b/20-x/3124", "value": 1.0}
 
 
 @st.composite
@@ -34,9 +35,9 @@ def neighbours(draw: st.DrawFn) -> list[Any]:
     """Clamps, most of which differ from the one before in a feature, a value, or one thing more."""
     found: list[Any] = []
     values_first = {key: FIRST[key] for key in reversed(FIRST)}
-    usual, rare = st.integers(0, 20), st.sampled_from([99, 100, -1, 2.0, True])
+    usual, rare = st.integers(0, 20), st.sampled_from([99, 100, -1, 2.0, True, None, ADDRESS["feature"]])
     for _ in range(draw(st.integers(1, 10))):
-        one = deepcopy(found[-1] if found else draw(st.sampled_from([FIRST, values_first])))
+        one = deepcopy(found[-1] if found else draw(st.sampled_from([FIRST, values_first, ADDRESS])))
         one["feature"] = draw(st.one_of(usual, usual, usual, rare))
         key, values = draw(st.sampled_from([*CHANGES.items(), *2 * [("value", st.floats(-9, 9))]]))
         if draw(st.booleans()):
@@ -52,7 +53,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
     "mode": st.sampled_from(["set", "add", "scale", "min", "max"]),
     "scope": SCOPES,
     "only_if_active": st.sampled_from([True, False, 1]),
-    "dictionary": st.sampled_from(["gs15", "gs20", "nobody"]),
+    "dictionary": st.sampled_from(["gs15", "gs20", "nobody", None]),
     "when": st.just({"dictionary": "gs15", "feature": 3, "above": 1.0}),
     "layer": st.sampled_from([15, 20, None]),
     "op": st.sampled_from(["reconstruct", "clamp"]),
@@ -70,6 +71,8 @@ def outcome(work: Callable[[], object]) -> object:
 @settings(max_examples=400, deadline=None)
 @given(neighbours())
 @example([FIRST, {"op": "clamp", "dictionary": "gs15", "value": float("nan"), "feature": -1}])
+@example([ADDRESS, {"op": "clamp", "feature": 5, "value": 2}])
+@example([{**ADDRESS, "dictionary": None}, {"op": "clamp", "dictionary": None, "feature": 5, "value": 2}])
 def test_edits_are_read_as_if_each_stood_alone(found: list[Any]) -> None:
     together = outcome(lambda: from_json({"edits": found}).edits)
     with pytest.MonkeyPatch.context() as patch:
@@ -96,6 +99,20 @@ def test_a_plan_is_the_plan_of_each_by_itself(found: list[Any], in_module: bool)
         patch.setattr(alike, "_kind", lambda one: object())
         patch.setattr(spec, "with_following", lambda edit, *rest: Alike.alone(edit))
         assert outcome(everything) == together
+
+
+def test_the_dictionary_of_an_address_is_not_that_of_the_clamp_behind_it() -> None:
+    behind = {"op": "clamp", "feature": 5, "value": 2}
+    at, code, _ = refusal([ADDRESS, behind])
+    assert (at, code) == ("saesteer.edits[1].dictionary", "missing_field")
+    at, code, _ = refusal([{**ADDRESS, "dictionary": None}, {**behind, "dictionary": None}])
+    assert (at, code) == ("saesteer.edits[1].dictionary", "wrong_type")
+
+
+def refusal(edits: list[Any]) -> tuple[str | None, str | None, str]:
+    with pytest.raises(SpecError) as caught:
+        from_json({"edits": edits})
+    return caught.value.field, caught.value.code, str(caught.value)
 
 
 def test_many_alike_are_one_part() -> None:

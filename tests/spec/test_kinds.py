@@ -19,7 +19,9 @@ INFOS = {
     "group15": Info("resid_post.15", activation="groupmax", k=4),
     "part15": Info("resid_post.15", can_reconstruct=False),
     "mid16": Info("resid_mid.16"),
+    "norm16": Info("resid_post.16", site_in="mlp_in_pregain.16"),
     "gs20": Info("resid_post.20"),
+    "pre16": Info("resid_pre.16"),
 }
 VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "early": Set((3,))}
 MODULES: dict[str, Any] = {
@@ -30,6 +32,7 @@ MODULES: dict[str, Any] = {
     "ring": [use("gnir")],
     "gnir": [use("calm"), use("ring")],
     "empty": [],
+    "mid": [ablate("any", "resid_mid.16")],
     "loud": [use("calm", 1e30)],
     **{f"m{n}": [use(f"m{n - 1}"), use(f"m{n - 1}")] if n else [] for n in range(40)},
 }
@@ -114,6 +117,25 @@ def gated(when: Any, site: str = "resid_post.15") -> Any:
 
 
 FEATURE = {"dictionary": "gs15", "feature": 3, "above": 1.0}
+
+
+def test_a_probe_of_several_layers_is_read_with_the_row_of_the_layer_as_written() -> None:
+    gate, strength = {"probe": "each", "above": 1.0}, {"probe": "each"}
+    for site, row in (("resid_pre.16", 16), ("resid_post.15", 15)):
+        for edit in (gated(gate, site), cap("any", site, 1.0, when=gate), add("any", site, strength, when=gate)):
+            assert {(one.site, one.target) for one in planned(edit).inputs} == {
+                ("resid_post.15", Direction("each", row))
+            }
+    for name, row in (("pre16", 16), ("gs15", 15)):
+        found = planned(clamp(name, 1, strength, "add", when=gate))
+        assert [one.target for one in found.inputs] == [Direction("each", row)] * 2
+        for edits in ([reconstruct(name, when=gate)], [clamp(name, 1, 1.0, when=gate), reconstruct(name, when=gate)]):
+            assert [one.target for one in planned(*edits).conditions] == [Direction("each", row)]
+    everywhere = Catalog(INFOS, None, 200, VECTORS)
+    found = planned(add("each", "resid_pre", strength, when=gate), catalog=everywhere)
+    rows = [(f"resid_post.{layer - 1}", Direction("each", layer)) for layer in (15, 16, 20)]
+    assert [(one.site, one.target) for one in found.conditions] == rows
+    assert [(one.site, one.target) for one in found.reads] == rows
 
 
 def test_equal_conditions_share_a_bit() -> None:
@@ -208,6 +230,26 @@ def test_refusals(edits: list[Any], field: str, code: str) -> None:
     found = refusal(*edits)
     assert found[:2] == (f"saesteer.{field}", code)
     assert len(found[2]) < 500
+
+
+def test_edits_by_the_norm_behind_resid_mid_do_not_stand_beside_edits_of_resid_mid() -> None:
+    """Its op reads the norm of the stream as it arrives there, which is no longer what the MLP reads."""
+    source = {"dictionary": "norm16", "feature": 3}
+    for edit, path in [
+        (clamp("norm16", 1, 1.0), ""),
+        (reconstruct("norm16"), ""),
+        (ablate("any", "resid_post.20", when={**source, "above": 1.0}), ".when"),
+        (add("any", "resid_post.16", source), ".scale"),
+    ]:
+        assert planned(edit, ablate("any", "resid_post.15")).groups
+        for place, edits in enumerate([(edit, ablate("any", "resid_mid.16")), (use("mid"), edit)]):
+            other = ("saesteer.edits[1]", "saesteer.edits[0].module.edits[0]")[place]
+            field, code, message = refusal(*edits)
+            assert (field, code) == (f"saesteer.edits[{place}]{path}.dictionary", "not_served")
+            assert "reads mlp_in_pregain.16 with 'norm16'" in message and f"resid_mid.16 in {other}" in message
+    field, code, message = refusal(gated({**source, "above": 1.0}, "resid_mid.16"))
+    assert (field, code) == ("saesteer.edits[0].when.dictionary", "conflict")
+    assert "reads mlp_in_pregain.16, which comes after resid_mid.16" in message
 
 
 def test_names_are_told() -> None:

@@ -5,6 +5,7 @@ import pickle
 import re
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -147,3 +148,29 @@ def test_any_text_at_all_is_accepted_or_refused(text: str) -> None:
 def test_values_are_finite_and_fit_float32(value: float) -> None:
     error = refused({"edits": [{"op": "clamp", "dictionary": "a", "feature": 1, "value": value}]})
     assert (error is None) == (abs(value) <= FLOAT32_MAX)
+
+
+CLAMP = {"op": "clamp", "dictionary": "a", "feature": 1, "value": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (
+            CLAMP | {"value": {"probe": "p"}},
+            "value: got a strength that is read, which needs mode add; with mode set expected a number",
+        ),
+        (
+            CLAMP | {"feature": "ocean"},
+            "feature: got 'ocean', expected an integer, or an address such as gemma-2-2b/20-gemmascope-res-16k/3124",
+        ),
+        (
+            {"op": "clamp", "feature": 1, "value": 1.0},
+            "dictionary: is missing, expected a dictionary's name, or an address in feature",
+        ),
+        ({"op": "add", "site": "resid_post.1"}, "vector: is missing, expected next to op, site"),
+        (CLAMP | {"scope": "generated"}, "scope: got 'generated', expected an object such as {\"generated\": true}"),
+    ],
+)
+def test_messages_say_what_to_write(edit: dict[str, Any], told: str) -> None:
+    assert str(refused({"edits": [edit]})).startswith(f"saesteer.edits[0].{told}")

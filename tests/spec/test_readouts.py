@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from saesteer.consumers.lines import Logging
 from saesteer.errors import SpecError
 from saesteer.language.edits import Scope
-from saesteer.language.spec import Return, Spec, clamp, from_json
+from saesteer.language.spec import Return, Spec, add, clamp, from_json
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.plan import END, Catalog, Direction, Plan, Readout
 from saesteer.planning.planner import plan
-from saesteer.planning.readouts import readouts
+from saesteer.planning.readouts import captures, readouts
 from saesteer.planning.runs import contents, runs
 from saesteer.planning.windows import windows_of_read
 from tests.spec.strategies import returns
@@ -85,6 +85,31 @@ def test_where_features_are_read() -> None:
     coder, pregain = planned(features=[{"dictionary": "coder"}, {"dictionary": "pregain"}])
     assert (coder.site, coder.op) == ("mlp_in.15", "mlp_in.15")
     assert (pregain.site, pregain.op) == ("mlp_in_pregain.15", "resid_mid.15")
+
+
+def test_what_comes_behind_the_edits_of_its_op_is_read_there() -> None:
+    reads = {
+        "features": [{"dictionary": "pregain"}, {"dictionary": "coder"}],
+        "activations": [{"site": "resid_mid.15"}],
+    }
+    watched = [{"op": "flag", "when": {"dictionary": name, "feature": 1, "above": 0}} for name in ("pregain", "coder")]
+    for site, behind in (("resid_mid.15", True), ("resid_post.15", False)):
+        edits = [add("any", site), *watched]
+        found = plan(from_json({"edits": edits, "return": reads}), CATALOG, P)
+        assert [one.summed for one in (*found.readouts, *found.measures)] == [behind, False, False, behind, False]
+    found = plan(from_json({"edits": [add("any", "attn_out.15")], "return": reads}), CATALOG, P)
+    assert [one.summed for one in found.readouts] == [True, False, True]
+
+
+def test_captures_have_what_is_added_to_a_part_of_the_sum_as_reads_do() -> None:
+    sites_ = ("resid_mid.15", "resid_post.15", "resid_post.20")
+    read = {"activations": [{"site": "resid_post.15", "scope": {"prompt": True, "generated": True}, "cached": "skip"}]}
+    both = [add("any", "resid_mid.15"), add("any", "attn_out.15"), add("any", "mlp_out.15")]
+    for wanted in (read, {}):
+        found = plan(from_json({"edits": both, "return": wanted}), CATALOG, P)
+        captured = [one for one in captures(sites_, found, CATALOG) if one.captured]
+        assert [(one.site, one.summed) for one in captured] == [("resid_post.15", True), ("resid_post.20", False)]
+        assert [one.shown for one in captured] == [bool(wanted), False]
 
 
 def test_probes() -> None:

@@ -303,7 +303,7 @@ def _has_ids(request: Any) -> bool:
 
 
 def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Sequence[str] = ()) -> Meaning:
-    whole = replace(found, readouts=captures(capture, found.readouts)) if capture else found
+    whole = replace(found, readouts=captures(capture, found, catalog)) if capture else found
     admitted = {**encode(whole, catalog, dose=spec.returns.dose), "said": summary(spec)}
     edited = runs(found, contents(found, catalog))
     rows = features_of(found, catalog) if catalog.rows else {}

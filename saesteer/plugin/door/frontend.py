@@ -5,7 +5,7 @@ Wraps, each in the process that talks to clients:
     InputProcessor.process_inputs    checks the spec against it (admission.py)
     AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
     AsyncLLM.generate                waits for the consumers that a spec names (consuming.py)
-    *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args
+    *Request.to_sampling_params      the HTTP body field "saesteer" travels as extra_args, or is refused for audio
     *Request.to_beam_search_params   beam search drops extra_args: refused
     *.get_supported_tasks            handshake with the workers, before the first request
     load_endpoint_plugins            the admin routes (admin.py)
@@ -25,17 +25,18 @@ from typing import Any
 from saesteer import __version__
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
+from saesteer.config.modules import check_default
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import spec as language
 from saesteer.language.sites import canonical, expand_sites
-from saesteer.models.families import other_widths
+from saesteer.models.families import has_pregain, other_widths
 from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
 from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.http import bodies, memory, streams
+from saesteer.plugin.http import bodies, memory, routes, streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -101,11 +102,13 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
     assets.refuse_others(model.model)
+    assets.refuse_pregain(model.hf_text_config)
     shape: dict[str, Any] = {"width": model.get_hidden_size(), "layers": layers, "other_widths": others}
     catalog = assets.catalog(**shape, model=model.model, stages=stages.begins(vllm_config))
     if consumers is not None:
         catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
-    catalog = replace(catalog, parts=has_parser(vllm_config))
+    catalog = replace(catalog, parts=has_parser(vllm_config), pregain=has_pregain(model.hf_text_config))
+    check_default(catalog)
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 
@@ -229,9 +232,17 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
 
 
 @around
+def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    bodies.refuse_misplaced(self.model_extra or {})
+    if bodies.is_steered(self):
+        raise routes.refused(routes.unserved("routes of audio"))
+    return original(self, *args, **kwargs)
+
+
+@around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     bodies.refuse_misplaced(self.model_extra or {})
-    if KEY in (self.model_extra or {}) or KEY in (self.vllm_xargs or {}) or _default:
+    if bodies.is_steered(self) or _default:
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)
 

@@ -92,16 +92,22 @@ class Guard:
         if not self.served:
             why = "without saesteer's configuration or with SAESTEER_DISABLE=1"
             return f"this server was started {why}, so it cannot steer"
-        return f"is not served on {show(path)}, expected one of the routes {', '.join(self.served)}"
+        return unserved(show(path), self.served)
 
 
-def _refused(message: str) -> SpecRefused:
+def unserved(where: str, served: Collection[str] = SERVED) -> str:
+    """Why a spec is refused where the field is not served."""
+    return f"is not served on {where}, expected one of the routes {', '.join(served)}"
+
+
+def refused(message: str) -> SpecRefused:
+    """The refusal of a spec that stands where the field is not served."""
     return SpecRefused(SpecError(message, field=KEY, code="not_served"))
 
 
 def _answer(message: str) -> JSONResponse:
     """vLLM's error object."""
-    error = {"message": str(_refused(message)), "type": "BadRequestError", "param": KEY, "code": 400}
+    error = {"message": str(refused(message)), "type": "BadRequestError", "param": KEY, "code": 400}
     return JSONResponse({"error": error}, 400)
 
 
@@ -139,7 +145,7 @@ class _Body:
             self.ended = not message.get("more_body", False)
             passing = self._tail + message.get("body", b"")
             if _WORD in passing:
-                raise HTTPException(400, str(_refused(self._message)))  # vLLM's app turns it into its error object
+                raise HTTPException(400, str(refused(self._message)))  # vLLM's app turns it into its error object
             self._tail = passing[-len(_WORD) :]
         return message
 
@@ -196,7 +202,7 @@ def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
             sent = (event.get("text") or "").encode() or event.get("bytes") or b""
             if not _json_asks(sent):
                 return event
-            error = {"type": "error", "error": str(_refused(message)), "code": "not_served"}
+            error = {"type": "error", "error": str(refused(message)), "code": "not_served"}
             await send({"type": "websocket.send", "text": json.dumps(error)})
 
     return receive_next
