@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from saesteer.client.bodies import KEY
-from saesteer.errors import ServerError
+from saesteer.errors import ConfigError, ServerError
 
 H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
@@ -38,6 +38,9 @@ class Connection(Generic[H]):
             model: the model's name on the server; by default the first that the server serves.
             timeout: in seconds, or httpx's own.
             transport: httpx's, for tests and proxies.
+
+        Raises:
+            ConfigError: the URL is none.
         """
         self._http: H = self._KIND(**_options(base_url, api_key, timeout), transport=transport)
         self._model = model
@@ -49,6 +52,8 @@ class Connection(Generic[H]):
 
 
 def _options(base_url: str, api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"base_url is {base_url!r}, expected http://HOST:PORT")
     base = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/"
     return {"base_url": base, "headers": _bearer(api_key), "timeout": timeout}
 
@@ -66,4 +71,12 @@ class translated:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(exc, httpx.HTTPError | httpx.InvalidURL):
             reason = " ".join(str(exc).split()) or type(exc).__name__
-            raise ServerError(f"the server did not answer ({reason})", status=None) from exc
+            raise ServerError(f"{_server(exc)} did not answer ({reason})", status=None) from exc
+
+
+def _server(exc: Exception) -> str:
+    try:
+        url: httpx.URL = exc.request.url  # type: ignore[attr-defined]  # an InvalidURL has none
+    except (AttributeError, RuntimeError):
+        return "the server"
+    return f"the server {url.scheme}://{url.netloc.decode('ascii')}"

@@ -139,7 +139,7 @@ class Events:
         """Arguments as ``answer_of``."""
         self._kind = kind
         self._steered = steered  # None also after the stream has said what was applied
-        self._rest = b""  # the beginning of an incomplete line
+        self._rest: list[bytes] = []  # the beginning of an incomplete line, in pieces as they came
 
     def feed(self, data: bytes) -> Iterator[Piece]:
         """The pieces that these bytes complete.
@@ -147,7 +147,12 @@ class Events:
         Raises:
             RequestRefused, ServerError: the stream reports an error, or holds something unexpected.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        first, *others = data.split(b"\n")
+        self._rest.append(first)
+        if not others:
+            return
+        lines = [b"".join(self._rest), *others[:-1]]
+        self._rest = others[-1:]
         for line in lines:
             if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
                 for piece in _pieces(self._kind, event.decode("utf-8", "replace")):

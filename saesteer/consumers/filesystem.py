@@ -47,7 +47,8 @@ class Filesystem(Consumer):
                 known_field(name, "options", _OPTIONS)
         folder = options.get("folder")
         if not isinstance(folder, str) or not folder:
-            raise ConfigError(f"has the folder {show(folder)}, expected a path")
+            found = "no folder" if folder is None else f"the folder {show(folder)}"
+            raise ConfigError(f'has {found}, expected a path, as in --consumer \'filesystem={{"folder": "runs"}}\'')
         self._most = integer(1, 4096)(options.get("shard_mib", 64), "shard_mib") << 20
         self._place = Place(Path(folder).expanduser())
         self._captured = _Series()

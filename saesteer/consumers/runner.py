@@ -1,7 +1,7 @@
 """Runs a consumer in a thread behind a queue of bounded size. Knows no consumer by name, and no request's form.
 
 Whoever puts something into the queue never waits, unless it asks to. What does not fit is dropped and counted. An
-exception in the consumer ends what it does for that request, and nothing else.
+exception in the consumer, even that of sys.exit, ends what it does for that request, and nothing else.
 """
 
 import json
@@ -58,7 +58,7 @@ class Ticket:
 
     request: Request
     dropped: int = 0  # rows for which there was no room
-    failed: Exception | None = None
+    failed: BaseException | None = None
     result: "Future[Any]" = field(default_factory=Future)
 
 
@@ -92,7 +92,7 @@ class Runner:
             return self.consumer.check(parameters, at)
         except SpecError:
             raise
-        except Exception as exc:  # noqa: BLE001  # the consumer's code, of which we know nothing
+        except (Exception, SystemExit) as exc:  # noqa: BLE001  # the consumer's code, of which we know nothing
             fail(at, "out_of_range", f"was refused by the consumer ({exc})")
 
     @property
@@ -184,7 +184,7 @@ class Runner:
     def _try(self, ticket: Ticket, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as exc:  # noqa: BLE001  # it ends what the consumer does for this request
+        except BaseException as exc:  # noqa: BLE001  # sys.exit would end the thread, and all later requests with it
             ticket.failed = exc
             self._count("failures", self.name, 1)
             logger.error("consumer %s failed for request %s: %s: %s", self.name, ticket.request.id, _kind(exc), exc)
@@ -201,12 +201,12 @@ class Runner:
     def _guarded(self, what: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:
+        except BaseException:  # as above
             self._count("failures", self.name, 1)
             logger.exception("consumer %s failed in %s", self.name, what)
 
 
-def _kind(exc: Exception) -> str:
+def _kind(exc: BaseException) -> str:
     return type(exc).__name__
 
 

@@ -328,9 +328,15 @@ def test_a_response_that_is_not_there_yet_has_nothing_to_say(server: StandIn, st
 def test_no_server(method: str, asynchronous: bool) -> None:
     nobody = StandIn(url="http://127.0.0.1:9")
     words = [] if method == "models" else ["x"]
-    with pytest.raises(ServerError, match="did not answer") as caught:
+    with pytest.raises(ServerError, match=r"the server http://127\.0\.0\.1:9 did not answer") as caught:
         ask(nobody, method, *words, asynchronous=asynchronous)
     assert caught.value.status is None
+
+
+@pytest.mark.parametrize("of", [Client, AsyncClient])
+def test_an_address_without_http(of: Any) -> None:
+    with pytest.raises(SaesteerError, match="base_url is 'localhost:8000', expected http://HOST:PORT"):
+        of("localhost:8000")
 
 
 def test_a_stream_may_be_given_up(server: StandIn) -> None:

@@ -1,5 +1,6 @@
 """A consumer runs in its own thread behind a bounded queue: who is slow or raises harms nobody else."""
 
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -125,6 +126,40 @@ def test_one_that_raises_when_it_forgets_goes_on(make: Callable[..., Made]) -> N
     last = ticket(1, 5)
     runner.end(last)
     assert result(last) == 5 and counted["failures"] == 1 and consumer.dropped == ["request 0"]
+
+
+class Exiting(Consumer):
+    """Its operator's code calls sys.exit where a request's parameters say so."""
+
+    def take(self, request: Request, rows: Rows) -> None:
+        self._maybe(request, "take")
+
+    def end(self, request: Request) -> Any:
+        self._maybe(request, "end")
+        return "fine"
+
+    def drop(self, request: Request) -> None:
+        self._maybe(request, "drop")
+
+    def _maybe(self, request: Request, where: str) -> None:
+        if request.parameters == where:
+            sys.exit(f"cannot {where} this")
+
+
+def test_one_that_exits_serves_later_requests() -> None:
+    runner = Runner("it", Exiting({}))
+    for number, where in enumerate(("take", "end")):
+        bad = ticket(number, where)
+        runner.put(bad, rows(number, 0, 2))
+        runner.end(bad)
+        with pytest.raises(ConsumerError, match=f"SystemExit: cannot {where} this"):
+            result(bad)
+    runner.drop(ticket(2, "drop"))
+    last = ticket(3)
+    runner.put(last, rows(3, 0, 2))
+    runner.end(last)
+    assert result(last) == "fine" and runner._held == 0
+    runner.close()
 
 
 def test_a_full_queue_drops_and_says_so(make: Callable[..., Made]) -> None:
@@ -254,7 +289,7 @@ def test_the_base_class_takes_nothing_from_requests() -> None:
     ("settings", "words"),
     [
         ({"loging": {}}, "no consumer 'loging'.*did you mean 'logging'.*filesystem"),
-        ({"filesystem": {}}, "consumers.filesystem has the folder null"),
+        ({"filesystem": {}}, "consumers.filesystem has no folder"),
         ({"logging": {"top": 1}}, "consumers.logging has the options top"),
         ({"logging": {"queue_mib": 0}}, "consumers.logging.queue_mib: got 0"),
         ({"logging": {"wait_ms": -1}}, "consumers.logging.wait_ms: got -1"),

@@ -1,6 +1,6 @@
 """How saesteer's own routes refuse: one body for all of them. Knows no route."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
@@ -8,6 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
+
+Handler = Callable[[Request], Coroutine[Any, Any, Any]]
 
 
 class Refusal(BaseModel):
@@ -48,20 +50,24 @@ def first_of(error: RequestValidationError, where: str) -> tuple[str, str, str]:
     return str(first["msg"]), code, path
 
 
-def refusing(answer: Callable[[Exception], JSONResponse | None]) -> type[APIRoute]:
+def refusing(
+    answer: Callable[[Exception], JSONResponse | None],
+    handled: Callable[[Handler, Request], Awaitable[Any]] = lambda handle, request: handle(request),
+) -> type[APIRoute]:
     """The class of routes whose errors are answered as refusals.
 
     Args:
         answer: a function: an error → its answer; None: it is a fault, which is raised.
+        handled: what handles a request, with FastAPI's handler.
     """
 
     class Route(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+        def get_route_handler(self) -> Handler:
             handle = super().get_route_handler()
 
             async def told(request: Request) -> Any:
                 try:
-                    return await handle(request)
+                    return await handled(handle, request)
                 except Exception as error:
                     refusal = answer(error)
                     if refusal is None:

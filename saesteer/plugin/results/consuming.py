@@ -120,7 +120,7 @@ def are_named(params: Any) -> bool:
     if isinstance(wire, Spec):
         return bool(wire.returns.consumers)
     if isinstance(wire, str):
-        return '"consumers"' in wire
+        return '"consumers"' in wire or "\\u" in wire  # JSON may escape the letters of a key
     wanted = wire.get("return") if isinstance(wire, Mapping) else None
     return isinstance(wanted, Mapping) and bool(wanted.get("consumers"))
 

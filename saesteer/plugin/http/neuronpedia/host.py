@@ -176,6 +176,10 @@ class Host:
 
     async def whole_file(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads a whole file, in a thread, while no other does: a dictionary takes as much memory as its file."""
+        # A request may be cancelled, but a thread goes on: the lock is held until it has ended.
+        return await asyncio.shield(self._alone(made, *args, **kwargs))
+
+    async def _alone(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self.reading:
             return await in_thread(made, *args, **kwargs)
 

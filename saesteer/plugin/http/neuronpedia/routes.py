@@ -17,6 +17,7 @@ from saesteer.config.decoders import hook_of_site, nearest
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
+from saesteer.plugin.http.leaving import while_there
 from saesteer.plugin.http.neuronpedia import activation_shapes, activations, keys, shapes, steering
 from saesteer.plugin.http.neuronpedia.host import Host
 from saesteer.plugin.http.neuronpedia.meaning import place_of, sets_of
@@ -72,7 +73,7 @@ _Host = Annotated[Host, Depends(_host)]
 _REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": shapes.Failure, "description": "The request is wrong, or asks for what this server lacks."}
 }
-router = APIRouter(route_class=refusing(_refusal), tags=["neuronpedia"], responses=_REFUSED)
+router = APIRouter(route_class=refusing(_refusal, handled=while_there), tags=["neuronpedia"], responses=_REFUSED)
 _LEAN: dict[str, Any] = {"response_model_exclude_none": True}
 
 

@@ -6,12 +6,14 @@ leaves out are absent, not null.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from pydantic.alias_generators import to_camel
 
 Type = Literal["STEERED", "DEFAULT"]
 Method = Literal["SIMPLE_ADDITIVE", "ORTHOGONAL_DECOMP", "PROJECTION_CAP"]
 Row = list[StrictFloat]
+_MOST = 256  # features or vectors of one request
+_Distinct = AfterValidator(lambda given: [*dict.fromkeys(given)])
 
 
 class Shape(BaseModel):
@@ -57,9 +59,9 @@ class Steer(Shape):
     model: StrictStr
     steer_method: Method
     normalize_steering: StrictBool
-    types: Annotated[list[Type], Field(min_length=1)]
-    features: list[SteerFeature] | None = None
-    vectors: list[SteerVector] | None = None
+    types: Annotated[list[Type], Field(min_length=1, max_length=2), _Distinct]
+    features: Annotated[list[SteerFeature], Field(max_length=_MOST)] | None = None
+    vectors: Annotated[list[SteerVector], Field(max_length=_MOST)] | None = None
     n_completion_tokens: Annotated[StrictInt, Field(ge=1)]
     temperature: Annotated[StrictFloat, Field(ge=0)]
     strength_multiplier: StrictFloat
@@ -112,7 +114,7 @@ class SteerOutput(Shape):
 
 
 class SteerCompletionResponse(Shape):
-    """One output for each of `types`, in this order."""
+    """One output for each of `types`, in this order; a type that is given twice counts once."""
 
     outputs: list[SteerOutput]
 

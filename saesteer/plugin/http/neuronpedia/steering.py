@@ -98,13 +98,15 @@ async def _answers(
     edits = await _edits(host, asked, scope) if "STEERED" in asked.types else []
     options = sampling(asked, host.longest - len(prompt.ids)) | {"skip_special_tokens": plain}
     said: dict[shapes.Type, Said] = {}
-    for kind in dict.fromkeys(asked.types):
+    for kind in asked.types:
         # A client that disconnects frees its request at once.
         async with aclosing(
             host.generate(prompt, spec_of(kind, edits), stream=bool(asked.stream), **options)
         ) as choices:
             async for one in choices:
-                said[kind] = Said(one.text, one.token_ids, _logprobs(host, one, asked.n_logprobs or 0))
+                before = said.get(kind, Said()).logprobs or []
+                logprobs = _logprobs(host, one, asked.n_logprobs or 0, before)
+                said[kind] = Said(one.text, one.token_ids, logprobs)
                 yield answer(said)
 
 
@@ -132,12 +134,19 @@ async def _feature(host: Host, one: shapes.SteerFeature, at: str) -> Steered:
     return Steered(site, one.strength, row, at)
 
 
-def _logprobs(host: Host, choice: Any, most: int) -> list[shapes.Logprob] | None:
-    """The most likely tokens at each position, and the one that was sampled."""
+def _logprobs(host: Host, choice: Any, most: int, before: Sequence[shapes.Logprob]) -> list[shapes.Logprob] | None:
+    """The most likely tokens at each position, and the one that was sampled.
+
+    Args:
+        host: the server.
+        choice: what the model has said so far.
+        most: tokens at each position.
+        before: of the first positions, as they were in an earlier event.
+    """
     if not most or not choice.logprobs:
         return None
-    found = []
-    for token, held in zip(choice.token_ids, choice.logprobs, strict=False):
+    found, start = [*before], len(before)
+    for token, held in zip(choice.token_ids[start:], choice.logprobs[start:], strict=False):
         best = sorted(held.items(), key=lambda one: -one[1].logprob)[:most]
         tops = [shapes.LogprobTop(token=_word(host, one, held), logprob=_logprob(of)) for one, of in best]
         own = _logprob(held[token])
