@@ -274,8 +274,7 @@ def _safetensors_array(path: Path, key: str, item: dict[str, object], data: int,
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
             raise wrong(path, key, repr(numbers), "a list of whole numbers")
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
+    assert isinstance(shape, list) and isinstance(offsets, list)
     start, end = offsets
     if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise wrong(path, key, f"{end - start} bytes for {dtype} {shape}", "as many bytes as the shape needs")
@@ -299,20 +298,17 @@ def _open_npz(path: Path) -> Arrays:
 
 def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> StoredArray:
     layout: Any = np.lib.format  # its functions have no types
-    begin = stream.read(layout.MAGIC_LEN)
-    version = layout.read_magic(io.BytesIO(begin))
+    version = layout.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
         raise wrong(path, key, f".npy version {version}", "version 1.0 or 2.0")
-    said = stream.read(2 if version == (1, 0) else 4)
-    length = int.from_bytes(said, "little")
-    if length > LARGEST_NPY_HEADER:  # numpy would read all of it first
+    said = stream.read(2 * version[0])
+    if (length := int.from_bytes(said, "little")) > LARGEST_NPY_HEADER:  # numpy would read all of it first
         raise wrong(path, key, f"a header of {length} bytes", f"at most {LARGEST_NPY_HEADER}")
-    head = io.BytesIO(said + stream.read(length))
     read = layout.read_array_header_1_0 if version == (1, 0) else layout.read_array_header_2_0
-    shape, fortran, dtype = read(head)
+    shape, fortran, dtype = read(io.BytesIO(said + stream.read(length)))
     if dtype.hasobject:
         raise wrong(path, key, "Python objects", "numbers: pickled objects are never loaded")
-    start = layout.MAGIC_LEN + head.tell()
+    start = stream.tell()
     size = info.file_size - start
     if size != math.prod(shape) * dtype.itemsize:
         raise wrong(path, key, f"{size} bytes for {dtype} {list(shape)}", "as many bytes as the shape needs")
@@ -332,12 +328,8 @@ def _open_torch(path: Path) -> Arrays:
     for key, value in held.items():
         if isinstance(value, Tensor):
             entries[str(key)] = _torch_entry(path, str(key), value, ends)
-        elif isinstance(value, str):
-            metadata[str(key)] = value
-        elif isinstance(value, _PLAIN) or (
-            isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value.values())
-        ):
-            metadata[str(key)] = json.dumps(value)
+        elif all(isinstance(one, _PLAIN) for one in (value.values() if isinstance(value, dict) else [value])):
+            metadata[str(key)] = value if isinstance(value, str) else json.dumps(value)
     return Arrays(path, entries, metadata)
 
 

@@ -34,8 +34,9 @@ def download(place: str) -> Path:
     """The local copy of ``org/repo[/sub/folder]`` or of a file there, in the hub's own cache.
 
     Raises:
-        LoadError: the hub does not deliver it.
+        LoadError: the hub does not deliver it, or the place looks like a local one.
     """
+    _refuse_local(place)
     repo, inside = _split(place)
     is_file = inside.endswith(WEIGHT_SUFFIXES)
     folder = inside.rpartition("/")[0] if is_file else inside
@@ -59,8 +60,9 @@ def dictionaries(place: str) -> list[str]:
     """The places of the dictionaries below a place, or that a pattern means; the place itself, if it is one.
 
     Raises:
-        LoadError: the hub does not say what the repository holds.
+        LoadError: the hub does not say what the repository holds, or the place looks like a local one.
     """
+    _refuse_local(place)
     return [one for one, _ in _found(place, _listed(place))]
 
 
@@ -195,6 +197,15 @@ def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:
 
 def _is_small(member: zipfile.ZipInfo) -> bool:
     return member.compress_size <= _SMALL and not member.filename.endswith(".npy")
+
+
+def _refuse_local(place: str) -> None:
+    """Refuse a typo at once: the place's folder is on this machine. A folder may also have an organisation's name."""
+    folder = Path(place).parent
+    if folder.is_dir() and (place.count("/") > 1 or place.endswith(WEIGHT_SUFFIXES)):
+        have = sorted(child.name for child in folder.iterdir())
+        shown = ", ".join(have[:8]) or "nothing"
+        raise LoadError(f"{place}: no such file; {folder} has {shown}{', ...' if len(have) > 8 else ''}")
 
 
 def _split(place: str) -> tuple[str, str]:

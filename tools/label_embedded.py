@@ -17,6 +17,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from saesteer.commands import label
+from saesteer.commands.embedded import DICTIONARIES
 from saesteer.config.config import SaesteerConfig
 from saesteer.model import ensure_model
 
@@ -39,7 +40,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "texts of the model's own"
         file.write_text(text, encoding="utf-8")
-        label.run(Console(), "demo", SaesteerConfig(), file, max_tokens=given.max_tokens, examples=EXAMPLES)
+        config = SaesteerConfig.from_json({"dictionaries": DICTIONARIES})
+        label.run(Console(), "demo", config, file, max_tokens=given.max_tokens, examples=EXAMPLES)
 
 
 if __name__ == "__main__":

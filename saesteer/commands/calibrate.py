@@ -53,7 +53,7 @@ def run(
     """
     text = read_text(file, max_tokens)
     if not config.dictionaries:
-        raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PATH_OR_REPO[@SITE]")
+        raise ConfigError("calibrate needs a dictionary: --dictionary NAME=PLACE[@SITE]")
     paths = {key: fetch(source.path) for key, source in opened(config.dictionaries)[0].items()}
     with ExitStack() as aside:
         for path in paths.values():

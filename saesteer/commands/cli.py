@@ -1,6 +1,6 @@
 """The command `saesteer`: its arguments and how it reports mistakes. The files that it calls do the work."""
 
-import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,7 +74,9 @@ def demo(verbose: Verbose = False) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its own.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its dictionaries.")
+    ],
     dictionary: Dictionaries = None,
     sites: Annotated[list[str] | None, _flag("sites")] = None,
     reads: Annotated[list[str] | None, _flag("reads")] = None,
@@ -151,7 +153,7 @@ def serve(
 @app.command()
 def inspect(
     place: Annotated[
-        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
     ],
     measure: Annotated[bool, typer.Option("--measure", help="Also measure L0 and FVU on a model and a text.")] = False,
     model: Model = "demo",
@@ -171,11 +173,12 @@ def inspect(
 @app.command()
 def convert(
     place: Annotated[
-        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder or a hub id (org/repo/folder).")
+        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
     ],
     target: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new .safetensors file.")] = None,
-    _rows: Annotated[bool, typer.Option("--rows", help="Row by row; it writes nothing else.")] = True,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the matrices; default: as stored.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
+    ] = None,
     form: Annotated[
         str | None,
         typer.Option("--from", metavar="SYSTEM", help="PLACE is a JSON request of another system; print it as a spec."),
@@ -262,8 +265,13 @@ def label(
 def find(
     words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for in labels and examples.")] = "",
     feature: Annotated[int | None, typer.Option("--feature", min=0, help="Describe this feature instead.")] = None,
-    positive: Annotated[Path | None, typer.Option("--positive", help="Text that has what is looked for.")] = None,
-    negative: Annotated[Path | None, typer.Option("--negative", help="Text that does not have it.")] = None,
+    positive: Annotated[
+        Path | None,
+        typer.Option("--positive", help="A file with one text, not one per line, that has what is looked for."),
+    ] = None,
+    negative: Annotated[
+        Path | None, typer.Option("--negative", help="A file with one text that does not have it.")
+    ] = None,
     dictionary: Dictionaries = None,
     model: Model = "demo",
     limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="Features of each dictionary.")] = 5,
@@ -275,13 +283,16 @@ def find(
     from saesteer.commands.find import run, run_contrast
     from saesteer.config.settings import read_settings
 
+    contrast = positive is not None or negative is not None
+    if bool(words) + (feature is not None) + contrast > 1:
+        raise ConfigError("find takes one of WORDS, --feature, or --positive with --negative")
     config = read_settings(dictionary or [])
     if positive is not None and negative is not None:
         from saesteer.commands.features import choose  # it imports torch, which no search needs
 
-        how = choose(backend)
-        run_contrast(Console(), model, config, positive, negative, most=limit, max_tokens=max_tokens, backend=how)
-    elif positive is None and negative is None:
+        how, sides = choose(backend), (positive, negative)
+        run_contrast(Console(), model, config, *sides, most=limit, max_tokens=max_tokens, as_json=as_json, backend=how)
+    elif not contrast:
         run(Console(), config, words, feature=feature, most=limit, as_json=as_json)
     else:
         raise ConfigError("find needs both --positive FILE and --negative FILE, or neither")
@@ -329,7 +340,7 @@ def prove(
     dictionary: Dictionaries = None,
     model: Model = "demo",
     random: Annotated[int, typer.Option("--random", min=2, max=1000, help="Other features to compare with.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of these features, noise and bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the other features, noise and bootstrap.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the doses, as SVG.")] = None,
     verbose: Verbose = False,
@@ -364,8 +375,8 @@ def doctor(
 
 def main() -> None:
     """Run a command; a mistake is one sentence on stderr and exit code 2."""
-    # It logs its retries line by line, before the one sentence that matters.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # The hub's library logs its retries line by line, before the one sentence that matters. Its import reads this.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         app()
     except SaesteerError as error:

@@ -22,7 +22,7 @@ def run(place: str, target: Path, *, dtype: str | None) -> str:
     """Write a dictionary so that the numbers of a feature lie next to each other; say what was written.
 
     Args:
-        place: of the dictionary, as ``PATH_OR_REPO[@SITE]``; the file names this site.
+        place: of the dictionary, as ``PLACE[@SITE]``; the file names this site.
         target: a new file, ``*.safetensors``.
         dtype: of its two matrices; None: as stored.
 

@@ -69,7 +69,7 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     """
     place, config, options = resolve(model, config)
     if not config.dictionaries:
-        raise ConfigError(f"doctor needs a dictionary for {model!r}: --dictionary NAME=PATH_OR_REPO[@SITE]")
+        raise ConfigError(f"doctor needs a dictionary for {model!r}: --dictionary NAME=PLACE[@SITE]")
     check(place, config)
     options = options or _options()
     dictionaries = config.to_json()["dictionaries"]

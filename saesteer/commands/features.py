@@ -122,7 +122,7 @@ def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, 
     place, config, options = resolve(model, config)
     names = asked or list(config.dictionaries)
     if not names:
-        raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PATH_OR_REPO[@SITE]")
+        raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PLACE[@SITE]")
     refuse_across(check(place, config).infos)
     return place, replace(config, dictionaries={name: config.dictionaries[name] for name in names}), options
 

@@ -4,10 +4,11 @@ A search imports no torch, so that its answer comes at once.
 """
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 _EXAMPLES = 2  # shown of each feature
 
 
+class _Found(NamedTuple):
+    feature: Feature
+    score: str = ""  # as the table shows it
+    facts: Mapping[str, Any] = {}  # the same in the JSON object, and what was asked
+
+
 def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | None, most: int, as_json: bool) -> None:
-    """Print the features that words describe, or one feature.
+    """Print the features that words describe, or one feature. A dictionary where nothing is found is named on stderr.
 
     Args:
         console: where to print.
@@ -38,20 +45,30 @@ def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | 
         as_json: print one JSON object for each feature, in one line.
 
     Raises:
-        SaesteerError: there is nothing to look for, or a dictionary has no labels.
+        SaesteerError: there is nothing to look for, no dictionary has the feature, or a dictionary has no labels.
     """
     if feature is None and not words_of(words):
         raise ConfigError(f"got {words!r}, expected words to look for, --feature NUMBER, or --positive and --negative")
+    tables: dict[str, list[_Found]] = {}
+    without: list[str] = []
     with ExitStack() as stack:
         for name, labels in _opened(config):
             stack.enter_context(labels)
             if feature is None:
                 found = labels.find(words, min(most, MOST))
-                rows = [(f"{score:.1f}", one) for score, one in found]
+                rows = [_Found(one, f"{score:.1f}", {"query": words, "score": round(score, 2)}) for score, one in found]
+                without += [] if rows else [f"no feature of {name!r} matches {words!r}"]
             else:
-                one = labels.feature(feature)
-                rows = [] if one is None else [("", one)]
+                rows = [] if (one := labels.feature(feature)) is None else [_Found(one)]
+                without += [] if rows else [f"--feature {feature}: {_numbers(name, labels, feature)}"]
+            tables[name] = rows
+    if feature is not None and not any(tables.values()):
+        raise ConfigError("; ".join(without))
+    for name, rows in tables.items():
+        if rows:
             _print(console, name, "score", rows, as_json=as_json, whole=feature is not None)
+    for note in without:
+        print(note, file=sys.stderr)  # noqa: T201  # only the command calls it
 
 
 def run_contrast(
@@ -63,6 +80,7 @@ def run_contrast(
     *,
     most: int,
     max_tokens: int,
+    as_json: bool = False,
     backend: "Backend" = "hf",
 ) -> None:
     """Print the features whose mean activation is larger in one text than in another, the largest difference first.
@@ -75,6 +93,7 @@ def run_contrast(
         negative: a text in UTF-8.
         most: how many features of each dictionary.
         max_tokens: how many tokens of each text to read.
+        as_json: as for `run`.
         backend: what reads the texts, as in `saesteer.commands.reads`.
 
     Raises:
@@ -100,8 +119,9 @@ def run_contrast(
             for row, here, there in strongest(sides[0][key], sides[1][key], most):
                 number = row if ids is None else ids[row]
                 known = None if labels is None else labels.feature(number)
-                rows.append((f"{here:.3g} - {there:.3g}", known or _unknown(number)))
-        _print(console, key, "mean activations", rows, as_json=False, whole=False)
+                means = {"positive": here, "negative": there}
+                rows.append(_Found(known or _unknown(number), f"{here:.3g} - {there:.3g}", means))
+        _print(console, key, "mean activations", rows, as_json=as_json, whole=False)
 
 
 def _opened(config: SaesteerConfig) -> Iterator[tuple[str, Labels]]:
@@ -122,19 +142,26 @@ def _opened(config: SaesteerConfig) -> Iterator[tuple[str, Labels]]:
         yield key, found
 
 
+def _numbers(name: str, labels: Labels, feature: int) -> str:
+    """What to ask for instead of a feature that the labels lack."""
+    count = labels.about.features
+    if feature >= count and labels.feature(count - 1) is not None:
+        return f"dictionary {name!r} has features 0 to {count - 1}"
+    return f"dictionary {name!r} has {count} features; this is none of those with labels"
+
+
 def _unknown(feature: int) -> Feature:
     return Feature(feature, None, None, None, None, (), (), ())
 
 
-def _print(
-    console: Console, name: str, head: str, rows: list[tuple[str, Feature]], *, as_json: bool, whole: bool
-) -> None:
+def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_json: bool, whole: bool) -> None:
     if as_json:
-        for _, one in rows:
-            console.out(json.dumps({"dictionary": name} | one.to_json()), highlight=False)
+        for found in rows:
+            told = {"dictionary": name, **found.facts, **found.feature.to_json()}
+            console.out(json.dumps(told), highlight=False)
         return
     table = Table("feature", head, "label", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
-    for score, one in rows:
+    for one, score, _ in rows:
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
         if whole:

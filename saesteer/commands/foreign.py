@@ -60,8 +60,9 @@ def run(form: str, file: Path) -> Converted:
     except SaesteerError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
-        what = f"{type(exc).__name__}: {str(exc)[:80]}"
-        raise ConfigError(f"{file}: is no request of {form} ({what}); docs/coming-from.md has the form") from exc
+        what = f"{exc} is missing" if isinstance(exc, KeyError) else "a value there has another form"
+        expected = f"expected {_REQUESTS[form]}, as in docs/coming-from.md"
+        raise ConfigError(f"{file}: is no request of {form}: {what}; {expected}") from exc
     return Converted(from_json(found.spec).to_json(), found.notes)
 
 
@@ -89,13 +90,13 @@ def neuronpedia(held: Any) -> Converted:
         if one.get("steeringVector") is not None:
             _refuse(f"features[{i}].steeringVector", "a vector", "none: put it into vectors, with its hook")
         feature, value = f"{one['model']}/{one['source']}/{one['index']}", held["strengthMultiplier"] * one["strength"]
-        edits.append({"op": "clamp", "feature": feature, "value": value, "mode": "add"})
+        edits.append({"op": "clamp", "feature": feature, "value": value, "mode": "add", "scope": _PHASES["both"]})
     for i, one in enumerate(held.get("vectors") or ()):
         found = _HOOKED.fullmatch(one["hook"])
         if found is None:
             _refuse(f"vectors[{i}].hook", one["hook"], "blocks.N.hook_resid_pre, hook_resid_mid or hook_resid_post")
         place = {"op": "add", "vector": one["steeringVector"], "site": f"{found[2]}.{found[1]}"}
-        edits.append(place | {"scale": held["strengthMultiplier"] * one["strength"]})
+        edits.append(place | {"scale": held["strengthMultiplier"] * one["strength"], "scope": _PHASES["both"]})
     notes = ["strengths are for decoder rows of length 1; divide a clamp's value by the length of its row"] * any(
         edit["op"] == "clamp" for edit in edits
     )
@@ -160,6 +161,13 @@ def _clamps(held: Any, key: str) -> Edits:
 
 
 FORMS: dict[str, Callable[[Any], Converted]] = {"hotwire": hotwire, "neuronpedia": neuronpedia, "packed": packed}
+
+
+_REQUESTS = {
+    "hotwire": "an object with id, layer and scale, or a list of such objects",
+    "neuronpedia": "an object with steerMethod, normalizeSteering, strengthMultiplier, and features or vectors",
+    "packed": "an object with steering_vectors, sae_clamp_specs or other fields of that fork",
+}
 
 
 def _kind(hook: str, at: str) -> str:

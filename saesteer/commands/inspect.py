@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saesteer.config.assets import in_words, unserved
+from saesteer.config.assets import in_words, sited, unserved
 from saesteer.config.config import DictionarySource
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -28,11 +28,14 @@ def report(place: str | Path) -> str:
     Reads headers and small files alone: a file of more than 64 MB is not hashed.
 
     Args:
-        place: a dictionary or a file of vectors, as ``PATH_OR_REPO[@SITE]``.
+        place: a dictionary or a file of vectors, as ``PLACE[@SITE]``.
 
     Raises:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
+        ConfigError: when it is a transcoder, and one site is given.
     """
+    if "=" in str(place).partition("/")[0] and not Path(place).exists():
+        raise LoadError(f"{place}: no such file; inspect takes PLACE alone, without NAME=")
     if str(place).endswith((".npy", ".gguf")):
         lines = _vector_facts(place, read_vectors(place))
     else:
@@ -68,15 +71,16 @@ def _dictionary(source: DictionarySource) -> list[tuple[str, str]]:
 
 def _described(source: DictionarySource, copies: hub.Headers) -> list[tuple[str, str]]:
     sources, sets = opened({_HERE: source}, copies.get)
-    found = {key: describe(one.path, site=one.reads, hashed=False) for key, one in sources.items()}
-    found = {key: _placed(info, sources[key].site) for key, info in found.items()}
+    own = {key: describe(one.path, site=one.reads, hashed=False) for key, one in sources.items()}
+    found = {key: sited(_HERE, sources[key], info) for key, info in own.items()}
     if not copies.whole:  # a hash would be one of zeros
         found = {key: replace(info, fingerprint="") for key, info in found.items()}
     if sets:
         check_set(_HERE, source, found, sets[_HERE])
         return _set_facts(source.path, list(found.values()), sets[_HERE])
-    [info] = found.values()
-    lines = [(name, value) for name, value in _facts(info) if value]
+    [(key, info)] = found.items()
+    facts = dict(_facts(info)) | {"site": _site(info, own[key])}
+    lines = [(name, value) for name, value in facts.items() if value]
     return lines + [("not served", note) for note in _not_served(info)]
 
 
@@ -133,19 +137,18 @@ def _listed(layers: tuple[int, ...]) -> str:
     return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
 
 
-def _placed(info: CoderInfo, site: str | None) -> CoderInfo:
-    """With the sites that were given, where the files name none."""
-    if site is None or info.site_in is not None or info.site_out is not None:
-        return info
-    reads, _, writes = site.partition(":")
-    return replace(info, site_in=reads, site_out=writes or reads)
+def _site(info: CoderInfo, own: CoderInfo | None = None) -> str:
+    """Where it reads and writes; `own` is what its files say, which a given site replaces."""
+    if info.site_in is None or info.site_out is None:
+        return "not stated in the files: give it, as in PLACE@resid_post.12"
+    behind = f" to {info.writes[-1]}" if len(info.writes) > 1 else ""
+    site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}{behind}"
+    if own is None or None in (own.site_in, own.site_out) or _site(own) == site:
+        return site
+    return f"{site}, as given (its files say {_site(own)})"
 
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
-    behind = f" to {info.writes[-1]}" if len(info.writes) > 1 else ""
-    site = info.site_in if info.site_in == info.site_out else f"{info.site_in} -> {info.site_out}{behind}"
-    if info.site_in is None or info.site_out is None:
-        site = "not stated in the files: give it, as in NAME=PATH@resid_post.12"
     unknown = "unknown" if unserved(info) or info.targets else "unknown: `saesteer calibrate` measures it"
     return [
         ("source", info.source),
@@ -153,7 +156,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("kind", _kind(info)),
         ("model", info.model or "not stated in the files"),
         ("address", ", ".join(f"{PREFIX}{one}" for one in info.addresses)),
-        ("site", str(site)),
+        ("site", _site(info)),
         ("features", f"{info.features:,}{_ids(info)}"),
         ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]{_skip(info)}"),
         ("activation", _activation(info)),

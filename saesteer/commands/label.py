@@ -49,15 +49,17 @@ def run(
     Args:
         console: where to print.
         model: a folder, a hub id or `demo`; it is loaded in float32.
-        config: its dictionaries; `demo` uses its own if none is named.
+        config: its dictionaries get labels; without any it is refused, or the embedded labels would be replaced.
         file: plain text in UTF-8.
         max_tokens: how many tokens of the text to read.
         examples: strongest places that are kept of each feature.
         backend: what reads the text, as in `reads`.
 
     Raises:
-        SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
+        SaesteerError: there is no dictionary, the model, one of them or the text is invalid, or nothing can be saved.
     """
+    if not config.dictionaries:
+        raise ConfigError("label needs a dictionary: --dictionary NAME=PLACE[@SITE]")
     oracle, names = open_model(model, config)
     asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
     drafts = {key: alone(fetch(one.info.source)) for key, one in asked.items()}

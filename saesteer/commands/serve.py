@@ -6,6 +6,7 @@ Knows vLLM's command line, but does not know vLLM itself.
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from typing import Any, NoReturn
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
 from saesteer.config.assets import Assets
-from saesteer.config.config import ADMIN_KEY, KEY, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, DictionarySource, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError
+from saesteer.language.fields import closest
 from saesteer.models.families import other_widths
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
@@ -26,7 +28,8 @@ _OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--confi
 def need_vllm() -> None:
     """Raise ConfigError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed; pip install 'saesteer[cpu]' or 'saesteer[gpu]' installs it")
+        how = "in a clone of saesteer: make setup, or pip install '.[gpu]' (docs/install.md)"
+        raise ConfigError(f"vLLM is not installed; {how}")
 
 
 def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Assets:
@@ -85,10 +88,11 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
 
     Raises:
         ConfigError, LoadError: as ``check``; vLLM is not installed; a consumer does not exist or refuses its options;
-            `flags` contain a wrong --additional-config; or the key cannot be sent in a header or equals a key that all
-            clients use.
+            `flags` contain a typo or a wrong --additional-config; or the key cannot be sent in a header or equals a key
+            that all clients use.
     """
     need_vllm()
+    refuse_typos(flags)
     if admin_key is not None:
         _check_key(admin_key, _values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])
     place, config, options = resolve(model, config)
@@ -113,6 +117,30 @@ def _check_key(key: str, others: Sequence[str]) -> None:
         )
     if key in others:
         raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
+
+
+def refuse_typos(flags: Sequence[str]) -> None:
+    """Refuse a flag that is nearly one of ours, which vLLM would refuse only after it has been imported.
+
+    Raises:
+        ConfigError: there is one, and vLLM has none of this name.
+    """
+    ours = [flag for one in OPTIONS.values() for flag in one.flag.split("/")]
+    for word in flags:
+        flag = re.split("[=.]", word.replace("_", "-"))[0]
+        hint = closest(flag, ours) if flag.startswith("--") else ""
+        if hint and not _is_of_vllm(flag):
+            raise ConfigError(f"{flag} is no flag of saesteer{hint}")
+
+
+def _is_of_vllm(flag: str) -> bool:
+    """Whether vLLM's source names a flag, or a field that makes one: its import would take seconds."""
+    spec = importlib.util.find_spec("vllm")
+    root = Path(str(spec and spec.origin)).parent
+    name = re.escape(flag.removeprefix("--").removeprefix("no-"))
+    named = re.compile(rf"[\"']--{name}|^    {name.replace(re.escape('-'), '_')}\w*:", re.MULTILINE)
+    files = [root / "engine/arg_utils.py", *root.glob("entrypoints/**/*.py")]
+    return any(named.search(file.read_text(encoding="utf-8")) for file in files if file.is_file())
 
 
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:

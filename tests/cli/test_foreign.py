@@ -98,7 +98,11 @@ FEATURE = {"model": "gemma-2-2b", "source": "20-gemmascope-res-16k", "index": 31
         ("neuronpedia", STEER | {"features": [FEATURE | {"steeringVector": [1.0]}]}, "features[0].steeringVector"),
         ("neuronpedia", STEER | {"vectors": [{"hook": "blocks.3.hook_z", "strength": 1}]}, "vectors[0].hook"),
         ("neuronpedia", STEER | {"features": [FEATURE | {"index": "x"}]}, "expected the address of a feature"),
-        ("neuronpedia", {}, "is no request of neuronpedia (KeyError"),
+        (
+            "neuronpedia",
+            {},
+            "is no request of neuronpedia: 'steerMethod' is missing; expected an object with steerMethod",
+        ),
         (
             "packed",
             {"steering_vectors": {"attn": {"3": [1.0]}}},
@@ -109,10 +113,22 @@ FEATURE = {"model": "gemma-2-2b", "source": "20-gemmascope-res-16k", "index": 31
             {"sae_full_reconstruction_specs": [{"module_name": "m"}]},
             "expected a layer: a spec names each site",
         ),
-        ("packed", {"sae_clamp_specs": [{"module_name": "m", "clamps": {"post_block": {"3": [{}]}}}]}, "KeyError"),
+        (
+            "packed",
+            {"sae_clamp_specs": [{"module_name": "m", "clamps": {"post_block": {"3": [{}]}}}]},
+            "'feature_idx' is missing",
+        ),
         ("packed", {"steering_vectors": {"post_block": {"data": "=", "dtype": "float64"}}}, "is no request of packed"),
-        ("packed", [], "is no request of packed (AttributeError"),
-        ("hotwire", {"id": "a", "layer": 3}, "is no request of hotwire (KeyError: 'scale')"),
+        (
+            "packed",
+            [],
+            "is no request of packed: a value there has another form; expected an object with steering_vectors",
+        ),
+        (
+            "hotwire",
+            {"id": "a", "layer": 3},
+            "is no request of hotwire: 'scale' is missing; expected an object with id, layer and scale",
+        ),
         ("hotwire", {"id": "a", "layer": -3, "scale": 1}, "saesteer.edits[0].site"),
         ("hotwire", 3, "is no request of hotwire"),
         ("other", {}, "--from other: expected one of hotwire, neuronpedia, packed"),
@@ -137,7 +153,7 @@ def test_the_command_prints_the_spec_alone(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", "--from", "neuronpedia", str(file)], catch_exceptions=False)
     [edit] = json.loads(done.stdout)["edits"]
     assert (edit["dictionary"], edit["feature"]) == ("np:gemma-2-2b/20-gemmascope-res-16k", 3124)
-    assert (edit["value"], edit["mode"]) == (10.0, "add")
+    assert (edit["value"], edit["mode"], edit["scope"]) == (10.0, "add", EVERYWHERE)
     assert "divide a clamp's value by the length of its row" in done.stderr and "messages" in done.stderr
     with pytest.raises(ConfigError, match="convert needs FILE"):
         CliRunner().invoke(app, ["convert", str(file)], catch_exceptions=False)

@@ -112,6 +112,8 @@ def test_labels_of_a_text_are_saved_and_found(
 ) -> None:
     config = read_settings([f"d={place}@resid_post.15"])
     file = write(tmp_path / "text", TEXT)
+    with pytest.raises(ConfigError, match=r"label needs a dictionary: --dictionary NAME=PLACE\[@SITE\]"):
+        label.run(Console(), "demo", SaesteerConfig(), file, max_tokens=500)  # or the embedded labels would be replaced
     [saved] = label.run(Console(width=200), "any", config, file, max_tokens=500, examples=2)
     assert saved == Path(f"{place}.labels")
     said = capsys.readouterr().out
@@ -134,6 +136,10 @@ def test_labels_of_a_text_are_saved_and_found(
     find.run(Console(width=200), config, "bridge", feature=None, most=3, as_json=False)
     assert "examples from d" in capsys.readouterr().out
     find.run(Console(width=200), config, "", feature=107, most=3, as_json=True)
+    with pytest.raises(
+        ConfigError, match="--feature 7: dictionary 'd' has 40 features; this is none of those with labels"
+    ):
+        find.run(Console(), config, "", feature=7, most=3, as_json=False)
     found = json.loads(capsys.readouterr().out)
     assert (found["dictionary"], found["feature"], found["promotes"]) == ("d", 107, ["token7"] * 2)
     # The values serve requests in unit max_act, until calibrate finds better ones.
@@ -192,6 +198,10 @@ def test_what_tells_two_texts_apart(
 
     gain = mean(here) - mean(there)
     assert f"│ {100 + int(gain.argmax())} " in capsys.readouterr().out
+    find.run_contrast(Console(), "any", config, here, there, most=1, max_tokens=100, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dictionary"], found["feature"]) == ("d", 100 + int(gain.argmax()))
+    assert found["positive"] - found["negative"] == pytest.approx(float(gain.max()), rel=1e-4)
 
 
 def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,6 +271,9 @@ def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
         (["label"], "either --text-file FILE or --from-neuronpedia FOLDER"),
         (["find"], "expected words to look for"),
         (["find", "--positive", "x"], "needs both --positive FILE and --negative FILE, or neither"),
+        (["find", "ocean", "--feature", "3"], "find takes one of WORDS, --feature, or --positive with --negative"),
+        (["find", "ocean", "--positive", "x", "--negative", "x"], "find takes one of WORDS, --feature, or --positive"),
+        (["find", "--feature", "99999"], "--feature 99999: dictionary 'demo' has features 0 to 9215; --feature"),
     ],
 )
 def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
@@ -276,7 +289,14 @@ def test_known_features_are_among_the_first_three(word: str, feature: int) -> No
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert feature in [one["feature"] for one in found if one["dictionary"] == "demo"]
     assert {one["dictionary"] for one in found} == set(DICTIONARIES)
+    assert {one["query"] for one in found} == {word} and all(one["score"] > 0 for one in found)
     assert f"{feature} " in saesteer("find", word, "--limit", "3").stdout
+
+
+def test_where_nothing_is_found_a_dictionary_is_named() -> None:
+    done = saesteer("find", "zzzqq")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.splitlines() == [f"no feature of '{name}' matches 'zzzqq'" for name in DICTIONARIES]
 
 
 def test_a_search_is_quick_and_loads_no_torch() -> None:

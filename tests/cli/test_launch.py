@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,23 @@ def test_a_key_that_everybody_has_is_refused(
     assert not become
     with pytest.raises(Became):
         serve.serve(model, read_settings([]), flags, "another")
+
+
+def test_a_flag_that_is_nearly_ours_is_refused_unless_it_is_of_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "entrypoints").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text('add("--max-model-edits", **kwargs)')
+    (tmp_path / "entrypoints" / "cli_args.py").write_text("class Args:\n    max_dosage: int = 3\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    serve.refuse_typos(
+        ["--max-model-edits", "3", "--max_dosage=4", "--no-max-dosage", "--port", "1", "-tp", "max-edit"]
+    )
+    for word in ("--max-edit", "--max_edit=3", "--max-edit.x=3"):
+        with pytest.raises(ConfigError, match=r"--max-edit is no flag of saesteer \(did you mean '--max-edits'\?\)"):
+            serve.refuse_typos(["--port", "1", word])
 
 
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def assert_one_sentence(done: "subprocess.CompletedProcess[str]", *parts: str) -
 @pytest.mark.parametrize("words", [["demo"], ["serve", "some/model"], ["doctor"]], ids=lambda words: str(words[0]))
 def test_no_extra_installed(words: list[str]) -> None:
     done = saesteer(*words, before="import sys; sys.modules['vllm'] = None")
-    assert_one_sentence(done, "vLLM is not installed", "saesteer[cpu]")
+    assert_one_sentence(done, "vLLM is not installed", "make setup, or pip install '.[gpu]'")
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "nobody/no-such-model", "not a model"])
@@ -73,7 +73,7 @@ def test_layer_that_the_model_lacks(small_model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--dictionary", "no-equals-sign"], "expected NAME=PATH_OR_REPO[@SITE]"),
+        (["--dictionary", "no-equals-sign"], "expected NAME=PLACE[@SITE]"),
         (["--dictionary", "a=x", "--dictionary", "a=y"], "the name 'a' is taken"),
         (["--dictionary", f"a={DEMO_SAE}@resid_post.nine"], "resid_post.nine"),
         (["--sites", "middle"], "'middle'"),
@@ -88,10 +88,14 @@ def test_layer_that_the_model_lacks(small_model: Path) -> None:
         (["--consumer", "loging"], "there is no consumer 'loging' (did you mean 'logging'?)"),
         (["--consumer", "filesystem={"], "--consumer filesystem={: not JSON"),
         (["--consumer", "logging=3"], "saesteer.consumers.logging: got 3, expected an object"),
-        (["--consumer", "filesystem"], "consumers.filesystem has the folder null, expected a path"),
+        (
+            ["--consumer", "filesystem"],
+            "consumers.filesystem has no folder, expected a path, as in --consumer 'filesystem={",
+        ),
         (["--consumer", 'logging={"wait_ms": -1}'], "consumers.logging.wait_ms: got -1"),
-        (["--capture", "resid_post.1"], "saesteer.capture: needs both the sites and --capture-folder"),
-        (["--capture-folder", "rows"], "saesteer.capture: needs both the sites and --capture-folder"),
+        (["--capture", "resid_post.1"], "saesteer.capture: has no place for the rows, expected --capture-folder, or a"),
+        (["--capture-folder", "rows"], "saesteer.capture: is missing, expected sites for --capture-folder"),
+        (["--max-edit", "3"], "--max-edit is no flag of saesteer (did you mean '--max-edits'?)"),
         (["--capture", "resid_post.2", "--capture-folder", "/proc/no"], "resid_post.2 does not exist"),
         (["--capture", "resid_post.1", "--capture-folder", "/proc/no"], "folder /proc/no: cannot be written to"),
         (["--capture", "mlp_in_pregain.1", "--capture-folder", "/proc/no"], "'mlp_in_pregain.1' is not served"),
@@ -110,6 +114,21 @@ def test_wrong_words(small_model: Path, words: list[str], part: str) -> None:
 
 def test_inspect_of_nothing() -> None:
     assert_one_sentence(saesteer("inspect", "/no/such/file"), "/no/such/file", "no such file")
+
+
+def test_inspect_of_a_name(tmp_path: Path) -> None:
+    assert_one_sentence(saesteer("inspect", f"gs={DEMO_SAE}"), "no such file; inspect takes PLACE alone, without NAME=")
+
+
+def test_the_hub_logs_no_retries() -> None:
+    """Its library sets its own level when it is imported."""
+    code = (
+        "import sys\nfrom saesteer.commands.cli import main\nsys.argv[1:] = ['--version']\n"
+        "try: main()\nfinally:\n import logging\n from huggingface_hub import snapshot_download\n"
+        " assert not logging.getLogger('huggingface_hub').isEnabledFor(logging.WARNING)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=OFFLINE, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_inspect_of_something_else(tmp_path: Path) -> None:

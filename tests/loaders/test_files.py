@@ -22,6 +22,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, arrays, describe, files, load, max_act, progress
 from saesteer.loaders.files import fetch
+from saesteer.loaders.sets import members
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
 from tests.loaders.case import Case
@@ -100,6 +101,22 @@ def test_fake_hub_gives_one_layer_of_a_set(fake_hub: FakeHub) -> None:
     for place in ("org/set#layer_2", "org/other#layer_3"):
         with pytest.raises(LoadError, match=f"{place.partition('#')[0]}/layer_"):
             describe(place)
+
+
+@pytest.mark.parametrize("place", ["gs/params.safetensors", "gs/16k/layer_20"])
+def test_fake_hub_is_not_asked_where_the_folder_is_here(
+    fake_hub: FakeHub, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(place).parent.mkdir(parents=True)
+    Path(place).with_name("layer_2").mkdir()
+    (tmp_path / "org").mkdir()
+    for ask in (describe, report, members):
+        with pytest.raises(LoadError, match=f"{place}: no such file; {Path(place).parent} has layer_2"):
+            ask(place)
+    assert fake_hub.given == []
+    writers.gemma_scope(fake_hub.root / "org" / "sae", writers.raw())
+    assert describe("org/sae").features == writers.F  # a folder may have an organisation's name
 
 
 def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:

@@ -200,6 +200,12 @@ def test_kinds_and_memory(tmp_path: Path) -> None:
     assert lines(cases["gemma_scope-no-name"])["kind"] == ["SAE, unless it is a transcoder of equal widths"]
     assert lines(f"{cases['gemma_scope-no-name']}@resid_post.3")["site"] == ["resid_post.3"]
     assert lines(f"{cases['gemma_scope-no-name']}@z.3")["site"] == ["z.3"]
+    given = f"{cases['gemma_scope-res']}@resid_pre.3"
+    served_at = Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": given}})).infos["d"].site_in
+    [own] = lines(cases["gemma_scope-res"])["site"]
+    assert lines(given)["site"] == [f"{served_at}, as given (its files say {own})"]
+    with pytest.raises(ConfigError, match="cannot be moved to one site"):
+        report(f"{cases['gemma_scope-transcoder']}@resid_post.3")
     unserved = lines(f"{cases['gemma_scope-no-name']}@mlp_in_pregain.3")["not served"][0]
     assert "it reads mlp_in_pregain.3 and writes mlp_in_pregain.3" in unserved
     for name in ("gemma_scope-res", "manifest-relu", "saesteer-topk", "saesteer-no-metadata"):
