@@ -256,7 +256,7 @@ def vllm_version() -> str:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    raise UnsupportedError("vLLM is not installed; install saesteer[cpu] or saesteer[gpu]")
+    raise UnsupportedError("vLLM is not installed; `make setup` in a clone of saesteer installs it (docs/install.md)")
 
 
 def check(process: Process) -> list[Hook]:
