@@ -58,12 +58,12 @@ def test_fortran_ordered_npz(tmp_path: Path) -> None:
 
 def test_a_header_that_says_it_is_large_is_not_read(tmp_path: Path) -> None:
     """A few deflated bytes would become gigabytes."""
-    said = 200 << 20
+    said = 32 << 20
     begin = b"\x93NUMPY\x02\x00" + said.to_bytes(4, "little")
     with zipfile.ZipFile(tmp_path / "params.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("W_enc.npy", begin + b" " * said)
     tracemalloc.start()
-    with pytest.raises(LoadError, match=r"params\.npz: W_enc: a header of 209715200 bytes"):
+    with pytest.raises(LoadError, match=r"params\.npz: W_enc: a header of 33554432 bytes"):
         describe(str(tmp_path / "params.npz"))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
