@@ -250,7 +250,11 @@ def test_requests_give_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({}, "has no folder, expected a path"), ({"folder": ""}, "folder ''"), ({"folder": "/proc/nobody/here"}, "cannot be written to")],
+    [
+        ({}, "has no folder, expected a path"),
+        ({"folder": ""}, "folder ''"),
+        ({"folder": "/proc/nobody/here"}, "cannot be written to"),
+    ],
 )
 def test_wrong_options_stop_the_start(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
