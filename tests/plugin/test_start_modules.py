@@ -175,6 +175,16 @@ def test_a_default_module_that_names_a_part_of_the_answer_needs_a_parser(folder:
         in_front_end(folder, edits, default="m")
 
 
+@pytest.mark.parametrize(
+    ("modules", "known"), [({}, "and there is none; --module NAME=FILE adds one"), ({"a": []}, "one of: a")]
+)
+def test_a_default_module_that_nobody_has_given_is_named(modules: dict[str, Any], known: str) -> None:
+    given = {"default_module": "nope", "modules": {name: {"edits": edits} for name, edits in modules.items()}}
+    with pytest.raises(ConfigError) as caught:
+        Assets.open(SaesteerConfig.from_json(given))
+    assert str(caught.value) == f"default_module: got 'nope', expected the name of a module, {known}"
+
+
 def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:
     """The depth is not known, so neither are the sites."""
     serve.check("s3://bucket/model", config(folder, m=WRONG["a feature"][0]))
