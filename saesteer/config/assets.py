@@ -62,8 +62,8 @@ class Assets:
         known = [*config.dictionaries, *rows, *rows.sets, *addresses_of(infos)]
         modules = read_modules(config.modules, dictionaries=known, vectors=vectors)
         if config.default_module not in (None, *modules):
-            known = f"one of: {listing(modules)}" if modules else "and there is none; --module NAME=FILE adds one"
-            found = f"got {config.default_module!r}, expected the name of a module, {known}"
+            which = f"one of: {listing(modules)}" if modules else "and there is none; --module NAME=FILE adds one"
+            found = f"got {config.default_module!r}, expected the name of a module, {which}"
             raise ConfigError(f"default_module: {found}")
         return cls(config, infos, vectors, modules, rows, sets)
 
