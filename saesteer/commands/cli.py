@@ -176,6 +176,7 @@ def convert(
         str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
     ],
     target: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new .safetensors file.")] = None,
+    _rows: Annotated[bool, typer.Option("--rows", help="Write row by row, as it does in any case.")] = True,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
     ] = None,
