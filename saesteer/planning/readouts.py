@@ -14,7 +14,7 @@ from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
 from saesteer.language.returns import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return
 from saesteer.language.rules import Watched
-from saesteer.language.sites import PREGAIN, canonical, parse
+from saesteer.language.sites import canonical, is_pregain, parse
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import check_feature, dictionary_of, read_probe, reading_site
 from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Plan, Readout, Window
@@ -334,14 +334,13 @@ def _check_kept(catalog: Catalog, op: str, named: str, path: str) -> None:
 
 def _refuse_pregain(site: str, at: str) -> None:
     """Only encoders normalise resid_mid, so there is no tensor of that name."""
-    kind, layer = parse(site)
-    if kind == PREGAIN:
-        found = f"got {site}, which only dictionaries read"
+    if is_pregain(site):
+        layer, found = parse(site)[1], f"got {site}, which only dictionaries read"
         fail(at, "not_served", f"{found}, expected resid_mid.{layer} or mlp_in.{layer}")
 
 
 def _is_after(moment: str, site: str, at: str) -> bool:
-    if moment == "after" and parse(site)[0] == PREGAIN:
+    if moment == "after" and is_pregain(site):
         fail(f"{at}.at", "conflict", f"got after, but nothing can be written at {site}, expected before")
     return moment == "after"
 

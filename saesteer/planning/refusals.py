@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
-from saesteer.language.sites import PREGAIN, order, parse
+from saesteer.language.sites import is_pregain, order
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import fit
 from saesteer.planning.plan import Catalog, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
@@ -124,7 +124,7 @@ def _refuse_stale(found: Plan, catalog: Catalog) -> None:
             continue
         name = one.target.dictionary
         info = catalog.dictionaries[name]
-        if parse(site := str(info.site_in or info.site_out))[0] == PREGAIN:
+        if is_pregain(site := str(info.site_in or info.site_out)):
             message = f"reads {site} with {name!r}, which this version does not serve behind the edit of {one.site}"
             expected = "expected one of the two, or a dictionary that reads mlp_in"
             fail(f"{one.field}.dictionary", "not_served", f"{message} in {edited[one.site].parts[0].field}, {expected}")
