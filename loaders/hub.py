@@ -5,6 +5,7 @@ Only this file imports huggingface_hub. It knows the names of files of each form
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -202,7 +203,7 @@ def _is_small(member: zipfile.ZipInfo) -> bool:
 def _refuse_local(place: str) -> None:
     """Refuse a typo at once: the place's folder is on this machine. A folder may also have an organisation's name."""
     folder = Path(place).parent
-    if folder.is_dir() and (place.count("/") > 1 or place.endswith(WEIGHT_SUFFIXES)):
+    if os.access(folder, os.R_OK) and folder.is_dir() and (place.count("/") > 1 or place.endswith(WEIGHT_SUFFIXES)):
         have = sorted(child.name for child in folder.iterdir())
         shown = ", ".join(have[:8]) or "nothing"
         raise LoadError(f"{place}: no such file; {folder} has {shown}{', ...' if len(have) > 8 else ''}")

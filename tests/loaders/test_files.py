@@ -117,6 +117,10 @@ def test_fake_hub_is_not_asked_where_the_folder_is_here(
     assert fake_hub.given == []
     writers.gemma_scope(fake_hub.root / "org" / "sae", writers.raw())
     assert describe("org/sae").features == writers.F  # a folder may have an organisation's name
+    monkeypatch.setattr(os, "access", lambda *_: False)  # what the folder has cannot be told, so the hub is asked
+    with pytest.raises(LoadError) as caught:
+        describe(place)
+    assert "no such file; " not in str(caught.value)
 
 
 def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:
