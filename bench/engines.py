@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from select import select
@@ -54,6 +56,8 @@ TOKENS_A_STEP = 8192  # a server's usual bound on a large GPU; an LLM's would be
 SEATS = 256
 # Of GPU memory, for what is neither weights nor cache: activations of a long step, graphs, CUDA itself.
 BESIDE = 6 << 30
+# For --help of what starts engines.
+KEEP = "folder that stays, for models' files and what engines compile: the next command with it starts sooner"
 # What each engine makes of a request with a spec.
 EXPECTED = {"stock": "ignored", "disabled": "refused", "saesteer": "applied"}
 
@@ -122,6 +126,21 @@ def _reading(modes: Collection[str], shape: Shape, folder: Path) -> Options:
             np.save(files[name], draw.standard_normal(shape.width, dtype=np.float32))
     most = {"max_read_mib": 1 << 16, "max_results": 1 << 16, "max_results_mib": 1 << 20}
     return {"reads": [f"resid_post.{layer}" for layer in layers], "vectors": files, **most}
+
+
+@contextmanager
+def workplace(keep: Path | None) -> Iterator[Path]:
+    """A folder for models' files, logs and what engines compile.
+
+    Args:
+        keep: this one, which stays, so that the next command's engines find what they compiled; None: a temporary one.
+    """
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def cache_room(model: str, *, at_once: int, length: int) -> int:

@@ -212,3 +212,73 @@ def passes_kernel(
         factor = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
         y = tl.load(stream + x_at[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(second + x_at[:, None] + cols[None, :], y * scale[:, None] * (1.0 + factor[None, :]), mask=inside)
+
+
+@triton.jit
+def turn_kernel(
+    stream,  # [T, WIDTH], in place
+    second,  # [T, WIDTH], its norm
+    norm_weight,  # [WIDTH]
+    ids,  # [ENTRIES] int32: the rows of the weights that all tokens have
+    w_enc,  # [rows, WIDTH]
+    w_dec,  # [rows, WIDTH]
+    words,  # [turns, SHARES, TOKENS, ENTRIES] int64
+    squares,  # [turns, SHARES, TOKENS] int64
+    counts,  # [turns] int64
+    gain,
+    eps,
+    tokens,  # T
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,  # columns of a share
+    BLOCK: tl.constexpr,  # columns at once, of which COLS is a multiple
+    SHARES: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a turn
+    ENTRIES: tl.constexpr,
+    MEETS: tl.constexpr,  # as of few_kernel
+):
+    """A share of the columns of a turn's tokens for each program, which reads and writes them once."""
+    gdc_wait()
+    turn = tl.program_id(0)
+    share = tl.program_id(1)
+    tag = _tag(counts + turn, SHARES)
+    lanes = tl.arange(0, ENTRIES)
+    each = tl.arange(0, TOKENS)
+    token = turn * TOKENS + each
+    starts = tl.load(ids + lanes, eviction_policy="evict_last").to(tl.int64) * WIDTH
+    at = token.to(tl.int64) * WIDTH
+    x = ()
+    dots = tl.zeros([TOKENS, ENTRIES], tl.float32)
+    for start in tl.static_range(0, COLS, BLOCK):
+        cols = share * COLS + start + tl.arange(0, BLOCK)
+        mask = (token < tokens)[:, None] & (cols < WIDTH)[None, :]
+        x = x + (tl.load(stream + at[:, None] + cols[None, :], mask=mask, other=0.0),)  # noqa: RUF005
+        e = tl.load(w_enc + starts[:, None] + cols[None, :], mask=(cols < WIDTH)[None, :], other=0.0)
+        dots = tl.dot(x[start // BLOCK], tl.trans(e), dots)
+    if MEETS > 0:
+        told = words + turn * (SHARES * TOKENS * ENTRIES) + each[:, None] * ENTRIES + lanes[None, :]
+        _tell(told + share * (TOKENS * ENTRIES), dots, tag)
+        dots = _hear(told, tag, SHARES, TOKENS * ENTRIES)
+    delta = gain * (tl.full([TOKENS, ENTRIES], RAISED, tl.float32) - tl.maximum(dots, 0.0))
+    delta = delta.to(w_dec.dtype.element_ty)
+    y = ()
+    square = tl.zeros([TOKENS], tl.float32)
+    for start in tl.static_range(0, COLS, BLOCK):
+        cols = share * COLS + start + tl.arange(0, BLOCK)
+        mask = (token < tokens)[:, None] & (cols < WIDTH)[None, :]
+        d = tl.load(w_dec + starts[:, None] + cols[None, :], mask=(cols < WIDTH)[None, :], other=0.0)
+        new = (x[start // BLOCK].to(tl.float32) + tl.dot(delta, d)).to(stream.dtype.element_ty)
+        tl.store(stream + at[:, None] + cols[None, :], new, mask=mask)
+        y = y + (new.to(tl.float32),)  # noqa: RUF005
+        square += tl.sum(y[start // BLOCK] * y[start // BLOCK], axis=1)
+    if MEETS > 1:
+        told = squares + turn * (SHARES * TOKENS) + each
+        _tell(told + share * TOKENS, square, tag)
+        square = _hear(told, tag, SHARES, TOKENS)
+    scale = tl.rsqrt(square / WIDTH + eps)
+    for start in tl.static_range(0, COLS, BLOCK):
+        cols = share * COLS + start + tl.arange(0, BLOCK)
+        mask = (token < tokens)[:, None] & (cols < WIDTH)[None, :]
+        factor = tl.load(norm_weight + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+        z = y[start // BLOCK] * scale[:, None] * (1.0 + factor[None, :])
+        tl.store(second + at[:, None] + cols[None, :], z, mask=mask)
+    tl.atomic_add(counts + turn, 1, sem="relaxed")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.batch import EPS, TINY
-from bench.cases import FEATURES
+from bench.cases import ACTIVE, FEATURES, MIXED
 from bench.timing import DEVICE, DTYPE, Launch
 from saesteer.kernels.edit.configs import block, configs
 
@@ -187,3 +187,78 @@ def turns(own: Weights) -> Iterator[Limit]:
     for warps in (tuned.num_warps, 2 * tuned.num_warps):
         how = f"part: three passes and no product, {warps} warps"
         yield Limit("8192 x 32", own.width, how, lambda at=warps: [partial(launch, one, at) for one in ids])
+
+
+# Tokens of a turn, columns of a share, those at once, warps.
+_SHARED = {
+    2304: ((16, 768, 256, 8), (16, 768, 256, 4), (16, 512, 256, 4), (16, 1152, 128, 8), (32, 512, 256, 8)),
+    5376: ((16, 1792, 256, 8), (16, 1344, 64, 8), (32, 1024, 256, 8)),
+}
+
+
+def shared(own: Weights) -> Iterator[Limit]:
+    """504 tokens of one request with 32 edits: turns whose columns are dealt out, in which dots and squares meet."""
+    from bench.least import turn_kernel
+
+    tokens = MIXED[-1]
+    x, second = own.streams(tokens)
+    ids = [one[0] for one in own.ids(own.features // ENTRIES, 1, ENTRIES)]
+    for each, cols, wide, warps in _SHARED[own.width]:
+        many, shares = -(-tokens // each), -(-own.width // cols)
+        words = torch.zeros(many, shares, each, ENTRIES, dtype=torch.int64, device=DEVICE)
+        squares = torch.zeros(many, shares, each, dtype=torch.int64, device=DEVICE)
+        counts = torch.zeros(many, dtype=torch.int64, device=DEVICE)
+
+        def launch(
+            rows: Tensor,
+            gain: float,
+            stream: Tensor,
+            out: Tensor,
+            meets: int,
+            met: tuple[Tensor, ...] = (words, squares, counts),
+            shape: tuple[int, ...] = (many, each, cols, wide, shares, warps),
+        ) -> object:
+            constants = dict(zip(("TOKENS", "COLS", "BLOCK", "SHARES", "num_warps"), shape[1:], strict=True))
+            return turn_kernel[(shape[0], shape[4])](
+                *(stream, out, own.norm_weight, rows, own.w_enc, own.w_dec, *met, gain, EPS, tokens),
+                **{"WIDTH": own.width, "ENTRIES": ENTRIES, "MEETS": meets, **constants, **EARLY},
+            )
+
+        def check(run: Any = launch) -> str | None:
+            stream, out = x.clone(), torch.empty_like(x)
+            run(ids[0], 1.0, stream, out, 2)
+            return own.wrong(x, ids[0].expand(tokens, -1), (stream, out))
+
+        def all_of(meets: int, run: Any = launch) -> list[Launch]:
+            return [partial(run, rows, TINY, x, second, meets) for rows in ids]
+
+        for meets, name in ((2, "dots and squares meet"), (0, "part: nobody waits")):
+            how = f"the 504 alone, {many} x {shares} programs of {each} x {cols}, {warps} warps, {name}"
+            checked = check if meets == 2 else lambda: None
+            yield Limit("8 + 504 x 32", own.width, how, partial(all_of, meets), checked)
+
+
+def reconstructs(own: Weights) -> Iterator[Limit]:
+    """16 tokens: torch's product with the whole encoder, and behind it a decode of active features, listed already."""
+    from bench.yardsticks import DECODES, decode_launch
+
+    x, out = own.streams(16)
+    held = torch.empty(16, own.features, device=DEVICE, dtype=DTYPE)
+    values = torch.full((16, ACTIVE), TINY, device=DEVICE)
+    counts = torch.full((16,), ACTIVE, dtype=torch.int32, device=DEVICE)
+    lists = own.ids(own.features // (16 * ACTIVE), 16, ACTIVE)
+
+    def encode() -> None:
+        torch.mm(x, own.w_enc.T, out=held)
+
+    def both(decode: Launch) -> None:
+        encode()
+        decode()
+
+    yield Limit("16 x reconstruct", own.width, "part: torch.mm with the encoder", partial(list, [encode] * 64))
+    for wide, chunk, warps in DECODES:
+        decodes = [decode_launch(out, values, ids, counts, own.w_dec, wide, chunk, warps) for ids in lists] * 5
+        how = f"a decode of {chunk} rows of {wide} columns at once, {warps} warps, and no norm"
+        yield Limit("16 x reconstruct", own.width, f"part: {how}", partial(list, decodes))
+        behind = [partial(both, decode) for decode in decodes]
+        yield Limit("16 x reconstruct", own.width, f"part: torch.mm, then {how}", partial(list, behind))

@@ -23,7 +23,7 @@ import torch
 from bench.batch import EPS, TINY
 from bench.cases import WIDTHS
 from bench.layers import BARE, CASES, TOKENS, Layers
-from bench.limiting import EARLY, Limit, Weights, fews, ones, turns
+from bench.limiting import EARLY, Limit, Weights, fews, ones, reconstructs, shared, turns
 from bench.timing import Launch, in_graph, machine
 from saesteer.kernels.edit.configs import block
 
@@ -35,7 +35,14 @@ CHAIN = 4096  # rows of their weights, of which each launch takes others
 def all_limits(width: int, only: str = "") -> Iterator[Limit]:
     """Those of a width whose case begins so."""
     own = Weights(width)
-    for name, of in (("16 x 1", ones), ("16 x 32", fews), ("8192 x 32", turns)):
+    cases = (
+        ("16 x 1", ones),
+        ("16 x 32", fews),
+        ("8192 x 32", turns),
+        ("8 + 504 x 32", shared),
+        ("16 x reconstruct", reconstructs),
+    )
+    for name, of in cases:
         if name.startswith(only):
             yield from of(own)
 

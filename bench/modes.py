@@ -37,7 +37,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -75,6 +74,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     where = "folder of modes.jsonl, modes_read.jsonl if one reads, or bursts.jsonl; nothing is written without it"
     parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--spy", type=Path, help="folder of samples of each mode's processes, taken behind the rounds")
+    parser.add_argument("--keep", type=Path, help=engines.KEEP)
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     given = parser.parse_args(words)
     if len(set(given.modes)) < len(given.modes):
@@ -302,8 +302,8 @@ def main(words: Sequence[str] | None = None) -> int:
     # The engine of those that read keeps tensors, so its rows stand apart, those of idle as well.
     name = "bursts.jsonl" if given.burst else "modes_read.jsonl" if reads(given.modes) else "modes.jsonl"
     results = Results(given.out, about(given.commit), name)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        rows = measure(given, Path(folder), results, since)
+    with engines.workplace(given.keep) as folder:
+        rows = measure(given, folder, results, since)
     said = f"{given.prompts or f'{PLACES} x as many'} requests of {given.prompt_tokens} tokens"
     said += f", {' '.join(map(str, given.tokens))} out{', eager' if given.eager else ''}"
     print(f"\n{given.model} through {given.way}: {said}; medians of {rows[0]['runs'] if rows else 0} runs")

@@ -24,7 +24,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
@@ -229,8 +228,8 @@ def stock(model: str, requests: int) -> Counter[str]:
     """The kernels of stock vLLM's graph for so many requests; in a process of its own."""
     from vllm import LLM
 
-    with tempfile.TemporaryDirectory() as folder:
-        given = engines.options(model, Path(folder), at_once=requests, length=PROMPT + TOKENS)
+    with engines.workplace(None) as folder:
+        given = engines.options(model, folder, at_once=requests, length=PROMPT + TOKENS)
         llm: Any = LLM(**given, cudagraph_capture_sizes=[requests])
     [(manager, _)] = llm.collective_rpc(_parts)
     return kernels(next(graph for shape, graph in manager.graphs.items() if shape.num_tokens == requests))
@@ -276,6 +275,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock", action="store_true", help="compare the kernels with stock vLLM's")
     parser.add_argument("--stock-kernels", type=Path, help=argparse.SUPPRESS)  # where that process puts them
     parser.add_argument("--out", type=Path, help="folder of steps.jsonl, which grows; nothing is written without it")
+    parser.add_argument("--keep", type=Path, help=engines.KEEP)
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     return parser.parse_args(words)
 
@@ -288,10 +288,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.stock_kernels is not None:
         given.stock_kernels.write_text(json.dumps(stock(given.model, given.requests[0])))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "stock.json")
+    with engines.workplace(given.keep) as folder:
+        said = folder / "stock.json"
         other = _beside(given, said) if given.stock else None
-        meter = Meter(given.model, max(given.requests), max(given.prompt_tokens), Path(folder), given.modes)
+        meter = Meter(given.model, max(given.requests), max(given.prompt_tokens), folder, given.modes)
         if other is not None and other.wait():
             raise SystemExit("stock vLLM failed, see above")
         theirs = None if other is None else Counter[str](json.loads(said.read_text()))

@@ -60,7 +60,31 @@ def _decode_kernel(
 
 
 # Columns of a program, features in flight, warps: the fastest counts. A warp adds up rows of 256 columns by itself.
-_DECODES = ((256, 8, 1), (256, 16, 1), (256, 8, 2), (512, 8, 4))
+DECODES = ((256, 8, 1), (256, 16, 1), (256, 8, 2), (512, 8, 4))
+
+
+def decode_launch(
+    out: Tensor, values: Tensor, ids: Tensor, counts: Tensor, w_dec: Tensor, block: int, chunk: int, warps: int
+) -> Launch:
+    """A decode of lists that are ready; block, chunk and warps are one of DECODES.
+
+    Args:
+        out: [T, d].
+        values: [T, most] float32, of the features that are active.
+        ids: [T, most] int32, their numbers.
+        counts: [T] int32, how many of these are active.
+        w_dec: [F, d].
+    """
+    width = out.shape[1]
+    return partial(
+        _decode_kernel[(len(out), triton.cdiv(width, block))],
+        *(out, values, ids, counts, w_dec),
+        WIDTH=width,
+        MOST=ids.shape[1],
+        CHUNK=chunk,
+        BLOCK=block,
+        num_warps=warps,
+    )
 
 
 def dense_product(x: Tensor, w_enc: Tensor) -> Timing:
@@ -82,18 +106,7 @@ def sparse_decode(x: Tensor, w_enc: Tensor, w_dec: Tensor) -> tuple[Timing, floa
     values, ids = found.values.contiguous(), found.indices.int().contiguous()
     active = float(counts.float().mean())
     out = torch.empty_like(x)
-    launches = [
-        partial(
-            _decode_kernel[(len(x), triton.cdiv(x.shape[1], block))],
-            *(out, values, ids, counts, w_dec),
-            WIDTH=x.shape[1],
-            MOST=most,
-            CHUNK=chunk,
-            BLOCK=block,
-            num_warps=warps,
-        )
-        for block, chunk, warps in _DECODES
-    ]
+    launches = [decode_launch(out, values, ids, counts, w_dec, *shape) for shape in DECODES]
     truth = torch.where(pre[:16] > THRESHOLD, pre[:16], 0.0) @ w_dec.float()
     best: Timing | None = None
     for launch in launches:

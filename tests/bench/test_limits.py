@@ -21,7 +21,7 @@ least.gdc_wait = lambda: None  # the interpreter has no launches that overlap
 
 kind, hops = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(1)
-width, rows, tokens, entries = 96, 64, 8 if kind == "turns" else 2, 4
+width, rows, tokens, entries = 96, 64, 8 if kind in ("turns", "shared") else 2, 4
 x, second = torch.randn(tokens, width), torch.empty(tokens, width)
 w_enc, w_dec = torch.randn(rows, width) / 10, torch.randn(rows, width)
 norm, eps, gain = torch.rand(width), 1e-6, 0.5
@@ -40,6 +40,16 @@ if kind == "few":
         WIDTH=width, COLS=width, BLOCK=128, SHARES=1, ENTRIES=entries, HOPS=hops, MEETS=0)
     delta = gain * (3.0 - torch.einsum("tew,tw->te", w_enc[ids_at], x).clamp_min(0))
     want = x + torch.einsum("tew,te->tw", w_dec[ids_at], delta)
+elif kind == "shared":  # the last turn has one token
+    ids, tokens = torch.randint(0, rows, (entries,), dtype=torch.int32), 5
+    x, stream, second = x[:tokens], stream[:tokens].clone(), second[:tokens].clone()
+    words = torch.zeros(2, 1, 4, entries, dtype=torch.int64)
+    squares, counts = torch.zeros(2, 1, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    least.turn_kernel[(2, 1)](
+        stream, second, norm, ids, w_enc, w_dec, words, squares, counts, gain, eps, tokens,
+        WIDTH=width, COLS=128, BLOCK=64, SHARES=1, TOKENS=4, ENTRIES=entries, MEETS=hops)
+    place = ids.long()
+    want = x + (gain * (3.0 - (x @ w_enc[place].T).clamp_min(0))) @ w_dec[place]
 elif kind == "turns":
     ids = torch.randint(0, rows, (1, entries), dtype=torch.int32)
     least.passes_kernel[(tokens // entries,)](
@@ -67,7 +77,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("kind", "hops"),
-    [("clamp", 0), ("clamp", 1), ("clamp", 3), ("add", 0), ("add", 1), ("add", 3), ("few", 2), ("turns", 0)],
+    [
+        ("clamp", 0),
+        ("clamp", 1),
+        ("clamp", 3),
+        ("add", 0),
+        ("add", 1),
+        ("add", 3),
+        ("few", 2),
+        ("turns", 0),
+        ("shared", 2),
+    ],
 )
 def test_a_least_kernel_gives_what_plain_arithmetic_does(kind: str, hops: int) -> None:
     done = run("-c", SCRIPT, kind, str(hops))
