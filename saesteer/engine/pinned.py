@@ -6,6 +6,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+# Bytes that come home at once, 0.2 ms: a step's tokens are copied by the same engine of the device, and get in between.
+PIECE = 8 << 20
 _ALIGNED = 512  # bytes that a part is a multiple of, as any dtype needs
 
 
@@ -34,7 +36,8 @@ class Pinned:
         else:
             return None
         part = self._memory[lo : lo + rows.nbytes]
-        part.view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
+        for there, here in zip(part.split(PIECE), rows.view(torch.uint8).view(-1).split(PIECE), strict=True):
+            there.copy_(here, non_blocking=True)
         array = part.numpy()
         finalize(array, self._back.append, (lo, lo + size)).atexit = False  # slices of its bytes hold the array, too
         return array.data

@@ -125,7 +125,8 @@ class Staging:
                 found = None if self._pinned is None else self._pinned.copied(rows)
                 there = _bytes(rows.to("cpu", non_blocking=True)) if found is None else found
                 rows.record_stream(self._side)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                # Who waits for it sleeps: a thread that looks all the time would take a core from the steps.
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record(self._side)
         self.writer.put([(filing, there[lo:hi]) for filing, lo, hi in steps], event)
         return event

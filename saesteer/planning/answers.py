@@ -18,7 +18,7 @@ from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
 from saesteer.planning.reductions import Piece, Reduction
-from saesteer.planning.windows import inside, rank
+from saesteer.planning.windows import inside, of_part, rank
 
 # Kind of a readout → where answers have it.
 WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
@@ -319,7 +319,8 @@ class _Spooled(_Kind):
         """At the end an entry for each site."""
         if not final:
             return []
-        positions = sorted(at for at in self._places if at < end and inside(self.readout.part, at, border))
+        first, last = of_part(self.readout.part, border)
+        positions = sorted(at for at in self._places if first <= at < min(end, last))
         width = self._spool.width // _SIZES[self.dtype] if positions else 0
         content = {"positions": positions, "dtype": self.dtype, "shape": [len(positions), width]}
         entries = [{**about, **content} for about in self.abouts]
