@@ -36,8 +36,9 @@ class Pinned:
         else:
             return None
         part = self._memory[lo : lo + rows.nbytes]
-        for there, here in zip(part.split(PIECE), rows.view(torch.uint8).view(-1).split(PIECE), strict=True):
-            there.copy_(here, non_blocking=True)
+        here = rows.view(torch.uint8).view(-1)
+        for at in range(0, rows.nbytes, PIECE):
+            part[at : at + PIECE].copy_(here[at : at + PIECE], non_blocking=True)
         array = part.numpy()
         finalize(array, self._back.append, (lo, lo + size)).atexit = False  # slices of its bytes hold the array, too
         return array.data

@@ -41,6 +41,7 @@ class Staging:
         self._pinned: Pinned | None = None
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
+        self._shaped: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self._copied: list[Any] = [None, None]  # of each, an event behind its last copy
         self._current = self._used = 0
         self._steps: list[tuple[Filing, int, int]] = []  # with the first byte of its rows, and the one behind them
@@ -82,9 +83,8 @@ class Staging:
                 self._note()
                 self._copy(rows, [(filing, 0, size)])
                 return
-            assert self._buffers
             self._used = first + size
-            into = self._buffers[self._current][first : self._used].view(source.dtype).view(-1, width)
+            into = self._as_rows(source.dtype, width)[first // row : self._used // row]
             torch.index_select(source, 0, index, out=into)
             self._note()
             self._steps.append((filing, first, self._used))
@@ -142,6 +142,15 @@ class Staging:
             else:
                 Thread(target=self._tend, daemon=True).start()
         return bool(self._buffers)
+
+    def _as_rows(self, dtype: torch.dtype, width: int) -> Tensor:
+        """The buffer that is filled now, as rows: each view of a tensor takes as long as a launch."""
+        key = self._current, dtype, width
+        if key not in self._shaped:
+            row = width * dtype.itemsize
+            whole = self._buffers[self._current][: self._room // row * row]  # type: ignore[index]  # there are some
+            self._shaped[key] = whole.view(dtype).view(-1, width)
+        return self._shaped[key]
 
     def _enter(self) -> None:
         """A thread begins on GPU 0, where CUDA makes it a context of hundreds of MB, even to wait for another GPU."""

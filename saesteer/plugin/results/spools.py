@@ -33,7 +33,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safeten
 class Layout(NamedTuple):
     """Of the rows of several results that are read alike."""
 
-    abouts: tuple[Mapping[str, Any], ...]  # what the answer says of each result
+    abouts: Sequence[Mapping[str, Any]]  # what the answer says of each result
     rows: int  # that there may be
     stride: int  # bytes of a row: those of all results
 
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     @property
     def start(self) -> int:
         """Byte of the first row."""
-        text = _WORDS * len(self.abouts) + 2 * len(json.dumps(self.abouts))
+        text = _WORDS * len(self.abouts) + 2 * len(json.dumps([*self.abouts]))
         return -(-(text + 16 * self.rows) // _PAGE) * _PAGE
 
 
