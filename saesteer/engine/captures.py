@@ -52,6 +52,7 @@ class Captures:
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
+        self._last: tuple[NDArray[np.int64], Tensor] | None = None  # the one that was asked for last
         self._side: Any = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -141,6 +142,8 @@ class Captures:
 
     def _known(self, chosen: NDArray[np.int64]) -> Tensor:
         """An index on the device, where steps before often had the same one."""
+        if self._last is not None and chosen is self._last[0]:
+            return self._last[1]
         key = chosen.tobytes()
         there = self._indices.pop(key, None)
         if there is None:
@@ -148,6 +151,7 @@ class Captures:
             if len(self._indices) >= _INDICES:
                 del self._indices[next(iter(self._indices))]
         self._indices[key] = there  # the last used stands last
+        self._last = chosen, there
         return there
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:

@@ -154,6 +154,8 @@ class _Group:
         self._sinks = [lane.sink for lane in self._lanes if lane.sink is not None]  # all have one, or none
         self._ones: _Ints = np.ones(len(seats), dtype=np.int64)
         self._planes: _Ints = kind.planes[self._seats]
+        self._chosen: _Ints | None = None  # of the last step, if all lanes read its only token
+        self._ahead = 0  # for how many steps more they will
         self._look()
 
     def _look(self) -> None:
@@ -172,19 +174,29 @@ class _Group:
                 self._kind.seek(int(self._seats[number]), int(position[number]))
             self._look()
         reads = alone & (position >= self._lo) & (position < self._hi)
+        self._chosen = None
         if reads.all():  # the usual step
-            chosen = _rows(self._planes, at)
-            if self._sinks:
-                filing = Filing(self._sinks, position - self._base, position, self._ones)
-                return [File(self._bank, chosen, filing)]
-            parts = [lane.part for lane in self._lanes]
-            return [Read(self._bank, chosen, parts, _singles(position), [self._kind.each] * len(parts))]
+            self._chosen, self._ahead = _rows(self._planes, at), int((self._hi - position).min()) - 1
+            return [self._singly(self._chosen, position)]
         one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
         several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
         chosen = _rows(self._planes[one], at[one])
         if self._sinks:
             return [*self._files(one, chosen, position[one], several)]
         return [*self._reads(one, chosen, position[one], several, pieces)]
+
+    def again(self, positions: NDArray[Any]) -> Read | File | None:
+        """The same of a step whose requests have one token each, as in the last one; None if ``step`` has to look."""
+        if self._chosen is None or not self._ahead:
+            return None
+        self._ahead -= 1
+        return self._singly(self._chosen, positions[self._places])
+
+    def _singly(self, chosen: _Ints, position: NDArray[Any]) -> Read | File:
+        if self._sinks:
+            return File(self._bank, chosen, Filing(self._sinks, position - self._base, position, self._ones))
+        parts = [lane.part for lane in self._lanes]
+        return Read(self._bank, chosen, parts, _singles(position), [self._kind.each] * len(parts))
 
     def _reads(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
@@ -294,7 +306,13 @@ class Lanes:
         self._groups, self.sinks = [_Group(kind, *group) for kind, group in found.items()], sinks
 
     def step(
-        self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces = whole
+        self,
+        first: NDArray[Any],
+        end: NDArray[Any],
+        positions: NDArray[Any],
+        pieces: Pieces = whole,
+        *,
+        alike: bool = False,
     ) -> tuple[list[Read], list[File]]:
         """What is read of a step of the batch, and what goes into files.
 
@@ -303,11 +321,13 @@ class Lanes:
             end: the token behind its last one.
             positions: of the first ones in their requests.
             pieces: of a request with several tokens.
+            alike: in this step and the one before, each request of the batch has one token.
         """
         reads: list[Read] = []
         files: list[File] = []
         for group in self._groups:
-            for one in group.step(first, end, positions, pieces):
+            usual = group.again(positions) if alike else None
+            for one in group.step(first, end, positions, pieces) if usual is None else (usual,):
                 if isinstance(one, Read):
                     reads.append(one)
                 else:

@@ -55,6 +55,7 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
+        self._alike = False  # it was the last look's, too, and each request has one token in both
         self._sinks = Sinks()  # of requests that read by handle
         self._lanes = Lanes()  # what requests read
         self._reading: list[tuple[int, str]] = []  # who reads in the last batch, with places
@@ -175,7 +176,7 @@ class Steering:
             self._sort()
         starts, positions, hidden = launched
         try:
-            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces)
+            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, alike=self._alike)
             return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
         except torch.OutOfMemoryError as exc:
             logger.error("no room for what %s requests read in a step (%s)", len(self._reading), exc)
@@ -224,7 +225,9 @@ class Steering:
         """
         before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            return not before == tokens == len(batch)
+            self._alike = before == tokens == len(batch)
+            return not self._alike
+        self._alike = False
         self._batch, self._listed = list(batch), None
         kinds: dict[int, NDArray[np.int32]] = {}
         self._reading, self.any, self.counting = [], False, False
