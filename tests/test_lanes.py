@@ -80,11 +80,16 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
         batch = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
         places = data.draw(st.integers(0, 1))  # in front of them is somebody who reads nothing
         lanes.look([(places + at, name) for at, name in enumerate(batch)], {})
-        for _ in range(data.draw(st.integers(1, 3))):
-            tokens = [2] * places + [data.draw(st.just(1) | st.integers(1, 9)) for _ in batch]
+        before: list[int] = []
+        for _ in range(data.draw(st.integers(1, 8))):
+            tokens = [1] * (places + len(batch))
+            if data.draw(st.integers(0, 3)) == 0:
+                tokens = [data.draw(st.just(1) | st.integers(1, 9)) for _ in tokens]
             starts = np.cumsum([0, *tokens])
             at = np.array([0] * places + [requests[name].position for name in batch])
-            reads, steps = lanes.step(starts[:-1], starts[1:], at)
+            alike = before == tokens == [1] * len(tokens)
+            reads, steps = lanes.step(starts[:-1], starts[1:], at, alike=alike)
+            before = tokens
             assert not reads
             expected: dict[tuple[int, int], list[int]] = {}
             for place, name in enumerate(batch, places):
@@ -117,3 +122,13 @@ def test_positions_are_told_beside_rows() -> None:
     assert [each.tolist() for each in (*step.filing[1:3], step.chosen)] == [[4], [8], [0]]
     lanes.forget("x")
     assert lanes.step(np.array([0]), np.array([1]), np.array([9])) == ([], [])
+
+
+def test_what_a_step_had_is_no_longer_taken_for_the_next_once_a_window_has_ended() -> None:
+    """Though two steps in a row have one token each: several tokens at once have led out of the window."""
+    lanes = Lanes()
+    lanes.add("x", [Reading("activation", ("a",), False, [(0, 4)], False, "none", None, 0, ())], {0: Room(40)}, where)
+    lanes.look([(0, "x")], {})
+    for position, tokens, alike, read in ((0, 1, False, 1), (1, 5, False, 3), (6, 1, False, 0), (7, 1, True, 0)):
+        _, steps = lanes.step(np.array([0]), np.array([tokens]), np.array([position]), alike=alike)
+        assert sum(int(step.filing.lengths.sum()) for step in steps) == read
