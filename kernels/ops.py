@@ -26,9 +26,6 @@ hits: dict[int, int] = {}
 _silent: set[int] = set()
 # Addresses of `site`s: there tokens are only captured for now.
 _copying: set[int] = set()
-# By device, of graphs that are captured without some ops: an event behind the last edit, and a stream beside the model.
-_edited: dict[int, torch.cuda.Event] = {}
-_beside: dict[int, torch.cuda.Stream] = {}
 
 
 @contextmanager
@@ -130,8 +127,6 @@ def edit_(
         from saesteer.kernels.edit.launch import edit_triton
 
         edit_triton(x, second, norm_weight, counts, bound, form, eps, weight_offset)
-        if _silent and torch.cuda.is_current_stream_capturing():
-            _edited[x.device.index] = torch.cuda.current_stream(x.device).record_event()
     else:
         edit_ref_(x, second, norm_weight, counts, bound, form, eps, weight_offset)
     if ranks is not None:
@@ -251,30 +246,9 @@ def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> 
     if counts.is_cuda:
         from saesteer.kernels.step.publish import publish_triton  # a CPU may have no Triton
 
-        with _behind_the_last_edit(site):
-            publish_triton(bound.table, bound.work, counts, steps, published)
+        publish_triton(bound.table, bound.work, counts, steps, published)
     else:
         publish_ref_(bound.table, bound.work, counts, steps, published)
-
-
-@contextmanager
-def _behind_the_last_edit(site: Tensor) -> Iterator[None]:
-    """In a graph that lacks the op at this site, its last one: launch beside the layers behind the last that it has.
-
-    Counters are complete there. In line with the model, the way to host memory would take 1.5 us of a step.
-    """
-    edited = _edited.pop(site.device.index, None) if site.is_cuda else None
-    if edited is None or site.data_ptr() not in _silent or not torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    main = torch.cuda.current_stream(site.device)
-    beside = _beside.get(site.device.index)
-    if beside is None:
-        beside = _beside[site.device.index] = torch.cuda.Stream(site.device)  # type: ignore[no-untyped-call]
-    beside.wait_event(edited)
-    with torch.cuda.stream(beside):
-        yield
-    main.wait_stream(beside)
 
 
 def _hit(tensor: Tensor) -> None:

@@ -16,8 +16,6 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import Bound, bind
 from saesteer.kernels.reference import publish_ref_
 from saesteer.kernels.step.publish import publish_triton
-from tests.kernels.calls import COUNTS, EDIT, SITE, edit_args, replaced
-from tests.kernels.tables import copied
 
 GARBAGE = -77
 PUBLISH = torch.ops.saesteer.publish_.default
@@ -180,45 +178,3 @@ def test_a_graph_publishes_step_after_step(device: torch.device) -> None:
         place = args[4][step % layout.PUBLISHED]
         assert place[0] == step
         assert torch.equal(place[1:7].view(2, 3).t(), first[:, :2] + step - 1)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_graph_without_the_last_op_publishes_what_the_ops_before_have_counted() -> None:
-    """Beside the layers behind them, whatever these take; and the next replay waits for it."""
-    device = torch.device("cuda")
-    args, first = edit_args(device)
-    used = 2
-    first.work[0, 3] |= layout.COUNTED
-    first.table[1, layout.COUNTERS] = used
-    args[COUNTS] = counts = torch.zeros(4, 2, dtype=torch.int32, device=device).t()
-    last = copied(first, table=first.table, work=first.work)
-    bind(last)
-    steps = torch.zeros(1, dtype=torch.int32, device=device)
-    published = torch.full((layout.PUBLISHED, 1 + counts.numel()), GARBAGE, dtype=torch.int32).pin_memory()
-    x = torch.randn(2048, 2048, device=device)
-
-    def step() -> None:
-        EDIT(*args)
-        for _ in range(8):
-            torch.mm(x, x, out=y)
-        EDIT(*replaced(args, SITE, last.index))
-        PUBLISH(counts, last.index, steps, published)
-        y.add_(1.0)
-
-    y = torch.empty_like(x)
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with ops.silenced([last.index]), torch.cuda.graph(graph):
-        step()
-    assert ops._beside.keys() == {device.index or 0} and not ops._edited
-    before = int(steps[0])
-    assert before == 1
-    for number in range(1, 2 * layout.PUBLISHED):
-        counts += 3
-        graph.replay()
-        torch.cuda.synchronize()
-        place = published[(before + number) % layout.PUBLISHED]
-        assert place[0] == before + number == int(steps[0])
-        assert torch.equal(place[1 : 1 + 2 * used].view(used, 2).t(), counts[:, :used].cpu())
-        assert counts[1, 0] > 3 * number
