@@ -5,7 +5,7 @@ each readout, so a step takes the host hardly longer for many requests than for 
 looked at request by request.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,11 +124,10 @@ class _Kind:
         self.windows[number] = lane.lo, lane.hi, lane.base
         return number
 
-    def leave(self, seats: Iterable[int]) -> None:
-        """Take lanes their seats, which others may get."""
-        for seat in seats:
-            del self.lanes[seat]
-            self._left.append(seat)
+    def leave(self, seat: int) -> None:
+        """Take a lane its seat, which another may get."""
+        del self.lanes[seat]
+        self._left.append(seat)
 
     def seek(self, seat: int, position: int) -> None:
         """Set a lane's window, as ``Lane.seek``."""
@@ -142,17 +141,16 @@ class _Group:
 
     Args:
         kind: of all.
-        seats: of the lanes.
-        places: of their requests in the batch.
+        lanes: of each the seat, and the place of its request in the batch.
     """
 
-    def __init__(self, kind: _Kind, seats: Sequence[int], places: Sequence[int]) -> None:
+    def __init__(self, kind: _Kind, lanes: Sequence[tuple[int, int]]) -> None:
         self._kind, self._bank = kind, kind.bank
-        self._seats, self._places = np.array([seats, places], dtype=np.int64)
-        lanes = kind.lanes
-        self._lanes = [lanes[seat] for seat in seats]
+        self._seats, self._places = np.array(lanes, dtype=np.int64).T
+        seated = kind.lanes
+        self._lanes = [seated[seat] for seat, _ in lanes]
         self._sinks = [lane.sink for lane in self._lanes if lane.sink is not None]  # all have one, or none
-        self._ones: _Ints = np.ones(len(seats), dtype=np.int64)
+        self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
         self._planes: _Ints = kind.planes[self._seats]
         self._chosen: _Ints | None = None  # of the last step, if all lanes read its only token
         self._ahead = 0  # for how many steps more they will
@@ -252,12 +250,14 @@ class Lanes:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
-        self._known: dict[str, Sequence[tuple[_Kind, Sequence[int]]]] = {}  # the seats of each request's lanes, by kind
+        self._known: dict[str, Sequence[tuple[_Kind, int]]] = {}  # of each request's lanes the kind, and the seat there
         self._groups: Sequence[_Group] = ()
         self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._known
+    @property
+    def known(self) -> KeysView[str]:
+        """The requests that are remembered."""
+        return self._known.keys()
 
     def add(self, request: str, readings: Sequence[Reading | None], sinks: Mapping[int, Sink], where: Where) -> None:
         """Remember a request.
@@ -268,23 +268,23 @@ class Lanes:
             sinks: of those that have files, by number.
             where: a readout's sites are.
         """
-        seats: dict[_Kind, list[int]] = {}
+        seats: list[tuple[_Kind, int]] = []
         for number, one in enumerate(readings):
             if one is not None:
                 lane = Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
                 kind = self._kinds.get(lane.key)
                 if kind is None:
                     kind = self._kinds[lane.key] = _Kind(lane)
-                seats.setdefault(kind, []).append(kind.seat(lane))
-        self._known[request] = [*seats.items()]
+                seats.append((kind, kind.seat(lane)))
+        self._known[request] = seats
 
     def forget(self, request: str) -> None:
         """Forget a request, and the batch, which may hold its files; ``look`` comes before the next step."""
         known = self._known.pop(request, None)
         if known is not None:
             self.look((), {})
-            for kind, seats in known:
-                kind.leave(seats)
+            for kind, seat in known:
+                kind.leave(seat)
                 if not kind.lanes:  # there are as many kinds as lists of features that requests may name
                     del self._kinds[kind.key]
 
@@ -295,15 +295,15 @@ class Lanes:
             batch: places and names of its requests that read.
             sinks: of those that have files, by number of the readout.
         """
-        found: dict[_Kind, tuple[list[int], list[int]]] = {}
-        for at, name in batch:
-            for kind, seats in self._known[name]:
-                group = found.get(kind)
-                if group is None:
-                    group = found[kind] = ([], [])
-                group[0].extend(seats)
-                group[1].extend([at] * len(seats))
-        self._groups, self.sinks = [_Group(kind, *group) for kind, group in found.items()], sinks
+        known = self._known
+        lanes = [(kind, (seat, at)) for at, name in batch for kind, seat in known[name]]
+        found: dict[_Kind, list[tuple[int, int]]] = {kind: [] for kind, _ in lanes}
+        if len(found) == 1:
+            found = {kind: [lane for _, lane in lanes] for kind in found}
+        else:
+            for kind, lane in lanes:
+                found[kind].append(lane)
+        self._groups, self.sinks = [_Group(kind, own) for kind, own in found.items()], sinks
 
     def step(
         self,

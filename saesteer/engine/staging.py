@@ -74,7 +74,7 @@ class Staging:
         with self._lock:
             if self._side is not None:
                 self._main = torch.cuda.current_stream(self._device)
-            size, first = len(index) * row, -(-self._used // row) * row
+            size, first = index.shape[0] * row, -(-self._used // row) * row
             if first + size > self._room:
                 self._bring_home()
                 first = 0

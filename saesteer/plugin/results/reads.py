@@ -50,8 +50,7 @@ def send(
     filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
     if brought is None and not waiting and not filed:
         return {}
-    made = {one.request_id: one for one in sending.of(outputs)}
-    ended = {name for name, one in made.items() if one.finish_reason is not None}
+    ended = sending.ended(outputs)
     ending, owed = stops | ended, {}
     if brought is not None:
         for name, blobs in brought.blobs(ending, ends).items():
@@ -63,6 +62,7 @@ def send(
             waiting.setdefault(name, []).extend(owed.pop(name).told())
     for name in filed.keys() & ending:
         waiting.setdefault(name, []).extend(filed.pop(name))
+    made = {one.request_id: one for one in sending.of(outputs)} if waiting else {}
     for name in [*waiting]:
         if name in made:
             _put(made[name], waiting.pop(name))

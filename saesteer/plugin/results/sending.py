@@ -15,6 +15,12 @@ def of(outputs: Mapping[int, Any]) -> Iterator[Any]:
     return (one for batch in outputs.values() for one in batch.outputs)
 
 
+def ended(outputs: Mapping[int, Any]) -> frozenset[str]:
+    """The requests that end with this step; outputs as above."""
+    each = [one for batch in outputs.values() for one in batch.outputs if one.finish_reason is not None]
+    return frozenset([one.request_id for one in each])
+
+
 def add(outputs: dict[int, Any], client: int, output: Any) -> None:
     """Adds an output for one of this client's requests."""
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)

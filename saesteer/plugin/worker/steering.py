@@ -186,10 +186,10 @@ class Steering:
 
     def _sort(self) -> None:
         """Let the lanes know who reads in the last batch."""
-        readers = [one for one in self._reading if one[1] in self.rows]
-        for _, name in readers:
-            if name not in self._lanes:
-                self._lanes.add(name, self.rows[name].readings, self._sinks.of(name), self.engine.captures.where)
+        rows, known = self.rows, self._lanes.known
+        readers = [one for one in self._reading if one[1] in rows]
+        for name in [name for _, name in readers if name not in known]:
+            self._lanes.add(name, rows[name].readings, self._sinks.of(name), self.engine.captures.where)
         self._lanes.look(readers, self._sinks.all())
         self._sorted = True
 
@@ -229,18 +229,15 @@ class Steering:
             return not self._alike
         self._alike = False
         self._batch, self._listed = list(batch), None
-        kinds: dict[int, NDArray[np.int32]] = {}
-        self._reading, self.any, self.counting = [], False, False
-        for at, name in enumerate(batch):
-            row = self.rows.get(name)
-            if row is not None:
-                self.any = True
-                if row.listed:
-                    kinds[id(row.kinds)] = row.kinds
-                    self.counting = self.counting or row.counters > 0
-                if row.readings:
-                    self._reading.append((at, name))
+        rows = [*map(self.rows.get, batch)]
+        several = [*{id(row): row for row in rows if row is not None}.values()]  # requests with one plan share a row
+        self.any = bool(several)
+        self.counting = any(row.listed and row.counters > 0 for row in several)
+        kinds = {id(row.kinds): row.kinds for row in several if row.listed}
         self.kinds = reduce(or_, kinds.values()) if kinds else None
+        reading = {id(row) for row in several if row.readings}
+        both = enumerate(zip(batch, rows, strict=True)) if reading else ()
+        self._reading = [(at, name) for at, (name, row) in both if id(row) in reading]
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         self._sorted = False
         return True
