@@ -25,7 +25,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -58,6 +59,19 @@ class Captures(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._found: dict[str, Row] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Until this ends, it hears the lines, also those that VLLM_LOGGING_LEVEL would leave out."""
+        log = logging.getLogger("vllm.saesteer")
+        before = log.level
+        log.addFilter(self)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.setLevel(before)
+            log.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Remember what a set took, should the line tell it."""
@@ -121,10 +135,9 @@ class Meter:
 
         self.shape = Shape.of(model)
         given = engines.options(model, folder, at_once=requests, length=prompt + TOKENS)
-        log, captures = logging.getLogger("vllm.saesteer"), Captures()
-        log.addFilter(captures)
-        self.llm: Any = LLM(**given, **engines.settings(model, folder, modes=modes))
-        log.removeFilter(captures)
+        captures = Captures()
+        with captures.listening():
+            self.llm: Any = LLM(**given, **engines.settings(model, folder, modes=modes))
         [(self.manager, self.steering)] = self.llm.collective_rpc(_parts)
         self._took = captures.of(self.steering.choice.sets)
         self._then: Callable[[Any], None] | None = None
