@@ -24,6 +24,8 @@ Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4
     --modes clamps-32 --burst --concurrency 64 --tokens 32          first tokens of 64 that come at once
     --modes idle captures --concurrency 64 --spy DIR                where each mode's host time goes, by py-spy
 
+With --keep DIR, the engines of the next command start in a third of that time.
+
 Lengths of answers, requests and graphs are swept by `make bench-sweeps`, in commands of 250 seconds with two engines:
 with --prompts 16, a run of 16 at a time takes 6 ms for each token of an answer on the 4B, and 22 on the 27B.
 """

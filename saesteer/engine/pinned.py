@@ -6,8 +6,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-# Bytes that come home at once, 0.2 ms: a step's tokens are copied by the same engine of the device, and get in between.
-PIECE = 8 << 20
 _ALIGNED = 512  # bytes that a part is a multiple of, as any dtype needs
 
 
@@ -36,9 +34,7 @@ class Pinned:
         else:
             return None
         part = self._memory[lo : lo + rows.nbytes]
-        here = rows.view(torch.uint8).view(-1)
-        for at in range(0, rows.nbytes, PIECE):
-            part[at : at + PIECE].copy_(here[at : at + PIECE], non_blocking=True)
+        part.view(rows.dtype).view(rows.shape).copy_(rows, non_blocking=True)
         array = part.numpy()
         finalize(array, self._back.append, (lo, lo + size)).atexit = False  # slices of its bytes hold the array, too
         return array.data
