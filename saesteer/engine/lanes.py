@@ -153,7 +153,7 @@ class _Group:
         self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
         self._planes: _Ints = kind.planes[self._seats]
         self._chosen: _Ints | None = None  # of the last step, if all lanes read its only token
-        self._ahead = 0  # for how many steps more they will
+        self._last = range(0)  # positions of the first lane, up to which all of them do
         self._look()
 
     def _look(self) -> None:
@@ -174,7 +174,8 @@ class _Group:
         reads = alone & (position >= self._lo) & (position < self._hi)
         self._chosen = None
         if reads.all():  # the usual step
-            self._chosen, self._ahead = _rows(self._planes, at), int((self._hi - position).min()) - 1
+            self._chosen, here = _rows(self._planes, at), int(position[0])
+            self._last = range(here, here + int((self._hi - position).min()))
             return [self._singly(self._chosen, position)]
         one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
         several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
@@ -185,10 +186,10 @@ class _Group:
 
     def again(self, positions: NDArray[Any]) -> Read | File | None:
         """The same of a step whose requests have one token each, as in the last one; None if ``step`` has to look."""
-        if self._chosen is None or not self._ahead:
+        position = positions[self._places]
+        if self._chosen is None or int(position[0]) not in self._last:
             return None
-        self._ahead -= 1
-        return self._singly(self._chosen, positions[self._places])
+        return self._singly(self._chosen, position)
 
     def _singly(self, chosen: _Ints, position: NDArray[Any]) -> Read | File:
         if self._sinks:

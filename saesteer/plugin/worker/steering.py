@@ -55,7 +55,7 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
-        self._alike = False  # it was the last look's, too, and each request has one token in both
+        self._read_tokens = 0  # the same when it was last read, by these lanes
         self._sinks = Sinks()  # of requests that read by handle
         self._lanes = Lanes()  # what requests read
         self._reading: list[tuple[int, str]] = []  # who reads in the last batch, with places
@@ -175,8 +175,10 @@ class Steering:
         if not self._sorted:
             self._sort()
         starts, positions, hidden = launched
+        before, self._read_tokens = self._read_tokens, self._tokens
+        alike = self._batch is not None and before == self._tokens == len(self._batch)
         try:
-            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, alike=self._alike)
+            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, alike=alike)
             return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
         except torch.OutOfMemoryError as exc:
             logger.error("no room for what %s requests read in a step (%s)", len(self._reading), exc)
@@ -191,7 +193,7 @@ class Steering:
         for name in [name for _, name in readers if name not in known]:
             self._lanes.add(name, rows[name].readings, self._sinks.of(name), self.engine.captures.where)
         self._lanes.look(readers, self._sinks.all())
-        self._sorted = True
+        self._sorted, self._read_tokens = True, 0
 
     def _pieces(self, name: str, tokens: int) -> Iterable[tuple[int, int]]:
         """Each guess is read by itself."""
@@ -225,9 +227,7 @@ class Steering:
         """
         before, self._tokens = self._tokens, tokens
         if batch == self._batch:
-            self._alike = before == tokens == len(batch)
-            return not self._alike
-        self._alike = False
+            return not before == tokens == len(batch)
         self._batch, self._listed = list(batch), None
         rows = [*map(self.rows.get, batch)]
         several = [*{id(row): row for row in rows if row is not None}.values()]  # requests with one plan share a row
