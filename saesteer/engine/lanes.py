@@ -226,6 +226,7 @@ class _Group:
                 rows.append(_rows(self._planes[number], np.arange(lo, lo + length) + (at - here)))
                 more.append((number, row, lo, length))
             self._kind.seek(int(self._seats[number]), here)  # of guesses that do not hold, tokens come once more
+        self._look()
         if len(one) or more:
             lanes, first, there, lengths = (
                 np.concatenate([these, np.array([other[n] for other in more], dtype=np.int64)])

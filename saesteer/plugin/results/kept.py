@@ -190,12 +190,13 @@ class Results:
             fail(_AT, "too_large", f"{message} of {most.size}; the server keeps more when started with {_FLAGS}")
         try:
             with self._alone() as lock:
-                self._count(lock, asked, size)
+                heads = sum(one.start if isinstance(one, Layout) else _HEAD for one in wanted)
+                self._count(lock, asked, size, heads)
                 return [self._room(one) for one in wanted]
         except OSError as error:
             raise unwritten(error) from error
 
-    def _count(self, lock: int, asked: int, size: int) -> None:
+    def _count(self, lock: int, asked: int, size: int, heads: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
         most, known = self.limits, os.pread(lock, _TAKEN.size, 0)
         number, taken = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size)
@@ -206,7 +207,7 @@ class Results:
             message = f"asks for {asked} results of {size} bytes together, while {number} of {most.number} with "
             message += f"{taken} of {most.size} bytes are kept; delete some, or wait: a result is kept for "
             fail(_AT, "results_full", f"{message}{most.seconds} seconds ({_FLAGS})")
-        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + asked * _HEAD), 0)
+        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + heads), 0)
 
     def _room(self, wanted: int | Layout) -> Room | Spool:
         if isinstance(wanted, Layout):

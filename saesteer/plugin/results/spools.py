@@ -17,8 +17,10 @@ import os
 import stat
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,7 +32,8 @@ _WORDS = 512  # bytes of the text for each result, beside what the answer says o
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """Of the rows of several results that are read alike."""
 
     abouts: Sequence[Mapping[str, Any]]  # what the answer says of each result
@@ -42,7 +45,7 @@ class Layout(NamedTuple):
         """Bytes of all rows."""
         return self.rows * self.stride
 
-    @property
+    @cached_property
     def start(self) -> int:
         """Byte of the first row."""
         text = _WORDS * len(self.abouts) + 2 * len(json.dumps([*self.abouts]))
