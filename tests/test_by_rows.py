@@ -197,6 +197,22 @@ def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path
         door.meaning(spec, catalog, 4)
 
 
+def test_what_is_refused_for_its_size_reads_no_more_rows_than_what_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    own.write(file, CODERS["jump"])
+    assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{file}@resid_post.1"})
+    catalog = replace(assets.catalog(width=WIDTH, layers=4), max_entries=2)
+    store, read = assets.rows, []
+
+    def row(name: str, feature: int, *_: Any) -> None:
+        read.append(feature)
+
+    store.row = row  # type: ignore[method-assign,assignment]
+    spec = from_json({"edits": [{**CLAMP, "feature": n} for n in (1, 1, 2, 3, 4)]})
+    Fetching(store, torch.float32).prepare(spec, catalog)
+    assert read == [1, 2]
+
+
 def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
     """Several API servers of one engine may have opened different files under one name."""
     found = []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from saesteer.language.alike import Alike, parts_of
 from saesteer.language.edits import Clamp, Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
+from saesteer.language.rules import Rule
 from saesteer.language.spec import MAX_EDITS, Return, Spec
 from saesteer.planning.plan import behind
 
@@ -111,7 +112,13 @@ class _Walk:
         strength = _only(edit, here, strength)
         if abs(product) > FLOAT32_MAX:
             fail(f"{here}.scale", "out_of_range", f"makes {product:g} with the outer scales, too large for float32")
-        yield from self.walk(module.edits, at, product, strength, (*inside, name))
+        takes = False
+        for step in self.walk(module.edits, at, product, strength, (*inside, name)):
+            takes = takes or not isinstance(step.edit, Rule)
+            yield step
+        if isinstance(edit.scale, Strength) and not takes:  # else nobody would look at what it reads
+            message = f"is read, and module {name!r} has no edit that it would scale"
+            fail(f"{here}.scale", "conflict", f"{message}; expected a module with one, or no scale")
         self.run += 1
 
 

@@ -14,7 +14,7 @@ from saesteer.language.returns import Return
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
-from saesteer.planning.plan import END, Catalog, Window
+from saesteer.planning.plan import END, MOST_RULES, Catalog, Window
 from saesteer.planning.windows import windows, windows_of_read
 
 Spans = Callable[[Sequence[tuple[int, int]], str], Sequence[Window]]
@@ -56,15 +56,20 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     found = _Conversation(roles, spans, min(MAX_POSITIONS, 3 * catalog.max_entries), catalog.max_entries)
     reading = _Conversation(roles, spans, MAX_POSITIONS, None)  # reads and rules make no entries
     edits: list[Edit] = []
+    rules = 0
     for i, edit in enumerate(spec.edits):
         at = f"saesteer.edits[{i}]"
+        rules += isinstance(edit, Rule)
+        if rules > MOST_RULES:  # here as well, as each may name other messages of a long conversation
+            fail(at, "too_many", f"is rule {rules} of this request, expected at most {MOST_RULES}")
         if edit.scope.messages is not None:
             info = None  # an unknown name is refused later
             if (
                 isinstance(edit, Clamp | Reconstruct)
                 and catalog.key(edit.dictionary, edit.layer) in catalog.dictionaries
             ):
-                _, info = dictionary_of(catalog, edit.dictionary, edit.layer, at)
+                address = "dictionary" if isinstance(edit, Reconstruct) else "feature"
+                _, info = dictionary_of(catalog, edit.dictionary, edit.layer, at, address=address)
             whole = windows(replace(edit.scope, messages=None), prompt_len, info.skip_first if info else 1)
             assert isinstance(edit, TokenEdit), "`use` has no scope"
             within = reading if isinstance(edit, Rule) else found

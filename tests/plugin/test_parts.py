@@ -14,6 +14,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
 from saesteer.plugin.door import admission, conversation, frontend
+from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
 from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
 from tests.plugin.reasoner import border_in, options, text
@@ -115,6 +116,17 @@ def test_what_the_device_is_to_look_for(door: Any) -> None:
     assert door(Parser(3, 7), [5], edits)[BORDER] == ((3, 7), END)
     assert door(Several(), [5, OPENS, CLOSES], edits)[BORDER] == ((), 2), "whatever would end it later"
     assert BORDER not in door(Parser(), [5], [CLAMP])
+
+
+def test_prompts_are_shared_by_requests_that_edit_parts_of_answers(door: Any) -> None:
+    """Whatever follows them: of what comes behind the prompt, keys tell where a part is looked for."""
+    answer = {**CLAMP, "feature": 2, "scope": {"part": "answer"}}
+    short, long, plain = (
+        door(Parser(), [5, 6] + [5] * more, edits)[RUNS]
+        for more, edits in ((2, [CLAMP, answer]), (4, [CLAMP, answer]), (2, [CLAMP]))
+    )
+    assert short[0][2] == long[0][2] == plain[0][2] and (short[0][1], long[0][1]) == (4, 6)
+    assert short[1][2] != long[1][2], "the border is looked for behind another place"
 
 
 @pytest.mark.parametrize(

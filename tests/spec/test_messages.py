@@ -12,6 +12,7 @@ from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
 from saesteer.language.spec import Spec, clamp, flag, from_json
 from saesteer.planning.messages import named, resolve
+from saesteer.planning.plan import MOST_RULES
 from saesteer.planning.planner import END, Catalog, plan, windows
 from tests.spec.strategies import chat_scopes
 from tests.spec.test_plan import CATALOG, Info
@@ -145,3 +146,18 @@ def test_exactly_the_positions_of_both(scope: Scope, lengths: list[int], data: s
     ]
     assert held == expected
     assert windows(kept, prompt, skips) == kept.positions, "the engine reads the same"
+
+
+def test_too_many_rules_are_refused_before_their_messages_are_looked_for() -> None:
+    """Each may name other messages of a long conversation."""
+    rules = [flag({"probe": "one", "above": 0}, scope={"messages": ["user", n]}) for n in range(MOST_RULES + 1)]
+    roles, asked = ["user"] * len(rules), []
+
+    def counted(runs: Sequence[tuple[int, int]], at: str) -> list[tuple[int, int]]:
+        asked.append(at)
+        return [(1, 4)]
+
+    with pytest.raises(SpecError) as caught:
+        resolve(Spec(tuple(rules)), CATALOG, PROMPT, roles, counted)
+    assert (caught.value.field, caught.value.code) == (f"saesteer.edits[{MOST_RULES}]", "too_many")
+    assert len(asked) == MOST_RULES

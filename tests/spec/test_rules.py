@@ -140,6 +140,17 @@ def test_rules_are_in_no_key_of_the_cache() -> None:
     assert not planned(stop(RISK)), "a plan with nothing but rules edits nothing"
 
 
+@pytest.mark.parametrize("inside", [[stop(RISK)], [], [{"op": "use", "module": "empty"}]])
+@pytest.mark.parametrize("scale", [{"probe": "ones"}, {"probe": "one"}, {"dictionary": "gs15", "feature": 1 << 30}])
+def test_a_scale_that_is_read_for_nothing_is_refused(inside: list[Any], scale: Any) -> None:
+    """Nobody would look for its probe or feature, which may not exist."""
+    modules = {"watch": from_json({"edits": inside}), "empty": from_json({"edits": []})}
+    catalog = replace(CATALOG, modules=modules)
+    field, code, message = refusal({"op": "use", "module": "watch", "scale": scale}, catalog=catalog)
+    assert (field, code) == (f"{AT}.scale", "conflict")
+    assert "is read, and module 'watch' has no edit that it would scale" in message
+
+
 def test_rules_of_modules() -> None:
     """Their paths say where they stand; scales and the defaults of a request do not matter to them."""
     modules = {"watch": from_json({"edits": [stop(RISK), clamp("gs15", 1, 2.0)]})}

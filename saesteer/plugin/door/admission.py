@@ -182,8 +182,10 @@ class Door:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later. Where
             # a part of an answer begins follows from the tokens, from what its parser was given, and from the prompt's
-            # end, behind which it is looked for.
-            apart = uuid4().hex if refusing else repr((parser, len(ids))) if border else None
+            # end, behind which it is looked for; so in the prompt, no part of an answer matters.
+            apart = [(0, uuid4().hex if refusing else None)]
+            if border and not refusing:
+                apart.append((len(ids), repr((parser, len(ids)))))
             params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
         if border is not None:
             params.extra_args[BORDER] = border
@@ -364,7 +366,7 @@ def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}
 
 
-def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]:
+def keyed(found: Sequence[Run], server: str, own: Sequence[tuple[int, str | None]]) -> list[list[Any]]:
     """The runs as the engine gets them, with digests that are valid only on this server.
 
     A digest covers the content behind names, which may be replaced, so requests with the same name may share nothing.
@@ -372,6 +374,12 @@ def keyed(found: Sequence[Run], server: str, own: str | None) -> list[list[Any]]
     Args:
         found: the runs of the request's plan.
         server: fingerprint of the dictionaries and limits.
-        own: makes the keys unique to one request; None: requests with the same edits share.
+        own: from each of these positions on, what runs that begin there share with others that have the same; None:
+            they share with all that have the same edits.
     """
-    return [[lo, hi, hashlib.sha256(f"{server} {own} {edits}".encode()).hexdigest()] for lo, hi, edits in found]
+
+    def digest(lo: int, edits: str) -> str:
+        apart = next(one for start, one in reversed(own) if start <= lo)
+        return hashlib.sha256(f"{server} {apart} {edits}".encode()).hexdigest()
+
+    return [[lo, hi, digest(lo, edits)] for lo, hi, edits in found]

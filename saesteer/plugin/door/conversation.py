@@ -52,7 +52,7 @@ class Conversation:
         """
         missing = sorted({count for run in runs for count in run if count} - self._ends.keys())
         ends = len(self._ends) + len(missing)
-        most = max(FEW, MOST_RENDERED // len(ids))
+        most = max(FEW, MOST_RENDERED // max(1, len(ids)))  # a template may render to nothing, which vLLM refuses
         if ends > most:
             message = f"asks for {ends} places where messages begin or end, in a prompt of {len(ids)} tokens"
             fail(at, "too_many", f"{message}; expected at most {most} in a prompt of this length, or positions")

@@ -7,6 +7,7 @@ loop waits, ``fetch`` reads them.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from saesteer.config.row_store import RowStore
@@ -33,10 +34,14 @@ class Fetching:
         return bool(len(self._store))
 
     def prepare(self, spec: Spec, catalog: Catalog) -> None:
-        """Read what a spec names; what is wrong with it, ``fetch`` and the plan say."""
-        for one in mentioned(spec, catalog):
+        """Read what a spec names; what is wrong with it, ``fetch`` and the plan say.
+
+        No more than a request may have entries: what a refused one names costs no more than what is served.
+        """
+        named = (one for one in dict.fromkeys(mentioned(spec, catalog)) if one.dictionary in self._store)
+        for one in islice(named, catalog.max_entries):
             with suppress(ConfigError, LoadError):
-                if one.dictionary in self._store and self._store[one.dictionary].row_of(one.feature) is not None:
+                if self._store[one.dictionary].row_of(one.feature) is not None:
                     self._store.row(one.dictionary, one.feature, self._dtype)
 
     def fetch(self, plan: Plan, catalog: Catalog) -> Mapping[Feature, FeatureRow]:
