@@ -39,6 +39,9 @@ class Tokenizer:
         ids = [ord(letter) % 50 + 2 for letter in text]
         return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids)
 
+    def decode(self, ids: list[int]) -> str:
+        return "x" * len(ids)
+
 
 class Oracle:
     """A model whose stream is a fixed random row for each token, and that remembers what it was asked to read."""
@@ -134,6 +137,22 @@ def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError, match="no such model"):
             calibrate.run(Console(), "any", read_settings([f"d={one}@resid_post.15"]), text)
     assert torch.equal(load(place).max_act, torch.ones(40))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", ["ab", "=" * 600])
+def test_a_text_without_a_token_that_counts_leaves_the_earlier_file(
+    words: str, place: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = Oracle(place)
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
+    if "=" in words:
+        monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "=" * len(ids))
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
+    before = Path(f"{place}.max_act").read_bytes()
+    text.write_text(words)
+    with pytest.raises(ConfigError, match=r"the text has 0 tokens that .* not leave alone; expected a longer one"):
+        calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text)
+    assert Path(f"{place}.max_act").read_bytes() == before and not oracle.read
 
 
 def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: Path) -> None:
