@@ -32,7 +32,7 @@ _BLOCK_BYTES = 256 << 20  # size of the activations held at once
 class Measured:
     """The largest activations of one dictionary."""
 
-    max_act: Tensor  # [F] float32, in the dictionary's unit; 0 where a feature was never active
+    max_act: Tensor  # [F] float32, the largest |f|, in the dictionary's unit; 0 where a feature was never active
     tokens: int  # how many tokens counted
 
 
@@ -109,11 +109,11 @@ def measure(
 
 
 def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
-    """The largest activation of each feature, 0 where there is no token."""
+    """The largest |activation| of each feature, for abstopk has signed ones; 0 where there is no token."""
     largest = torch.zeros(coder.info.features)
     step = max(1, _BLOCK_BYTES // (4 * coder.info.features))
     for start in range(0, len(stream), step):
-        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).amax(dim=0).cpu())
+        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).abs().amax(dim=0).cpu())
     return largest
 
 
