@@ -267,7 +267,7 @@ def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str],
 
 
 def test_the_colour_of_a_signed_activation_is_its_size(spoken: Callable[..., str], tmp_path: Path) -> None:
-    rows = [{"position": 1, "top": [[7, -4.0], [9, 1.0]]}, {"position": 3, "top": [[39, 2.0]]}]
+    rows: list[dict[str, Any]] = [{"position": 1, "top": [[7, -4.0], [9, 1.0]]}, {"position": 3, "top": [[39, 2.0]]}]
     for top in (rows, [{**row, "top": [[one, -abs(value)] for one, value in row["top"]]} for row in rows]):
         spoken(top, html=tmp_path / "page.html")
         found = re.findall(r"255 / ([-\d.]+)", (tmp_path / "page.html").read_text())
