@@ -15,6 +15,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from saesteer.commands.features import open_model
+from saesteer.commands.windows import beginning, first_counted, need_tokens, parts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import SparseCoder, inputs
@@ -22,7 +23,6 @@ from saesteer.errors import ConfigError
 from saesteer.loaders import alone, max_act
 from saesteer.loaders.files import fetch
 
-WINDOW = 512  # tokens read at once, each window as a text of its own
 MAX_TOKENS = 10_000_000
 CHARACTERS = 16  # read from the file for each wanted token; more than a token has
 _BLOCK_BYTES = 256 << 20  # size of the activations held at once
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 256 << 20  # size of the activations held at once
 class Measured:
     """The largest activations of one dictionary."""
 
-    max_act: Tensor  # [F] float32, in the dictionary's unit; 0 where a feature was never active
+    max_act: Tensor  # [F] float32, the largest |f|, in the dictionary's unit; 0 where a feature was never active
     tokens: int  # how many tokens counted
 
 
@@ -49,7 +49,7 @@ def run(
         max_tokens: how many tokens of the text to read.
 
     Raises:
-        SaesteerError: the model, a dictionary or the text is invalid, or nothing can be saved.
+        SaesteerError: the model, a dictionary or the text is invalid, no token of it counts, or nothing can be saved.
     """
     text = read_text(file, max_tokens)
     if not config.dictionaries:
@@ -70,6 +70,7 @@ def _measure_all(
         oracle.engine.catalog.key(name, layer): (name, layer) for name in names for layer in oracle.layers_of(name)
     }
     windows = windows_of(oracle, text, max_tokens)
+    need_tokens("the text", windows, [oracle.info(*one) for one in asked.values()])
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Reading", total=len(windows))
         found = measure(oracle, asked, windows, lambda: progress.advance(task))
@@ -100,7 +101,7 @@ def measure(
     for window in windows:
         streams = oracle.streams(window)
         for key, coder in coders.items():
-            stream = inputs(infos[key], streams)[max(1, coder.info.skip_first) :]
+            stream = inputs(infos[key], streams)[first_counted(coder.info) :]
             largest = torch.maximum(found[key].max_act, _largest(coder, stream))
             found[key] = Measured(largest, found[key].tokens + len(stream))
         step()
@@ -108,11 +109,11 @@ def measure(
 
 
 def _largest(coder: SparseCoder, stream: Tensor) -> Tensor:
-    """The largest activation of each feature, 0 where there is no token."""
+    """The largest |activation| of each feature, for abstopk has signed ones; 0 where there is no token."""
     largest = torch.zeros(coder.info.features)
     step = max(1, _BLOCK_BYTES // (4 * coder.info.features))
     for start in range(0, len(stream), step):
-        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).amax(dim=0).cpu())
+        largest = torch.maximum(largest, coder.encode(stream[start : start + step]).abs().amax(dim=0).cpu())
     return largest
 
 
@@ -136,12 +137,10 @@ def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
 
 
 def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
-    """The text's tokens in windows, each of which begins as the tokenizer begins a text."""
-    tokenizer = oracle.tokenizer
-    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
-    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
-    return [begin + ids[start : start + size] for start in range(0, len(ids), size)]
+    """The text's tokens in windows, each of which begins as ``saesteer.commands.windows`` says."""
+    begin = beginning(oracle)
+    ids = oracle.tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
+    return [begin + ids[part] for part in parts_of(oracle, ids)]
 
 
 def _told(name: str, found: Measured) -> str:

@@ -171,9 +171,10 @@ def _listing(entry: Mapping[str, Any], words: Sequence[str], info: CoderInfo, la
         (row["position"], tuple(Active(feature, value, share(feature, value)) for feature, value in row["top"]))
         for row in entry["rows"]
     ]
-    top = max((one.value for _, active in found for one in active), default=0.0)
+    top = max((abs(one.value) for _, active in found for one in active), default=0.0)
     tokens = tuple(
-        Token(position, words[position], active, active[0].value / top if active else 0.0) for position, active in found
+        Token(position, words[position], active, abs(active[0].value) / top if active else 0.0)
+        for position, active in found
     )
     return Listing(f"strongest features of {entry['dictionary']}, at {entry['site']}", tokens)
 

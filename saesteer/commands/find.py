@@ -97,7 +97,7 @@ def run_contrast(
         backend: what reads the texts, as in `saesteer.commands.reads`.
 
     Raises:
-        SaesteerError: the model, a dictionary or a text is invalid.
+        SaesteerError: the model, a dictionary or a text is invalid, or no token of a text counts.
     """
     from saesteer.commands.features import open_model
     from saesteer.commands.reads import asked_of, reads, texts_of
@@ -108,7 +108,7 @@ def run_contrast(
     asked = asked_of(oracle, names)
     sides = [{key: Mean.of(one.info.features) for key, one in asked.items()} for _ in range(2)]
     files = {"--positive": positive, "--negative": negative}
-    texts, others = (texts_of(oracle, file, max_tokens, flag) for flag, file in files.items())
+    texts, others = (texts_of(oracle, asked, file, max_tokens, flag) for flag, file in files.items())
     with reads(backend, model, oracle, asked, [*texts, *others]) as told:
         for number, found in enumerate(told):
             for key, active in found.items():

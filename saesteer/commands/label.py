@@ -56,12 +56,14 @@ def run(
         backend: what reads the text, as in `reads`.
 
     Raises:
-        SaesteerError: there is no dictionary, the model, one of them or the text is invalid, or nothing can be saved.
+        SaesteerError: there is no dictionary, the model, one of them or the text is invalid, no token of
+            the text counts, or nothing can be saved.
     """
     if not config.dictionaries:
         raise ConfigError("label needs a dictionary: --dictionary NAME=PLACE[@SITE]")
     oracle, names = open_model(model, config)
-    asked, texts = asked_of(oracle, names), texts_of(oracle, file, max_tokens)
+    asked = asked_of(oracle, names)
+    texts = texts_of(oracle, asked, file, max_tokens)
     drafts = {key: alone(fetch(one.info.source)) for key, one in asked.items()}
     gathered = {key: Gathered(one.info.features, examples) for key, one in asked.items()}
     with reads(backend, model, oracle, asked, texts) as told:

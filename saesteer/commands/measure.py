@@ -23,6 +23,7 @@ from saesteer.commands.calibrate import read_text, windows_of
 from saesteer.commands.features import refuse_across
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
+from saesteer.commands.windows import first_counted, need_tokens
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
@@ -114,6 +115,7 @@ def measure(
     """
     found = {layer: Figures() for layer in layers}
     coders = {layer: (oracle.coder(_NAME, layer), oracle.info(_NAME, layer)) for layer in layers}
+    need_tokens("the text", windows, [info for _, info in coders.values()], least=2)  # one alone has no variance
     for window in track(windows, "Reading", console=console, transient=True):
         streams = oracle.streams(window)
         for layer, (coder, info) in coders.items():
@@ -121,9 +123,6 @@ def measure(
             for start in _starts(info, len(x)):
                 end = start + _step(info)
                 found[layer].add(coder, x[start:end], y[start:end])
-    if (least := min(figures.tokens for figures in found.values())) < 2:  # one alone has no variance
-        what = f"the text has {least} tokens that the dictionary does not leave alone"
-        raise ConfigError(f"{what}; expected a longer one")
     return found
 
 
@@ -132,4 +131,4 @@ def _step(info: CoderInfo) -> int:
 
 
 def _starts(info: CoderInfo, tokens: int) -> range:
-    return range(max(1, info.skip_first), tokens, _step(info))
+    return range(first_counted(info), tokens, _step(info))

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from saesteer.commands.calibrate import WINDOW, read_text
+from saesteer.commands.calibrate import read_text
 from saesteer.commands.features import Backend
 from saesteer.commands.serve import resolve
+from saesteer.commands.windows import beginning, first_counted, need_tokens, parts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.labels.gather import Active
@@ -47,27 +48,24 @@ def asked_of(oracle: Any, names: Sequence[str]) -> dict[str, Asked]:
     return {oracle.engine.catalog.key(*pair): Asked(*pair, oracle.info(*pair), oracle.coder(*pair)) for pair in pairs}
 
 
-def texts_of(oracle: Any, file: Path, max_tokens: int, flag: str = "--text-file") -> list[Text]:
-    """A text file, named by a flag, in parts of WINDOW tokens, each of which begins as the tokenizer begins a text.
+def texts_of(
+    oracle: Any, dictionaries: Mapping[str, Asked], file: Path, max_tokens: int, flag: str = "--text-file"
+) -> list[Text]:
+    """A text file, named by a flag, in windows, each of which begins as ``saesteer.commands.windows`` says.
 
     Raises:
-        ConfigError: the file cannot be read or is empty, or the number is out of range.
+        ConfigError: the file cannot be read or is empty, the number is out of range, or no token counts for one of the
+            dictionaries.
     """
-    whole, tokenizer = read_text(file, max_tokens, flag), oracle.tokenizer
-    begin = [tokenizer.bos_token_id] if tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id] else []
-    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    whole, begin = read_text(file, max_tokens, flag), beginning(oracle)
+    found = oracle.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = found.input_ids[:max_tokens], found.offset_mapping[:max_tokens]
-    size = min(WINDOW, oracle.model.config.get_text_config().max_position_embeddings) - len(begin)
-    made, start = [], 0
-    while start < len(ids):
-        first, _ = spans[start]
-        # Blank lines at the beginning would all be outliers, as the first token of a text is, not one alone.
-        if not whole[slice(*spans[start])].strip():
-            start += 1
-            continue
-        part, start = slice(start, start + size), start + size
+    made = []
+    for part in parts_of(oracle, ids):
+        first, _ = spans[part.start]
         moved = [(0, 0)] * len(begin) + [(left - first, right - first) for left, right in spans[part]]
         made.append(Text(begin + ids[part], whole[first : spans[part][-1][1]], moved))
+    need_tokens(f"{flag} {file}", [text.ids for text in made], [one.info for one in dictionaries.values()])
     return made
 
 
@@ -104,6 +102,6 @@ def reads(
 
 def _active(one: Asked, stream: Tensor) -> Active:
     """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
-    first, step = max(1, one.info.skip_first), max(1, _BLOCK_BYTES // (4 * one.info.features))
+    first, step = first_counted(one.info), max(1, _BLOCK_BYTES // (4 * one.info.features))
     starts = range(first, len(stream), step) or (first,)
     return Active.joined([Active.of(one.coder.encode(stream[start : start + step]), start) for start in starts])

@@ -41,6 +41,9 @@ class Tokenizer:
         spans = [(at, at + 1) for at in range(len(text))]
         return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids, offset_mapping=spans)
 
+    def decode(self, ids: list[int]) -> str:
+        return "".join("\n" if one == 12 else "x" for one in ids)  # no other letter of these texts has this token
+
     def batch_decode(self, ids: list[list[int]]) -> list[str]:
         return [f"token{one}" for [one] in ids]
 
@@ -160,6 +163,22 @@ def test_labels_of_a_text_are_saved_and_found(
     Path(f"{place}.max_act").unlink()
     with pytest.raises(LoadError, match="belongs to other weights"):
         find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
+
+
+def test_a_text_without_a_token_that_counts_leaves_the_earlier_labels(
+    oracle: Oracle, place: str, tmp_path: Path
+) -> None:
+    config = read_settings([f"d={place}@resid_post.15"])
+    [saved] = label.run(Console(), "any", config, write(tmp_path / "text", TEXT), max_tokens=500, examples=2)
+    files = {file: file.read_bytes() for file in (saved, Path(f"{place}.max_act"))}
+    short, long = write(tmp_path / "short", "ab"), tmp_path / "text"
+    told = r"has 0 tokens that the dictionary does not leave alone; expected a longer one"
+    with pytest.raises(ConfigError, match=rf"--text-file .*/short {told}"):
+        label.run(Console(), "any", config, short, max_tokens=500)
+    assert {file: file.read_bytes() for file in files} == files
+    for flag, sides in (("--positive", (short, long)), ("--negative", (long, short))):
+        with pytest.raises(ConfigError, match=rf"{flag} .*/short {told}"):
+            find.run_contrast(Console(), "any", config, *sides, most=1, max_tokens=100)
 
 
 def test_labels_are_about_the_site_that_was_read(oracle: Oracle, place: str, tmp_path: Path) -> None:

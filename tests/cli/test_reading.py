@@ -39,6 +39,9 @@ class Tokenizer:
         ids = [ord(letter) % 50 + 2 for letter in text]
         return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids)
 
+    def decode(self, ids: list[int]) -> str:
+        return "x" * len(ids)
+
 
 class Oracle:
     """A model whose stream is a fixed random row for each token, and that remembers what it was asked to read."""
@@ -123,6 +126,21 @@ def test_largest_activations_are_found_saved_and_used(
         assert more is not None and (more[:38] > expected[:38]).all()
 
 
+def test_signed_activations_are_as_strong_as_they_are_large(
+    place: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coder = load(place)
+    info = replace(coder.info, activation="abstopk", k=3)
+    own.write(place, replace(coder, info=info, threshold=None, b_enc=torch.linspace(-9, 9, 40)))
+    oracle = Oracle(place)
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
+    found = calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=300)["d"]
+    seen = load(place).encode(torch.cat([oracle.rows[torch.tensor(window)][3:] for window in oracle.read]))
+    assert ((seen.amax(0) == 0) & (seen.amin(0) < 0)).any(), "some are active with this sign alone"
+    assert torch.equal(found.max_act > 0, (seen != 0).any(0))
+    torch.testing.assert_close(found.max_act, seen.abs().amax(0))
+
+
 def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
 
@@ -134,6 +152,22 @@ def test_what_a_failure_leaves(place: str, text: Path, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError, match="no such model"):
             calibrate.run(Console(), "any", read_settings([f"d={one}@resid_post.15"]), text)
     assert torch.equal(load(place).max_act, torch.ones(40))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", ["ab", "=" * 600])
+def test_a_text_without_a_token_that_counts_leaves_the_earlier_file(
+    words: str, place: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = Oracle(place)
+    monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
+    if "=" in words:
+        monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "=" * len(ids))
+    max_act.write(Path(place), alone(Path(place)), torch.ones(40), tokens=1)
+    before = Path(f"{place}.max_act").read_bytes()
+    text.write_text(words)
+    with pytest.raises(ConfigError, match=r"the text has 0 tokens that .* not leave alone; expected a longer one"):
+        calibrate.run(Console(), "any", read_settings([f"d={place}@resid_post.15"]), text)
+    assert Path(f"{place}.max_act").read_bytes() == before and not oracle.read
 
 
 def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: Path) -> None:
@@ -230,6 +264,14 @@ def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str],
     page = (tmp_path / "page.html").read_text()
     assert 'title="7 4.00 (50%)\n9 1.00"> &lt;b&gt;</span>' in page
     assert [float(one) for one in re.findall(r"255 / ([\d.]+)", page)] == [0.7, 0, 0.35]
+
+
+def test_the_colour_of_a_signed_activation_is_its_size(spoken: Callable[..., str], tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"position": 1, "top": [[7, -4.0], [9, 1.0]]}, {"position": 3, "top": [[39, 2.0]]}]
+    for top in (rows, [{**row, "top": [[one, -abs(value)] for one, value in row["top"]]} for row in rows]):
+        spoken(top, html=tmp_path / "page.html")
+        found = re.findall(r"255 / ([-\d.]+)", (tmp_path / "page.html").read_text())
+        assert [float(one) for one in found] == [0.7, 0.35]
 
 
 def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_path: Path) -> None:
