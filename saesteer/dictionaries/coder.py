@@ -265,8 +265,9 @@ class SparseCoder:
 
     def to(self, device: torch.device | str) -> SparseCoder:
         """The same dictionary on a device."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(self, **moved)
 
     def _in_norm(self, x: Tensor) -> Tensor:
         return x if self.info.in_norm == "none" else _NORMS[self.info.in_norm][0](x)
