@@ -5,16 +5,18 @@ It calls the server's ops through the same tables, one sequence at a time. Knows
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, SaesteerConfig
 from saesteer.config.modules import check_default
+from saesteer.dictionaries.active import ActiveFeature, strongest
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
@@ -26,22 +28,15 @@ from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
 from saesteer.models.families import find_trunk, other_widths
+from saesteer.models.tokens import chat_ids, token_ids
 from saesteer.planning.answers import Rows, reported
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.planner import Plan, plan
 from saesteer.planning.rules import Watch, flags
 
+Prompt = str | Sequence[int] | Tensor | NDArray[np.integer]  # text, or token ids in one dimension
+
 _ROW = 1  # the one sequence has the first row
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveFeature:
-    """One feature on one token."""
-
-    position: int
-    token: str
-    feature: int
-    value: float  # in the dictionary's own unit
 
 
 class Model:
@@ -115,6 +110,7 @@ class Model:
         text = model.config.get_text_config()
         self._assets = Assets.open(self._config)
         self._assets.refuse_pregain(text)
+        self._context = text.max_position_embeddings
         self.engine = Engine(
             self._assets,
             width=text.hidden_size,
@@ -124,7 +120,7 @@ class Model:
             dtype=model.dtype,
             device=model.device,
             max_rows=1,
-            max_tokens=text.max_position_embeddings,
+            max_tokens=self._context,
         )
         check_default(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
@@ -147,11 +143,16 @@ class Model:
 
     @contextmanager
     def _steered(
-        self, prompt: str | Sequence[int], steer: Any, prompt_len: int | None = None, *, reading: bool = False
+        self, prompt: Prompt, steer: Any, prompt_len: int | None = None, *, reading: bool = False, more: int = 0
     ) -> Iterator[tuple[list[int], Plan, Row | None]]:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        planned = plan(spec, self.engine.catalog, len(ids) if prompt_len is None else prompt_len)
+        if len(ids) + more > self._context:
+            asked = f" and max_tokens {more}" if more else ""
+            raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._context}, the model's context")
+        if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
+            raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
+        planned = plan(spec, self.engine.catalog, prompt_len)
         if not reading and (taken := (*planned.readouts, *planned.measures)):
             what = "reads values out, which is not served on Transformers but by Model.read"
             fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
@@ -177,25 +178,23 @@ class Model:
         with torch.no_grad():
             return self.model(tokens, position_ids=positions[None], past_key_values=cache, use_cache=cache is not None)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text, without a chat template; token ids are returned unchanged.
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, without a chat template, or of token ids in any form: a list, or a 1-D tensor or array.
 
         Raises:
-            ConfigError: the prompt is text, and there is no tokenizer.
+            ConfigError: the prompt is text without a tokenizer, or is not a flat list of at least one token id.
         """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError("this model was given without a tokenizer, expected token ids instead of text")
-        return list(self.tokenizer(prompt).input_ids)
+        return token_ids(prompt, self.tokenizer, self.model.get_input_embeddings().num_embeddings)
 
     def chat_ids(self, message: str) -> list[int]:
-        """Token ids of one user message in the model's chat template, ready for the answer."""
-        turns = [{"role": "user", "content": message}]
-        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        """Token ids of one user message in the model's chat template, ready for the answer.
 
-    def logits(self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None) -> Tensor:
+        Raises:
+            ConfigError: there is no tokenizer, or it has no chat template.
+        """
+        return chat_ids(self.tokenizer, message, "pass the text itself, or token ids")
+
+    def logits(self, prompt: Prompt, *, steer: Any = None, prompt_len: int | None = None) -> Tensor:
         """Float32 logits [tokens, vocabulary] of one forward pass over all tokens, teacher-forced.
 
         Args:
@@ -205,23 +204,20 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
+            ConfigError: as ``encode``; or there are more tokens than the model's context, or fewer than ``prompt_len``.
         """
         with self._steered(prompt, steer, prompt_len) as (ids, *_):
             logits: Tensor = self._forward(ids, 0).logits[0]
         return logits.float()
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        steer: Any = None,
-        max_tokens: int = 64,
-        repetition_penalty: float = 1.0,
+        self, prompt: Prompt, *, steer: Any = None, max_tokens: int = 64, repetition_penalty: float = 1.0
     ) -> list[int]:
         """Greedy continuation as token ids, without the end token.
 
         Raises:
             SpecError: the spec is wrong.
+            ConfigError: as ``encode``, or the prompt and ``max_tokens`` are more than the model's context.
         """
         from transformers import DynamicCache
 
@@ -229,7 +225,7 @@ class Model:
         stop = set(ends if isinstance(ends, list) else [ends])
         made: list[int] = []
         cache = DynamicCache(config=self.model.config.get_text_config())  # not every layer keeps keys and values
-        with self._steered(prompt, steer) as (ids, *_):
+        with self._steered(prompt, steer, more=max_tokens) as (ids, *_):
             fresh = ids
             while len(made) < max_tokens:
                 scores = self._forward(fresh, len(ids) + len(made) - len(fresh), cache).logits[0, -1].float()
@@ -243,9 +239,7 @@ class Model:
                 fresh = [token]
         return made
 
-    def streams(
-        self, prompt: str | Sequence[int], *, steer: Any = None, prompt_len: int | None = None
-    ) -> dict[str, Tensor]:
+    def streams(self, prompt: Prompt, *, steer: Any = None, prompt_len: int | None = None) -> dict[str, Tensor]:
         """The tensor [tokens, d] at each instrumented site, before all that its op adds or edits; z may be wider.
 
         Args:
@@ -255,6 +249,7 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
+            ConfigError: as ``logits``.
         """
         self._captured = {}
         try:
@@ -264,7 +259,7 @@ class Model:
         finally:
             self._captured = None
 
-    def doses(self, prompt: str | Sequence[int], *, steer: Any, prompt_len: int | None = None) -> list[dict[str, Any]]:
+    def doses(self, prompt: Prompt, *, steer: Any, prompt_len: int | None = None) -> list[dict[str, Any]]:
         """How much a spec changes the stream at each site, relative to its length, in one pass over all tokens.
 
         This is ``dose`` in a server's answer to the same tokens, except for the last token, which is no input there:
@@ -278,6 +273,7 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
+            ConfigError: as ``logits``.
         """
         spec = as_spec(steer) or Spec()
         spec = replace(spec, returns=replace(spec.returns, dose=True))
@@ -285,11 +281,14 @@ class Model:
             if row is None:
                 return []
             self._forward(ids, 0)
-            counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
+            return self._measured(planned, row)
+
+    def _measured(self, planned: Plan, row: Row) -> list[dict[str, Any]]:
+        counters = self.engine.counted(_ROW, row.counters).cpu().numpy()
         sites = doses.sites_of(planned, self.engine.catalog)
         return doses.report(counters, row.edits, sites, limited=self._config.max_dose is not None)
 
-    def read(self, prompt: str | Sequence[int], *, steer: Any, prompt_len: int | None = None) -> dict[str, list[Any]]:
+    def read(self, prompt: Prompt, *, steer: Any, prompt_len: int | None = None) -> dict[str, list[Any]]:
         """What a spec's ``return`` reads and where its rules fire, in one pass over all tokens, as an answer has it.
 
         All tokens are inputs, the last one as well: ``"hidden": True`` is the row that its successor is sampled from.
@@ -301,10 +300,12 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
+            ConfigError: as ``logits``.
         """
-        found: dict[str, list[Any]] = {}
-        with self._steered(prompt, steer, prompt_len, reading=True) as (ids, planned, row):
-            if row is None or not row.readings:
+        spec = as_spec(steer) or Spec()
+        found: dict[str, list[Any]] = {"dose": []} if spec.returns.dose else {}
+        with self._steered(prompt, spec, prompt_len, reading=True) as (ids, planned, row):
+            if row is None or not (row.readings or found):
                 return found
             for one in (one for one in planned.readouts if not one.inline):
                 fail(f"{one.field}.as", "not_served", "got handle, which is not served here, expected inline")
@@ -315,6 +316,7 @@ class Model:
             finally:
                 hook.remove()
             brought = self.engine.captures.read([Segment("", row.readings, 0, 0, len(ids))], taken[0])
+            found = {"dose": self._measured(planned, row)} if found else {}
         dtype = str(self.model.dtype).removeprefix("torch.")
         rows = Rows(reported(planned.readouts, self.engine.catalog, dtype), found)
         blobs, values = ({}, {}) if brought is None else (brought.blobs([""]), brought.watched())
@@ -324,7 +326,7 @@ class Model:
         rows.tell(len(ids), 1, final=True)
         return found
 
-    def stream(self, prompt: str | Sequence[int], site: str, *, steer: Any = None) -> Tensor:
+    def stream(self, prompt: Prompt, site: str, *, steer: Any = None) -> Tensor:
         """The residual stream [tokens, d] at an instrumented site, as ``streams`` returns it.
 
         Raises:
@@ -357,44 +359,35 @@ class Model:
         return self._assets.infos[self.engine.catalog.key(dictionary, layer)]
 
     def coder(self, dictionary: str, layer: int | None = None) -> SparseCoder:
-        """The dictionary itself, to encode and decode with; of a set, the one of a layer.
+        """The dictionary itself on the model's device, to encode and decode with; of a set, the one of a layer.
 
         Raises:
             ConfigError: no dictionary has this name, or a set has no such layer.
         """
         info, key = self.info(dictionary, layer), self.engine.catalog.key(dictionary, layer)
         if key not in self._coders:
-            self._coders[key] = load(info.source, dtype=self.model.dtype, site=info.site_in)
+            coder = load(info.source, dtype=self.model.dtype, site=info.site_in)
+            self._coders[key] = coder.to(self.engine.device)
         return self._coders[key]
 
-    def activations(
-        self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, steer: Any = None
-    ) -> Tensor:
+    def activations(self, prompt: Prompt, dictionary: str, *, layer: int | None = None, steer: Any = None) -> Tensor:
         """Feature activations [tokens, F], float32, in the dictionary's own unit, of what ``streams`` returns.
 
         Raises:
-            ConfigError: no dictionary has this name, or a set has no such layer.
+            ConfigError: as ``coder`` and ``streams``.
         """
         coder, info = self.coder(dictionary, layer), self.info(dictionary, layer)
         return coder.encode(inputs(info, self.streams(prompt, steer=steer)))
 
     def features(
-        self, prompt: str | Sequence[int], dictionary: str, *, layer: int | None = None, top_k: int = 5
+        self, prompt: Prompt, dictionary: str, *, layer: int | None = None, top_k: int = 5
     ) -> list[list[ActiveFeature]]:
         """The strongest features of each token, strongest first; position 0, an outlier, is left out.
 
         Raises:
-            ConfigError: no dictionary has this name, or a set has no such layer.
+            ConfigError: as ``activations``, or ``top_k`` is negative.
         """
-        ids, info = self.encode(prompt), self.coder(dictionary, layer).info
-        values, rows = self.activations(ids, dictionary, layer=layer).topk(min(top_k, info.features), dim=-1)
+        ids = self.encode(prompt)
         words = [self.tokenizer.decode([token]) if self.tokenizer else str(token) for token in ids]
-        named = info.feature_ids or range(info.features)
-        return [
-            [
-                ActiveFeature(position, words[position], named[int(row)], float(value))
-                for value, row in zip(values[position], rows[position], strict=True)
-                if value > 0
-            ]
-            for position in range(1, len(ids))
-        ]
+        found = self.activations(ids, dictionary, layer=layer)
+        return strongest(self.info(dictionary, layer), found, words, top_k)[1:]

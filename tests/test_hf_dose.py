@@ -159,3 +159,13 @@ def test_counts_of_a_pass_are_its_own(around: Callable[..., Around]) -> None:
 def test_a_wrong_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"saesteer\.max_dose: got -1, expected a number above 0"):
         Around(max_dose=-1)
+
+
+def test_a_read_tells_the_dose_that_its_spec_asks_for(around: Callable[..., Around]) -> None:
+    one = around(reads=["resid_post.1"])
+    for edits, more in ((STEERS["one"], {}), (STEERS["several sites"], {"activations": [{"site": "resid_post.1"}]})):
+        found = one.model.read(IDS, steer={"edits": edits, "return": {"dose": True, **more}})
+        assert found.keys() == {"dose", *more}
+        assert found["dose"] == one.run(edits)[0] != []
+    assert one.model.read(IDS, steer={"return": {"dose": True}}) == {"dose": []}
+    assert "dose" not in one.model.read(IDS, steer={"edits": STEERS["one"]})

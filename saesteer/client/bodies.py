@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from saesteer.language.fields import fail, number
 from saesteer.language.spec import Edit, InlineVector, Spec, as_spec
 
 Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None
@@ -13,12 +14,30 @@ KEY = "saesteer"  # the field of bodies that holds the spec
 
 
 def vector_body(name: str, vector: NewVector, bias: float, function: str) -> dict[str, Any]:
-    """The body that registers a vector; older servers know no function but linear, which goes without saying."""
+    """The body that registers a vector; older servers know no function but linear, which goes without saying.
+
+    Raises:
+        SpecError: the vector is not a flat list of finite numbers.
+    """
     probe: dict[str, Any] = {"bias": bias} | ({} if function == "linear" else {"function": function})
     if isinstance(vector, InlineVector):
         return {"name": name, "vector": vector.to_json(), **probe}
-    inline = dict(vector) if isinstance(vector, Mapping) else [float(number) for number in vector]
+    inline = dict(vector) if isinstance(vector, Mapping) else _numbers(vector)
     return {"name": name, "vector": inline, **probe}
+
+
+def _numbers(vector: Any) -> list[float]:
+    """The numbers of a list, an array or a tensor."""
+    if len(shape := getattr(vector, "shape", (0,))) != 1:
+        fail("vector", "wrong_type", f"got the shape {list(shape)}, expected one dimension, or an InlineVector")
+    return [number(one, f"vector[{i}]") for i, one in enumerate(_plain(vector))]
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: numbers, arrays and tensors of other libraries as Python's own, in lists as well."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def features_query(
@@ -47,4 +66,5 @@ def body_of(body: dict[str, Any], steer: Steer, fields: Mapping[str, Any]) -> di
         SpecError: ``steer`` is wrong.
     """
     spec = as_spec(steer)
-    return {**fields, **body, **({} if spec is None else {KEY: spec.to_json()})}
+    made = {name: _plain(value) for name, value in {**fields, **body}.items()}
+    return made | ({} if spec is None else {KEY: spec.to_json()})

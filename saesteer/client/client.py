@@ -127,6 +127,7 @@ class Client(Connection[httpx.Client]):
         """What an answer, or all pieces of one choice, have read of activations; fetches what has handles.
 
         Raises:
+            SpecError: the pieces are of several choices.
             RequestRefused, ServerError: as ``fetch``.
         """
         report = read_of(told)
@@ -149,6 +150,7 @@ class Client(Connection[httpx.Client]):
             function: what a probe makes of that: ``linear``, ``sigmoid`` or ``tanh``.
 
         Raises:
+            SpecError: the vector is not a flat list of finite numbers; nothing was sent.
             RequestRefused: the key is wrong (401), the routes are off (403), the vector is wrong (400) or does not fit
                 (409).
             ServerError: the server failed, or did not answer.

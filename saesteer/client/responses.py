@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from saesteer.errors import RequestRefused, ServerError
+from saesteer.language.fields import fail
 
 Route = Literal["chat/completions", "completions", "responses"]
 
@@ -55,8 +56,16 @@ _REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden", "m
 
 
 def read_of(told: Answer | Iterable[Piece]) -> dict[str, list[Mapping[str, Any]]]:
-    """What an answer has read of activations, or all pieces of a choice, and where the chat's messages stand."""
+    """What an answer has read of activations, or all pieces of a choice, and where the chat's messages stand.
+
+    Raises:
+        SpecError: the pieces are of several choices.
+    """
     parts = [told] if isinstance(told, Answer) else [*told]
+    choices = sorted({part.index for part in parts if isinstance(part, Piece) and part.raw.get("choices", True)})
+    if len(choices) > 1:
+        got = ", ".join(map(str, choices))
+        fail("told", "conflict", f"got pieces of the choices {got}, expected those of one index")
     return {word: [one for part in parts for one in getattr(part, word) or ()] for word in ("activations", "messages")}
 
 

@@ -16,6 +16,7 @@ from saesteer.config.config import LIMITS, SaesteerConfig
 from saesteer.config.origins import trained_on
 from saesteer.consumers.shards import shards
 from saesteer.errors import SaesteerError
+from saesteer.models.tokens import chat_ids
 from saesteer.plugin.job import Batch, run
 
 
@@ -27,11 +28,12 @@ def tokenizer_of(place: str) -> Any:
 
 
 def tokens_of(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
-    """A text's token ids, as it is or as one user message in the model's chat template."""
-    if chat:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=not chat).input_ids)
+    """A text's token ids, as it is or as one user message in the model's chat template.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    return chat_ids(tokenizer, text, "leave out --chat") if chat else list(tokenizer(text).input_ids)
 
 
 def read(

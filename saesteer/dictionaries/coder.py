@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from einops import rearrange
@@ -262,6 +262,12 @@ class SparseCoder:
             return out
         assert like is not None, f"decode of a dictionary with in_norm {self.info.in_norm} needs like="
         return _NORMS[self.info.in_norm][1](out, like.float())
+
+    def to(self, device: torch.device | str) -> SparseCoder:
+        """The same dictionary on a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(self, **moved)
 
     def _in_norm(self, x: Tensor) -> Tensor:
         return x if self.info.in_norm == "none" else _NORMS[self.info.in_norm][0](x)

@@ -1,1 +1,1 @@
-"""Where a model offers its sites, as data: a row for each family. Knows no request and no weights."""
+"""What a model takes, and where it offers its sites: a row for each family. Knows no request and no weights."""

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import saesteer
@@ -79,3 +80,33 @@ def test_refusals(asynchronous: bool) -> None:
     assert (caught.value.status, caught.value.code, caught.value.field) == (409, "no_room", None)
     with pytest.raises(SpecError):
         call(lambda _: httpx.Response(500), "register_module", "m", {"op": "ad"}, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize(
+    ("vector", "told"),
+    [
+        ([1.0, float("nan")], r"^vector\[1\]: got nan, expected a finite number$"),
+        (np.array([np.inf, 1.0]), r"^vector\[0\]: got inf, expected a finite number$"),
+        (np.ones((2, 4)), r"^vector: got the shape \[2, 4\], expected one dimension, or an InlineVector$"),
+        ([[1.0, 2.0]], r"^vector\[0\]: got a list of 2, expected a number$"),
+    ],
+)
+def test_a_wrong_vector_is_refused_before_it_is_sent(vector: Any, told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        call(lambda _: httpx.Response(500), "register_vector", "v", vector, asynchronous=False)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+def test_vectors_and_prompts_may_have_numbers_of_numpy(kind: Any) -> None:
+    seen: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": [{"text": "x"}]})
+
+    call(answer, "register_vector", "v", np.array([1, 2], dtype=kind), asynchronous=False)
+    ids = np.array([3, 4])
+    for prompt in (ids, list(ids), [list(ids), ids]):
+        call(answer, "complete", prompt, model="m", temperature=kind(0), asynchronous=False)
+    assert seen[0]["vector"] == [1.0, 2.0]
+    assert [one["prompt"] for one in seen[1:]] == [[3, 4], [3, 4], [[3, 4], [3, 4]]]

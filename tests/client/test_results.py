@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from saesteer.client import Answer, AsyncClient, Capture, Client, numbers
 from saesteer.client.client import Piece
-from saesteer.errors import RequestRefused, ServerError
+from saesteer.errors import RequestRefused, ServerError, SpecError
 
 SITE = "resid_post.3"
 NAMES = {"float32": ("F32", "<f4"), "float16": ("F16", "<f2")}
@@ -166,3 +166,13 @@ def test_what_was_not_read_is_said() -> None:
             found.message(i, SITE)
     with pytest.raises(KeyError, match=r"nothing was read'$"):
         Capture.of({}).at(SITE)
+
+
+def test_pieces_of_several_choices_are_refused() -> None:
+    pieces = [Piece("", None, {}, index, activations=(inline([index]),)) for index in (0, 1)]
+    counted = Piece("", None, {"choices": []}, messages=tuple(conversation([2])))  # of the whole request
+    with Client("http://host", transport=Server().transport) as client:
+        with pytest.raises(SpecError, match=r"^told: got pieces of the choices 0, 1, expected those of one index$"):
+            client.capture(pieces)
+        positions, found = client.capture([pieces[1], counted]).at(SITE)
+    assert (positions.tolist(), found.tolist()) == ([1], rows([1]).tolist())
