@@ -77,6 +77,7 @@ __all__ = [
 
 VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
+MAX_VECTORS = MAX_CHARACTERS // 4 * 3  # bytes of all its inline vectors, as many as such a text can hold
 MAX_EDITS = 4096  # in one spec; a server's own limit is lower
 
 
@@ -107,10 +108,18 @@ def _edits(value: Any, at: str) -> Edits:
         return value
     items = listed(value, at, MAX_EDITS)
     parts: list[Alike] = []
-    place = total = 0
+    place = total = brought = 0
+    vectors: set[int] = set()  # by id: edits that are made in Python may share one
     while place < len(items):
         path = f"{at}[{place}]"
         edit = _edit(items[place], path)
+        vector = getattr(edit, "vector", None)
+        if isinstance(vector, InlineVector) and id(vector) not in vectors:
+            vectors.add(id(vector))
+            brought += len(vector.data)
+        if brought > MAX_VECTORS:
+            message = f"makes {brought} bytes of vectors up to here, expected at most {MAX_VECTORS}"
+            fail(f"{path}.vector.data", "too_many", message)
         intervals = len(edit.scope.positions or ())
         if total + intervals > MAX_POSITIONS:
             fail(

@@ -12,7 +12,8 @@ import saesteer
 from saesteer.errors import SpecError
 from saesteer.language.edits import MAX_POSITIONS
 from saesteer.language.fields import CODES
-from saesteer.language.spec import MAX_CHARACTERS, MAX_EDITS, Clamp, Gate, Scope, Spec, as_spec, from_json
+from saesteer.language.inline import MAX_BYTES, InlineVector
+from saesteer.language.spec import MAX_CHARACTERS, MAX_EDITS, MAX_VECTORS, Clamp, Gate, Scope, Spec, as_spec, from_json
 
 CLAMP: dict[str, Any] = {"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}
 ADD: dict[str, Any] = {"op": "add", "vector": "happy", "site": "resid_post.12"}
@@ -146,6 +147,23 @@ WRONG: list[tuple[str, str, str, Any]] = [
     ("inline-not-ascii", ".vector.data", "wrong_type", inline([1.0], data="é")),
     ("inline-bomb", ".vector.data", "too_many", inline([1.0], data="A" * (6 * 2**20))),
 ]
+
+
+def test_vectors_have_a_limit_together() -> None:
+    """Also in a spec that is a part of a request's body, whose characters nobody counts."""
+    most = MAX_VECTORS // MAX_BYTES
+    numbers = b"\x00\x00\x80?" * (MAX_BYTES // 4)
+
+    def edits(many: int) -> list[Any]:
+        vectors = [InlineVector("float32", (MAX_BYTES // 4,), numbers) for _ in range(many)]
+        return [{"op": "add", "site": "resid_post.1", "vector": vector} for vector in vectors]
+
+    assert len(from_json({"edits": edits(most)}).edits) == most
+    assert len(from_json({"edits": edits(1) * (most + 1)}).edits) == most + 1, "one in several edits is one"
+    with pytest.raises(SpecError) as caught:
+        from_json({"edits": edits(most + 1)})
+    assert (caught.value.field, caught.value.code) == (f"saesteer.edits[{most}].vector.data", "too_many")
+    assert f"expected at most {MAX_VECTORS}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("field", "code", "edit"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
