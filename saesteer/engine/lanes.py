@@ -5,6 +5,7 @@ each readout, so a step takes the host hardly longer for many requests than for 
 looked at request by request.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -297,14 +298,10 @@ class Lanes:
             batch: places and names of its requests that read.
             sinks: of those that have files, by number of the readout.
         """
-        known = self._known
-        lanes = [(kind, (seat, at)) for at, name in batch for kind, seat in known[name]]
-        found: dict[_Kind, list[tuple[int, int]]] = {kind: [] for kind, _ in lanes}
-        if len(found) == 1:
-            found = {kind: [lane for _, lane in lanes] for kind in found}
-        else:
-            for kind, lane in lanes:
-                found[kind].append(lane)
+        found: defaultdict[_Kind, list[tuple[int, int]]] = defaultdict(list)
+        for at, name in batch:
+            for kind, seat in self._known[name]:
+                found[kind].append((seat, at))
         self._groups, self.sinks = [_Group(kind, own) for kind, own in found.items()], sinks
 
     def step(

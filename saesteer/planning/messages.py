@@ -14,7 +14,8 @@ from saesteer.language.returns import Return
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
-from saesteer.planning.plan import END, MOST_RULES, Catalog, Window
+from saesteer.planning.plan import END, Catalog, Window
+from saesteer.planning.rules import refuse_above
 from saesteer.planning.windows import windows, windows_of_read
 
 Spans = Callable[[Sequence[tuple[int, int]], str], Sequence[Window]]
@@ -60,8 +61,7 @@ def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str],
     for i, edit in enumerate(spec.edits):
         at = f"saesteer.edits[{i}]"
         rules += isinstance(edit, Rule)
-        if rules > MOST_RULES:  # here as well, as each may name other messages of a long conversation
-            fail(at, "too_many", f"is rule {rules} of this request, expected at most {MOST_RULES}")
+        refuse_above(rules, at)  # here as well, as each may name other messages of a long conversation
         if edit.scope.messages is not None:
             info = None  # an unknown name is refused later
             if (

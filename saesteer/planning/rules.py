@@ -19,6 +19,16 @@ from saesteer.planning.windows import inside
 Values = Mapping[int, tuple[Sequence[int], Sequence[float]]]  # by number of the measure: positions, and values there
 
 
+def refuse_above(number: int, at: str) -> None:
+    """Refuse a rule, by its number in the request and its path.
+
+    Raises:
+        SpecError: a request may not have so many.
+    """
+    if number > MOST_RULES:
+        fail(at, "too_many", f"is rule {number} of this request, expected at most {MOST_RULES}")
+
+
 class Rules:
     """The rules of one request as they are planned."""
 
@@ -33,8 +43,7 @@ class Rules:
         Raises:
             SpecError: a name is unknown, a site's tensor is not kept, or the request watches too much.
         """
-        if len(self._rules) == MOST_RULES:
-            fail(at, "too_many", f"is rule {MOST_RULES + 1} of this request, expected at most {MOST_RULES}")
+        refuse_above(len(self._rules) + 1, at)
         bounds = []
         for one, path in with_paths(rule.when, at):
             found = measure(one, windows, self._catalog, path)

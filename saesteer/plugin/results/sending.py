@@ -17,8 +17,7 @@ def of(outputs: Mapping[int, Any]) -> Iterator[Any]:
 
 def ended(outputs: Mapping[int, Any]) -> frozenset[str]:
     """The requests that end with this step; outputs as above."""
-    each = [one for batch in outputs.values() for one in batch.outputs if one.finish_reason is not None]
-    return frozenset([one.request_id for one in each])
+    return frozenset([one.request_id for one in of(outputs) if one.finish_reason is not None])
 
 
 def add(outputs: dict[int, Any], client: int, output: Any) -> None:
