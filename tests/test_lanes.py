@@ -79,17 +79,15 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
     for _ in range(data.draw(st.integers(1, 10))):
         batch = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
         places = data.draw(st.integers(0, 1))  # in front of them is somebody who reads nothing
-        lanes.look([(places + at, name) for at, name in enumerate(batch)], {})
-        before: list[int] = []
+        lanes.look([*["nobody"] * places, *batch], {})
         for _ in range(data.draw(st.integers(1, 8))):
             tokens = [1] * (places + len(batch))
             if data.draw(st.integers(0, 3)) == 0:
                 tokens = [data.draw(st.just(1) | st.integers(1, 9)) for _ in tokens]
             starts = np.cumsum([0, *tokens])
             at = np.array([0] * places + [requests[name].position for name in batch])
-            alike = before == tokens == [1] * len(tokens)
-            reads, steps = lanes.step(starts[:-1], starts[1:], at, alike=alike)
-            before = tokens
+            single = tokens == [1] * len(tokens)
+            reads, steps = lanes.step(starts[:-1], starts[1:], at, single=single)
             assert not reads
             expected: dict[tuple[int, int], list[int]] = {}
             for place, name in enumerate(batch, places):
@@ -115,7 +113,7 @@ def test_positions_are_told_beside_rows() -> None:
     lanes, sink = Lanes(), Room(40)
     reading = Reading("activation", ("a",), False, [(2, 4), (6, END)], False, "none", None, 0, ())
     lanes.add("x", [None, reading], {0: Room(1), 1: sink}, where)
-    lanes.look([(0, "x")], {})
+    lanes.look(["x"], {})
     _, [step] = lanes.step(np.array([0]), np.array([8]), np.array([0]))
     assert [each.tolist() for each in step.filing[1:]] == [[0, 2], [2, 6], [2, 2]]
     _, [step] = lanes.step(np.array([0]), np.array([1]), np.array([8]))
@@ -125,10 +123,9 @@ def test_positions_are_told_beside_rows() -> None:
 
 
 def test_what_a_step_had_is_no_longer_taken_for_the_next_once_a_window_has_ended() -> None:
-    """Though two steps in a row have one token each: several tokens at once have led out of the window."""
     lanes = Lanes()
     lanes.add("x", [Reading("activation", ("a",), False, [(0, 4)], False, "none", None, 0, ())], {0: Room(40)}, where)
-    lanes.look([(0, "x")], {})
-    for position, tokens, alike, read in ((0, 1, False, 1), (1, 5, False, 3), (6, 1, False, 0), (7, 1, True, 0)):
-        _, steps = lanes.step(np.array([0]), np.array([tokens]), np.array([position]), alike=alike)
+    lanes.look(["x"], {})
+    for position, tokens, read in ((0, 1, 1), (1, 5, 3), (6, 1, 0), (7, 1, 0)):
+        _, steps = lanes.step(np.array([0]), np.array([tokens]), np.array([position]), single=tokens == 1)
         assert sum(int(step.filing.lengths.sum()) for step in steps) == read

@@ -164,7 +164,7 @@ class Captures:
         lanes = Lanes()
         for one in segments:
             lanes.add(one.name, one.readings, {}, self.where)
-        lanes.look(enumerate(one.name for one in segments), {})
+        lanes.look([one.name for one in segments], {})
         about = [[one.first, one.first + one.tokens, one.position] for one in segments]
         numbers = np.array(about, dtype=np.int64).reshape(-1, 3)
         reads, _ = lanes.step(*numbers.T)

@@ -5,8 +5,9 @@ each readout, so a step takes the host hardly longer for many requests than for 
 looked at request by request.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +98,7 @@ class File(NamedTuple):
     filing: Filing
 
 
-_Several = Sequence[int]  # tokens of a lane's request: number of the lane, first, position, and how many
+_Several = tuple[int, int, int, int]  # tokens of a lane's request: number of the lane, first, position, and how many
 
 
 class _Kind:
@@ -105,36 +106,44 @@ class _Kind:
 
     Args:
         lane: one of them.
+        number: of the kind.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.bank, self.each, self.key = lane.bank, lane.each, lane.key
+    def __init__(self, lane: Lane, number: int) -> None:
+        self.number, self.bank, self.each, self.key = number, lane.bank, lane.each, lane.key
+        self.filed = lane.sink is not None  # all of them, or none
         self.lanes: dict[int, Lane] = {}  # by seat
         self._left: list[int] = []  # seats that somebody has left
         self.planes: _Ints = np.zeros((1, len(lane.planes)), dtype=np.int64)
-        self.windows: _Ints = np.zeros((1, 3), dtype=np.int64)  # lo, hi and base
+        self.lo, self.hi, self.base = (np.zeros(1, dtype=np.int64) for _ in range(3))  # as a lane has them
+        self.whose = np.empty(1, dtype=object)  # the file, or the readout if there are no files
 
     def seat(self, lane: Lane) -> int:
         """Give a lane a seat."""
         number = self._left.pop() if self._left else len(self.lanes)
         if number == len(self.planes):
-            self.planes = np.concatenate([self.planes, self.planes])
-            self.windows = np.concatenate([self.windows, self.windows])
+            for name in ("planes", "lo", "hi", "base", "whose"):
+                setattr(self, name, np.concatenate([getattr(self, name)] * 2))
         self.lanes[number] = lane
         self.planes[number] = lane.planes
-        self.windows[number] = lane.lo, lane.hi, lane.base
+        self._show(number)
+        self.whose[number] = lane.sink if self.filed else lane.part
         return number
 
     def leave(self, seat: int) -> None:
         """Take a lane its seat, which another may get."""
         del self.lanes[seat]
+        self.whose[seat] = None
         self._left.append(seat)
 
     def seek(self, seat: int, position: int) -> None:
         """Set a lane's window, as ``Lane.seek``."""
+        self.lanes[seat].seek(position)
+        self._show(seat)
+
+    def _show(self, seat: int) -> None:
         lane = self.lanes[seat]
-        lane.seek(position)
-        self.windows[seat] = lane.lo, lane.hi, lane.base
+        self.lo[seat], self.hi[seat], self.base[seat] = lane.lo, lane.hi, lane.base
 
 
 class _Group:
@@ -142,69 +151,74 @@ class _Group:
 
     Args:
         kind: of all.
-        lanes: of each the seat, and the place of its request in the batch.
+        seats: of each.
+        places: of their requests in the batch.
     """
 
-    def __init__(self, kind: _Kind, lanes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, kind: _Kind, seats: _Ints, places: _Ints) -> None:
         self._kind, self._bank = kind, kind.bank
-        self._seats, self._places = np.array(lanes, dtype=np.int64).T
-        seated = kind.lanes
-        self._lanes = [seated[seat] for seat, _ in lanes]
-        self._sinks = [lane.sink for lane in self._lanes if lane.sink is not None]  # all have one, or none
-        self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
-        self._planes: _Ints = kind.planes[self._seats]
-        self._chosen: _Ints | None = None  # of the last step, if all lanes read its only token
-        self._last = range(0)  # positions of the first lane, up to which all of them do
+        self._seats, self._places = seats, places
+        self._whose: list[Any] = kind.whose.take(seats).tolist()
+        self._ones = _ones(len(seats))
+        self._planes: _Ints = kind.planes.take(seats, axis=0)
+        # Behind a step of single tokens that all lanes read: its rows, and where the first lane is in steps like it.
+        self._chosen, self._same = seats, range(0)
         self._look()
 
     def _look(self) -> None:
-        self._lo, self._hi, self._base = self._kind.windows[self._seats].T
+        kind, seats = self._kind, self._seats
+        self._lo, self._hi, self._base = kind.lo.take(seats), kind.hi.take(seats), kind.base.take(seats)
 
     def step(
-        self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces
+        self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces, *, single: bool
     ) -> list[Read | File]:
         """What is read of a step; arguments as for ``Lanes.step``."""
-        at, position = first[self._places], positions[self._places]
-        tokens = end[self._places] - at
-        alone = tokens == 1
-        over = alone & (position >= self._hi)  # where a window has ended, or none was looked for
-        if over.any():
-            for number in np.flatnonzero(over).tolist():
+        position = positions.take(self._places)
+        here = int(position[0])
+        if single and here in self._same:  # the usual step
+            return [self._all(self._chosen, position)]
+        reads = (position >= self._lo) & (position < self._hi)
+        self._same = range(0)
+        if single:
+            if reads.all():
+                self._chosen = _rows(self._planes, self._places)
+                self._same = range(here, here + int((self._hi - position).min()))
+                return [self._all(self._chosen, position)]
+            at, alone = self._places, self._ones > 0
+        else:
+            at = first.take(self._places)
+            tokens = end.take(self._places) - at
+            alone = tokens == 1
+        over = np.flatnonzero(alone & (position >= self._hi))  # where a window has ended, or none was looked for
+        if len(over):
+            for number in over.tolist():
                 self._kind.seek(int(self._seats[number]), int(position[number]))
             self._look()
-        reads = alone & (position >= self._lo) & (position < self._hi)
-        self._chosen = None
-        if reads.all():  # the usual step
-            self._chosen, here = _rows(self._planes, at), int(position[0])
-            self._last = range(here, here + int((self._hi - position).min()))
-            return [self._singly(self._chosen, position)]
-        one, others = np.flatnonzero(reads), np.flatnonzero(~alone)
-        several = np.stack([others, at[others], position[others], tokens[others]], axis=1).tolist()
-        chosen = _rows(self._planes[one], at[one])
-        if self._sinks:
-            return [*self._files(one, chosen, position[one], several)]
-        return [*self._reads(one, chosen, position[one], several, pieces)]
+            reads = (position >= self._lo) & (position < self._hi)
+        reads &= alone
+        if reads.all():
+            return [self._all(_rows(self._planes, at), position)]
+        one = np.flatnonzero(reads)
+        several: list[_Several] = []
+        if not single:
+            others = np.flatnonzero(~alone).tolist()
+            several = [(n, int(at[n]), int(position[n]), int(tokens[n])) for n in others]
+        chosen = _rows(self._planes.take(one, axis=0), at.take(one))
+        made = self._files if self._kind.filed else self._reads
+        return [*made(one, chosen, position.take(one), several, pieces)]
 
-    def again(self, positions: NDArray[Any]) -> Read | File | None:
-        """The same of a step whose requests have one token each, as in the last one; None if ``step`` has to look."""
-        position = positions[self._places]
-        if self._chosen is None or int(position[0]) not in self._last:
-            return None
-        return self._singly(self._chosen, position)
-
-    def _singly(self, chosen: _Ints, position: NDArray[Any]) -> Read | File:
-        if self._sinks:
-            return File(self._bank, chosen, Filing(self._sinks, position - self._base, position, self._ones))
-        parts = [lane.part for lane in self._lanes]
-        return Read(self._bank, chosen, parts, _singles(position), [self._kind.each] * len(parts))
+    def _all(self, chosen: _Ints, position: NDArray[Any]) -> Read | File:
+        if self._kind.filed:
+            return File(self._bank, chosen, Filing(self._whose, position - self._base, position, self._ones))
+        return Read(self._bank, chosen, self._whose, _singles(position), [self._kind.each] * len(position))
 
     def _reads(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
     ) -> Iterator[Read]:
         bank, each, where = self._bank, self._kind.each, _singles(position)
-        parts, made, rows = [self._lanes[number].part for number in one.tolist()], [each] * len(one), [chosen]
+        parts, made, rows = [self._whose[number] for number in one.tolist()], [each] * len(one), [chosen]
         for number, at, here, tokens in several:
-            part = self._lanes[number].part
+            part = self._whose[number]
             for ahead, some in pieces(part.name, tokens):
                 for spans in part.reading.parts(here + ahead, some):
                     there = np.concatenate([np.arange(lo, hi) for lo, hi in spans]) + (at - here)
@@ -219,22 +233,31 @@ class _Group:
         if parts:
             yield Read(bank, np.concatenate(rows), parts, where, made)
 
-    def _files(self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several]) -> Iterator[File]:
+    def _files(
+        self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], _: Pieces
+    ) -> Iterator[File]:
         rows = [chosen]
         more: list[tuple[int, int, int, int]] = []  # lane, row of the file, position, and how many
         for number, at, here, tokens in several:
-            for lo, row, length in self._lanes[number].filed(here, tokens):
+            seat = int(self._seats[number])
+            for lo, row, length in self._kind.lanes[seat].filed(here, tokens):
                 rows.append(_rows(self._planes[number], np.arange(lo, lo + length) + (at - here)))
                 more.append((number, row, lo, length))
-            self._kind.seek(int(self._seats[number]), here)  # of guesses that do not hold, tokens come once more
-        self._look()
-        if len(one) or more:
-            lanes, first, there, lengths = (
-                np.concatenate([these, np.array([other[n] for other in more], dtype=np.int64)])
-                for n, these in enumerate((one, position - self._base[one], position, self._ones[one]))
-            )
-            sinks = [self._sinks[number] for number in lanes.tolist()]
-            yield File(self._bank, np.concatenate(rows), Filing(sinks, first, there, lengths))
+            self._kind.seek(seat, here)  # of guesses that do not hold, tokens come once more
+        filed = one, position - self._base.take(one), position, self._ones[: len(one)]
+        if several:
+            self._look()
+        if more:
+            filed = tuple(np.concatenate(both) for both in zip(filed, np.array(more).T, strict=True))
+        if len(filed[0]):
+            lanes, *numbers = filed
+            sinks = [self._whose[number] for number in lanes.tolist()]
+            yield File(self._bank, np.concatenate(rows) if more else chosen, Filing(sinks, *numbers))
+
+
+@lru_cache(64)
+def _ones(number: int) -> _Ints:
+    return np.ones(number, dtype=np.int64)
 
 
 def _rows(planes: _Ints, tokens: NDArray[Any]) -> _Ints:
@@ -253,14 +276,17 @@ class Lanes:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
-        self._known: dict[str, Sequence[tuple[_Kind, int]]] = {}  # of each request's lanes the kind, and the seat there
+        self._numbered: list[_Kind | None] = []  # the same by number
+        self._known: dict[str, int] = {}  # of each request a line of the table
+        self._left: list[int] = []  # lines that somebody has left
+        # [requests, lanes, 2]: of each lane its kind and its seat there, or -1 twice; line 0 is of all who read nothing
+        self._table: _Ints = np.full((1, 1, 2), -1, dtype=np.int64)
         self._groups: Sequence[_Group] = ()
         self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
 
-    @property
-    def known(self) -> KeysView[str]:
-        """The requests that are remembered."""
-        return self._known.keys()
+    def __contains__(self, request: str) -> bool:
+        """Whether a request is remembered."""
+        return request in self._known
 
     def add(self, request: str, readings: Sequence[Reading | None], sinks: Mapping[int, Sink], where: Where) -> None:
         """Remember a request.
@@ -271,38 +297,57 @@ class Lanes:
             sinks: of those that have files, by number.
             where: a readout's sites are.
         """
-        seats: list[tuple[_Kind, int]] = []
+        seats: list[tuple[int, int]] = []
         for number, one in enumerate(readings):
             if one is not None:
                 lane = Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
-                kind = self._kinds.get(lane.key)
-                if kind is None:
-                    kind = self._kinds[lane.key] = _Kind(lane)
-                seats.append((kind, kind.seat(lane)))
-        self._known[request] = seats
+                kind = self._kinds.get(lane.key) or self._new(lane)
+                seats.append((kind.number, kind.seat(lane)))
+        line = self._left.pop() if self._left else len(self._known) + 1
+        lines, lanes, _ = self._table.shape
+        if line >= lines or len(seats) > lanes:
+            more = (0, lines if line >= lines else 0), (0, max(0, len(seats) - lanes)), (0, 0)
+            self._table = np.pad(self._table, more, constant_values=-1)
+        self._table[line, : len(seats)] = seats or -1
+        self._known[request] = line
+
+    def _new(self, lane: Lane) -> _Kind:
+        free = next((number for number, kind in enumerate(self._numbered) if kind is None), len(self._numbered))
+        kind = self._kinds[lane.key] = _Kind(lane, free)
+        self._numbered[free : free + 1] = [kind]
+        return kind
 
     def forget(self, request: str) -> None:
         """Forget a request, and the batch, which may hold its files; ``look`` comes before the next step."""
-        known = self._known.pop(request, None)
-        if known is not None:
+        line = self._known.pop(request, None)
+        if line is not None:
             self.look((), {})
-            for kind, seat in known:
-                kind.leave(seat)
-                if not kind.lanes:  # there are as many kinds as lists of features that requests may name
-                    del self._kinds[kind.key]
+            for number, seat in self._table[line].tolist():
+                kind = self._numbered[number] if number >= 0 else None
+                if kind is not None:
+                    kind.leave(seat)
+                    if not kind.lanes:  # there are as many kinds as lists of features that requests may name
+                        del self._kinds[kind.key]
+                        self._numbered[number] = None
+            self._table[line] = -1
+            self._left.append(line)
 
-    def look(self, batch: Iterable[tuple[int, str]], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
+    def look(self, batch: Sequence[str], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
         """Remember a batch.
 
         Args:
-            batch: places and names of its requests that read.
+            batch: its requests, whether they read or not.
             sinks: of those that have files, by number of the readout.
         """
-        found: defaultdict[_Kind, list[tuple[int, int]]] = defaultdict(list)
-        for at, name in batch:
-            for kind, seat in self._known[name]:
-                found[kind].append((seat, at))
-        self._groups, self.sinks = [_Group(kind, own) for kind, own in found.items()], sinks
+        lines = np.fromiter(map(self._known.get, batch, repeat(0)), dtype=np.int64, count=len(batch))
+        found = self._table.take(lines, axis=0)
+        kinds, seats = found[:, :, 0], found[:, :, 1]
+        groups = []
+        for number in sorted({*kinds.ravel().tolist()} - {-1}):
+            kind, here = self._numbered[number], kinds == number
+            assert kind is not None
+            groups.append(_Group(kind, seats[here], here.nonzero()[0]))
+        self._groups, self.sinks = groups, sinks
 
     def step(
         self,
@@ -311,7 +356,7 @@ class Lanes:
         positions: NDArray[Any],
         pieces: Pieces = whole,
         *,
-        alike: bool = False,
+        single: bool = False,
     ) -> tuple[list[Read], list[File]]:
         """What is read of a step of the batch, and what goes into files.
 
@@ -320,13 +365,12 @@ class Lanes:
             end: the token behind its last one.
             positions: of the first ones in their requests.
             pieces: of a request with several tokens.
-            alike: in this step and the one before, each request of the batch has one token.
+            single: each request of the batch has one token, so that the first is the first request's.
         """
         reads: list[Read] = []
         files: list[File] = []
         for group in self._groups:
-            usual = group.again(positions) if alike else None
-            for one in group.step(first, end, positions, pieces) if usual is None else (usual,):
+            for one in group.step(first, end, positions, pieces, single=single):
                 if isinstance(one, Read):
                     reads.append(one)
                 else:

@@ -191,10 +191,12 @@ class Truth:
         named = {at for low, high in spans for at in range(low, high)}
         computed = self.asked.computed
         scope = self._resolve(one, self.end, default=default)
+        listed = [at for entry in entries for at in _positions(entry)] if told is None else []
         if not self.tokens:  # a rule has stopped it somewhere in its prompt
+            computed = computed | {*listed} & {*range(self.asked.reached)}  # files may have rows of the step behind it
             scope &= computed | {*range(self.asked.cached)}
         if told is None:
-            told = [at for entry in entries for at in _positions(entry)]
+            told = listed
             assert len(entries) == 1 or all(map(_positions, entries)), ("an empty entry", one, entries)
         else:
             told = sorted(scope - named)

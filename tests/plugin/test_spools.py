@@ -106,7 +106,7 @@ class Steps:
             self.sinks = sinks
             self.lanes.forget("r")
             self.lanes.add("r", [self.reading], sinks, self.captures.where)
-            self.lanes.look([(1, "r")], {"r": sinks})
+            self.lanes.look(["other", "r"], {"r": sinks})
         reads, files = self.lanes.step(np.array([0, first]), np.array([first, first + hi - lo]), np.array([0, lo]))
         assert not reads
         return self.captures.bring([], None, files, self.lanes.sinks)

@@ -55,11 +55,12 @@ class Steering:
         self._listed: counts.SteeredBatch | None = None  # the last batch's steered requests, once requested
         self._batch: list[str] | None = None  # None: something has changed since
         self._tokens = 0  # in that batch
-        self._read_tokens = 0  # the same when it was last read, by these lanes
         self._sinks = Sinks()  # of requests that read by handle
         self._lanes = Lanes()  # what requests read
-        self._reading: list[tuple[int, str]] = []  # who reads in the last batch, with places
-        self._sorted = True  # whether the lanes know of them
+        self._names: list[str] = []  # all of that batch, whatever has changed since
+        self._reads = False  # whether one of them reads
+        self._fresh: set[str] = set()  # who reads and is not known to the lanes yet
+        self._sorted = True  # whether the lanes know the batch
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline. It
         # returns None where the step has failed, of which vLLM is about to tell.
@@ -84,6 +85,8 @@ class Steering:
                 self._stops.add(request.req_id)
             if row.parts:
                 self._borders[request.req_id] = border_in(request)
+            if row.readings:
+                self._fresh.add(request.req_id)
             self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
         return row
 
@@ -102,6 +105,7 @@ class Steering:
 
     def _forget_reads(self, request: str) -> None:
         self._lanes.forget(request)
+        self._fresh.discard(request)
         self._sorted = False
 
     def restart(self, request: str, computed: int) -> None:
@@ -109,6 +113,8 @@ class Steering:
         if request in self.rows:
             self._batch = None
             self._forget_reads(request)
+            if self.rows[request].readings:
+                self._fresh.add(request)
             self._drop(request)
             self._cached[request] = computed
 
@@ -170,30 +176,29 @@ class Steering:
 
         Where the device has no room for that, these requests fail, and the others of the batch go on.
         """
-        if self.step is None or not self._reading or (launched := self.step()) is None:
+        if self.step is None or not self._reads or (launched := self.step()) is None:
             return None
         if not self._sorted:
             self._sort()
         starts, positions, hidden = launched
-        before, self._read_tokens = self._read_tokens, self._tokens
-        alike = self._batch is not None and before == self._tokens == len(self._batch)
+        single = self._tokens == len(self._names)
         try:
-            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, alike=alike)
+            reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, single=single)
             return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
         except torch.OutOfMemoryError as exc:
-            logger.error("no room for what %s requests read in a step (%s)", len(self._reading), exc)
+            reading = [name for name in self._names if name in self._lanes]
+            logger.error("no room for what %s requests read in a step (%s)", len(reading), exc)
             # They keep their rows until the scheduler ends them: other ranks, which read nothing, know of no failure.
-            self.failed |= dict.fromkeys((name for _, name in self._reading), _broken(exc))
+            self.failed |= dict.fromkeys(reading, _broken(exc))
             return None
 
     def _sort(self) -> None:
         """Let the lanes know who reads in the last batch."""
-        rows, known = self.rows, self._lanes.known
-        readers = [one for one in self._reading if one[1] in rows]
-        for name in [name for _, name in readers if name not in known]:
-            self._lanes.add(name, rows[name].readings, self._sinks.of(name), self.engine.captures.where)
-        self._lanes.look(readers, self._sinks.all())
-        self._sorted, self._read_tokens = True, 0
+        for name in [name for name in self._names if name in self._fresh] if self._fresh else ():
+            self._lanes.add(name, self.rows[name].readings, self._sinks.of(name), self.engine.captures.where)
+            self._fresh.discard(name)
+        self._lanes.look(self._names, self._sinks.all())
+        self._sorted = True
 
     def _pieces(self, name: str, tokens: int) -> Iterable[tuple[int, int]]:
         """Each guess is read by itself."""
@@ -228,16 +233,15 @@ class Steering:
         before, self._tokens = self._tokens, tokens
         if batch == self._batch:
             return not before == tokens == len(batch)
-        self._batch, self._listed = list(batch), None
-        rows = [*map(self.rows.get, batch)]
-        several = [*{id(row): row for row in rows if row is not None}.values()]  # requests with one plan share a row
+        self._names = self._batch = list(batch)
+        self._listed = None
+        rows = {*map(self.rows.get, batch)}  # requests with one plan share a row
+        several = [row for row in rows if row is not None]
         self.any = bool(several)
         self.counting = any(row.listed and row.counters > 0 for row in several)
         kinds = {id(row.kinds): row.kinds for row in several if row.listed}
         self.kinds = reduce(or_, kinds.values()) if kinds else None
-        reading = {id(row) for row in several if row.readings}
-        both = enumerate(zip(batch, rows, strict=True)) if reading else ()
-        self._reading = [(at, name) for at, (name, row) in both if id(row) in reading]
+        self._reads = any(row.readings for row in several)
         self.parts = bool(self._borders) and not self._borders.keys().isdisjoint(batch)
         self._sorted = False
         return True
