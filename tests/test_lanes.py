@@ -123,9 +123,13 @@ def test_positions_are_told_beside_rows() -> None:
 
 
 def test_what_a_step_had_is_no_longer_taken_for_the_next_once_a_window_has_ended() -> None:
+    """Several tokens at once lead one request out of its window, while the other one goes on as before."""
     lanes = Lanes()
-    lanes.add("x", [Reading("activation", ("a",), False, [(0, 4)], False, "none", None, 0, ())], {0: Room(40)}, where)
-    lanes.look(["x"], {})
-    for position, tokens, read in ((0, 1, 1), (1, 5, 3), (6, 1, 0), (7, 1, 0)):
-        _, steps = lanes.step(np.array([0]), np.array([tokens]), np.array([position]), single=tokens == 1)
+    for name, window in (("x", (0, END)), ("y", (0, 4))):
+        reading = Reading("activation", ("a",), False, [window], False, "none", None, 0, ())
+        lanes.add(name, [reading], {0: Room(40)}, where)
+    lanes.look(["x", "y"], {})
+    for positions, tokens, read in (([0, 0], [1, 1], 2), ([1, 1], [1, 5], 4), ([2, 6], [1, 1], 1), ([3, 7], [1, 1], 1)):
+        starts = np.cumsum([0, *tokens])
+        _, steps = lanes.step(starts[:-1], starts[1:], np.array(positions), single=tokens == [1, 1])
         assert sum(int(step.filing.lengths.sum()) for step in steps) == read
