@@ -161,7 +161,7 @@ class _Group:
         self._whose: list[Any] = kind.whose.take(seats).tolist()
         self._ones = _ones(len(seats))
         self._planes: _Ints = kind.planes.take(seats, axis=0)
-        # Behind a step of single tokens that all lanes read: its rows, and where the first lane is in steps like it.
+        # Of a step of single tokens that all lanes read: its rows, and where the first lane is in such steps behind it.
         self._chosen, self._same = seats, range(0)
         self._look()
 
@@ -177,32 +177,26 @@ class _Group:
         here = int(position[0])
         if single and here in self._same:  # the usual step
             return [self._all(self._chosen, position)]
-        reads = (position >= self._lo) & (position < self._hi)
         self._same = range(0)
-        if single:
-            if reads.all():
-                self._chosen = _rows(self._planes, self._places)
-                self._same = range(here, here + int((self._hi - position).min()))
-                return [self._all(self._chosen, position)]
-            at, alone = self._places, self._ones > 0
-        else:
-            at = first.take(self._places)
-            tokens = end.take(self._places) - at
-            alone = tokens == 1
-        over = np.flatnonzero(alone & (position >= self._hi))  # where a window has ended, or none was looked for
-        if len(over):
+        at = self._places if single else first.take(self._places)
+        tokens = self._ones if single else end.take(self._places) - at
+        alone = tokens == 1
+        reads = alone & (position >= self._lo) & (position < self._hi)
+        if not reads.all():
+            over = np.flatnonzero(alone & (position >= self._hi))  # where a window has ended, or none was looked for
             for number in over.tolist():
                 self._kind.seek(int(self._seats[number]), int(position[number]))
-            self._look()
-            reads = (position >= self._lo) & (position < self._hi)
-        reads &= alone
+            if len(over):
+                self._look()
+                reads = alone & (position >= self._lo) & (position < self._hi)
         if reads.all():
-            return [self._all(_rows(self._planes, at), position)]
+            chosen = _rows(self._planes, at)
+            if single:
+                self._chosen, self._same = chosen, range(here, here + int((self._hi - position).min()))
+            return [self._all(chosen, position)]
         one = np.flatnonzero(reads)
-        several: list[_Several] = []
-        if not single:
-            others = np.flatnonzero(~alone).tolist()
-            several = [(n, int(at[n]), int(position[n]), int(tokens[n])) for n in others]
+        others = [] if single else np.flatnonzero(~alone).tolist()
+        several = [(n, int(at[n]), int(position[n]), int(tokens[n])) for n in others]
         chosen = _rows(self._planes.take(one, axis=0), at.take(one))
         made = self._files if self._kind.filed else self._reads
         return [*made(one, chosen, position.take(one), several, pieces)]
