@@ -58,7 +58,6 @@ class RunsConfig:
     entries: int  # at once; a power of two from 16
     block: int  # columns at once
     slices: int  # programs of a group, each with some columns
-    programs: int = 1  # most programs per multiprocessor; all must run at once, as those of a group wait for each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,13 +134,10 @@ def edit_triton(
         )
     if runs:
         of_group = in_fp32(tuned.runs) if exact else tuned.runs
-        at_once = cores * of_group.programs
-        if (
-            at_once < of_group.slices
-        ):  # no program may wait for one that is not running; in the interpreter, just one is
+        if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
             of_group = replace(of_group, slices=1)
         most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
-        groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), at_once // of_group.slices)
+        groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), cores // of_group.slices)
         runs_kernel[(groups * of_group.slices,)](
             *common,
             counts,

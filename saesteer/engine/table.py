@@ -238,7 +238,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
     floats, targets, power = table.view(np.float32), wire.lines[:, TARGET], wire.lines[:, POWER]
     flags = reduce(or_, table[:, layout.FLAGS].tolist(), 0)
     in_units = any(power.tolist())
-    size = np.ones(len(table) if in_units or arrows else 0)  # of the unit of each
+    size = np.ones(len(table)) if in_units or arrows else np.empty(0)  # of the unit of each
     several = len(wire.dictionaries) > 1 or bool(arrows)
     for one, name in enumerate(wire.dictionaries):
         place = places.dictionaries[name]
@@ -262,7 +262,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
             table[lines[made], layout.SLOT] = place.number
             lines = lines[~made]
         rows = rows_of_features(info, table[lines, layout.SLOT])
-        floats[lines, layout.BIAS : layout.THRESHOLD + 1] = place.numbers[rows]
+        floats[lines, layout.BIAS : layout.THRESHOLD + 1] = place.numbers.take(rows, axis=0)
         if in_units and place.max_act is not None:
             size[lines] = place.max_act[rows]
         table[lines, layout.SLOT] = place.base + rows  # where all are meant, the rows are a view of these words
