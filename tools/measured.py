@@ -23,7 +23,7 @@ BRINGS = {
     "shared": "the same vectors for all layers, sent by each",
 }
 MODELS = {"gemma-3-4b": "4B", "gemma-3-27b": "27B"}
-USUAL = {"at_once": 16, "requests": 64, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
+USUAL = {"at_once": 16, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
 
 
 def stored(name: str) -> list[Row]:
@@ -82,14 +82,24 @@ def costs() -> Table:
 
 def modes() -> Table:
     """A server's times over those of stock vLLM in the same run."""
-    head = ("edits in each request", "model", "first token", "time per token", "end to end", "commit")
+    head = (
+        "edits in each request",
+        "model",
+        "runs × requests",
+        "first token",
+        "time per token",
+        "end to end",
+        "commit",
+    )
     found = rows("modes.jsonl", "model", "way", "mode", "eager", *USUAL)
     usual = [row for row in found if row["way"] == "http" and not row.get("eager") and USUAL.items() <= row.items()]
     lines: list[Sequence[object]] = []
     for model, label in MODELS.items():
         for mode, brings in BRINGS.items():
             own = (row for row in usual if (row["model"], row["mode"]) == (model, mode))
-            lines.extend((brings, label, *_deltas(row), row["commit"]) for row in own)
+            lines += [
+                (brings, label, f"{row['runs']} × {row['requests']}", *_deltas(row), row["commit"]) for row in own
+            ]
     return head, lines
 
 

@@ -13,7 +13,7 @@ DELTAS: dict[str, Any] = {
     metric: {"stock_ms": 4.0, "delta_percent": value, "min_percent": value - 1, "max_percent": value + 1}
     for metric, value in (("ttft", 1.0), ("per_token", 2.0), ("end_to_end", 3.0))
 }
-USUAL = {**measured.USUAL, "model": "gemma-3-4b", "way": "http", "mode": "idle", **DELTAS}
+USUAL = {**measured.USUAL, "model": "gemma-3-4b", "way": "http", "mode": "idle", "runs": 5, "requests": 64, **DELTAS}
 
 
 @pytest.fixture
@@ -31,7 +31,15 @@ def test_modes_are_the_last_ones_of_the_usual_run(write: Any) -> None:
     eager = USUAL | {"eager": True, "commit": "eager"}
     write("modes.jsonl", USUAL | {"commit": "old"}, USUAL | {"commit": "new"}, long, eager)
     _, [line] = measured.modes()
-    assert line == ("nothing", "4B", "+1.0 (+0.0 to +2.0)", "+2.0 (+1.0 to +3.0)", "+3.0 (+2.0 to +4.0)", "new")
+    assert line == (
+        "nothing",
+        "4B",
+        "5 × 64",
+        "+1.0 (+0.0 to +2.0)",
+        "+2.0 (+1.0 to +3.0)",
+        "+3.0 (+2.0 to +4.0)",
+        "new",
+    )
 
 
 def test_lengths_are_those_with_and_without_graphs(write: Any) -> None:
