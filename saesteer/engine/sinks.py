@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +32,7 @@ def address(spools: Iterable[Sequence[Any]]) -> list[Any]:
     return [platform.node(), [*spools]]
 
 
-Piece = tuple[int, Any]  # byte of the file, and what is written there
+Run = tuple[int, list[Any]]  # byte of the file, and what is written from there on, piece by piece
 
 
 class Sink:
@@ -51,19 +51,44 @@ class Sink:
         self.start, self.rows = start, rows
         self._path, self._failed = path, False
         self.file = os.open(path, os.O_WRONLY)
-        self.pieces: list[Piece] = []  # that wait; the Writer's, as are the next four
+        self.runs: list[Run] = []  # that wait; the Writer's, as are the next five
+        self._end = -1  # byte behind the last piece
         self.dealt = self.written = 0  # how many pieces came here, and how many of them wait no longer
         self.spans: list[Span] = []  # positions of rows that are here, and of which nobody has been told
         self.busy = False  # somebody writes some now
         weakref.finalize(self, os.close, self.file).atexit = False  # where a thread may still write to it
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def add(self, first: int, end: int, pieces: list[Any], span: Span) -> None:
+        """Take rows that wait. This is done for each file of a step, in a thread that steps wait for meanwhile.
+
+        Args:
+            first: byte of the file where they belong.
+            end: the byte behind them.
+            pieces: the list is the file's from now on.
+            span: their positions.
+        """
+        if self.runs and first == self._end:
+            self.runs[-1][1].extend(pieces)
+        else:
+            self.runs.append((first, pieces))
+        self._end = end
+        self.dealt += len(pieces)
+        spans = self.spans
+        if spans and spans[-1][1] == span[0]:
+            spans[-1] = spans[-1][0], span[1]
+        else:
+            spans.append(span)
+
+    def write(self, runs: Iterable[Run]) -> None:
         """Write bytes at places, neighbours by one call: between two calls a thread may wait for the interpreter."""
         if self._failed:
             return
         try:
-            for at, run in _runs(pieces):
-                put(self.file, at, run)
+            for at, pieces in runs:
+                for first in range(0, len(pieces), _PIECES):
+                    some = pieces[first : first + _PIECES]
+                    put(self.file, at, some)
+                    at += sum(map(len, some))
         except OSError as exc:
             self._failed = True
             logger.error("rows could not be written to %s (%s)", self._path, exc)
@@ -83,21 +108,6 @@ def put(file: int, at: int, pieces: Sequence[Any]) -> None:
         rest = memoryview(b"".join(pieces))[done:]
         while rest:
             rest = rest[os.pwrite(file, rest, at + size - len(rest)) :]
-
-
-def _runs(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Any]]]:
-    run: list[Any] = []
-    first = end = 0
-    for at, data in pieces:
-        if run and (at != end or len(run) == _PIECES):
-            yield first, run
-            run = []
-        if not run:
-            first = end = at
-        run.append(data)
-        end += len(data)
-    if run:
-        yield first, run
 
 
 class Sinks:

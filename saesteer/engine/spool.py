@@ -8,7 +8,6 @@ the positions of their rows once all is written.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import count
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.engine.readouts import Span
-from saesteer.engine.sinks import Piece, Sink
+from saesteer.engine.sinks import Run, Sink
 
 THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
@@ -33,14 +32,10 @@ class Filing(NamedTuple):
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
     def follows(self, other: "Filing") -> bool:
-        """Whether this goes on with another step: its rows are as many in each file, right behind the other's.
-
-        Both steps say so by the same objects, which have each file once: where a step has several runs of rows for a
-        file, its lists are its own.
-        """
+        """Whether this goes on with another step: its rows are as many in each file, right behind the other's."""
         return (
-            self.sinks is other.sinks
-            and self.lengths is other.lengths
+            self.sinks == other.sinks
+            and np.array_equal(self.lengths, other.lengths)
             and bool((self.first == other.first + other.lengths).all())
             and bool((self.positions == other.positions + other.lengths).all())
         )
@@ -159,8 +154,8 @@ class Writer:
                 sink = self._next(asked.sinks)
                 if asked.done or sink is None:
                     return asked.told or []
-                pieces = self._take(sink)
-            self._write(sink, pieces)
+                runs = self._take(sink)
+            self._write(sink, runs)
 
     def fail(self, exc: BaseException) -> None:
         """A thread that has a part in writing has ended for this; who puts or waits from now on is told."""
@@ -176,12 +171,13 @@ class Writer:
             event.synchronize()
         with self._lock:
             self._deal()
-            self._ready = {sink: None for sink in asked.sinks if sink.pieces} | self._ready
+            ready = {sink: None for sink in asked.sinks if sink.runs}
+            self._ready = ready | self._ready
             asked.ends = [sink.dealt for sink in asked.sinks]
             asked.told = [sink.spans for sink in asked.sinks]
             for sink in asked.sinks:
                 sink.spans = []
-            self._work.notify_all()
+            self._work.notify(len(ready))
             self._done.notify_all()
 
     def _start(self) -> None:
@@ -214,14 +210,13 @@ class Writer:
         while (steps := self._landed()) is not None:
             sinks, *numbers = steps[0][0]
             firsts, positions, lengths = (each.tolist() for each in numbers)
-            stride, at = len(steps[0][1]) // sum(lengths), 0
+            rows = [data for _, data in steps]
+            stride, at, many = len(rows[0]) // sum(lengths), 0, len(rows)
             for sink, first, position, length in zip(sinks, firsts, positions, lengths, strict=True):
-                end = at + stride * length
-                places = count(sink.start + stride * first, end - at)
-                sink.pieces.extend(zip(places, [data[at:end] for _, data in steps]))  # noqa: B905  (places never end)
-                sink.dealt += len(steps)
+                end, begin = at + stride * length, sink.start + stride * first
+                span = position, position + length * many
+                sink.add(begin, begin + (end - at) * many, [data[at:end] for data in rows], span)
                 at = end
-                _join(sink.spans, position, position + length * len(steps))
             self._waiting.update(dict.fromkeys(sinks))
 
     def _landed(self) -> list[tuple[Filing, memoryview]] | None:
@@ -234,24 +229,24 @@ class Writer:
             found.append(self._put.popleft()[2:])
         return found or None
 
-    def _take(self, sink: Sink) -> Sequence[Piece]:
+    def _take(self, sink: Sink) -> Sequence[Run]:
         """A file's rows; nobody else takes the file until they are written."""
         self._ready.pop(sink, None)
         self._waiting.pop(sink, None)
-        taken, sink.pieces = sink.pieces, []
+        taken, sink.runs = sink.runs, []
         sink.busy = bool(taken)
         self._busy += sink.busy
         return taken
 
-    def _write(self, sink: Sink, pieces: Sequence[Piece]) -> None:
-        if not pieces:
+    def _write(self, sink: Sink, runs: Sequence[Run]) -> None:
+        if not runs:
             return
-        sink.write(pieces)
+        sink.write(runs)
         with self._lock:
             sink.busy = False
-            sink.written += len(pieces)
+            sink.written += sum(len(pieces) for _, pieces in runs)
             self._busy -= 1
-            self._held -= sum(len(data) for _, data in pieces)
+            self._held -= sum(sum(map(len, pieces)) for _, pieces in runs)
             if sink in self._ready:
                 self._work.notify()
             self._done.notify_all()
@@ -277,18 +272,11 @@ class Writer:
                 if self._next(self._ready) is None and monotonic() >= self._due:
                     self._hand_over_all()
                 sink = self._next(self._ready)
-                pieces = () if sink is None else self._take(sink)
+                runs = () if sink is None else self._take(sink)
         if asked is not None:
             self._look(asked)
         elif sink is not None:
-            self._write(sink, pieces)
-
-
-def _join(spans: list[Span], lo: int, hi: int) -> None:
-    """Add positions, which mostly follow those before."""
-    if spans and spans[-1][1] == lo:
-        lo = spans.pop()[0]
-    spans.append((lo, hi))
+            self._write(sink, runs)
 
 
 class Owed:

@@ -193,9 +193,9 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         early: list[int] = []
         owed: list[tuple[int, Asked, Any]] = []  # file, what was asked for, and what the file then had to have
 
-        def watched(sink: Sink, pieces: Any) -> None:
-            several = [(at, bytes(data)) for at, data in pieces]
-            early.extend(data[0] for _, data in several if data[0] > Event.landed)
+        def watched(sink: Sink, runs: Any) -> None:
+            several = [(at, [*map(bytes, pieces)]) for at, pieces in runs]
+            early.extend(data[0] for _, pieces in several for data in pieces if data[0] > Event.landed)
             write(sink, several)
 
         patch.setattr(Sink, "write", watched)
@@ -298,7 +298,7 @@ def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, mon
     some = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
     pieces = [np.full(5, n % 251, dtype=np.uint8) for n in range(900)]
-    sink.write([*((5 * n, piece) for n, piece in enumerate(pieces)), (9000, pieces[0])])
+    sink.write([(0, pieces), (9000, [pieces[0]])])
     data = (tmp_path / "file").read_bytes()
     assert data[:4500] == b"".join(map(bytes, pieces)) and data[9000:] == bytes(pieces[0])
 
@@ -323,7 +323,7 @@ def test_a_file_stays_open_while_an_interpreter_ends(tmp_path: Path) -> None:
     place.touch()
     code = """
 import atexit, sys
-atexit.register(lambda: sink.write([(0, b"rows")]))
+atexit.register(lambda: sink.write([(0, [b"rows"])]))
 from saesteer.engine.sinks import Sink
 sink = Sink(sys.argv[1], 0, 1)
 """
