@@ -107,6 +107,7 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
     for name in NAMES:
         lanes.forget(name)
     assert not lanes._kinds, "nothing is left of requests that have ended"
+    assert lanes._table.shape[1] == 1, "nor do others' batches take longer for them"
 
 
 def test_positions_are_told_beside_rows() -> None:

@@ -323,8 +323,12 @@ class Lanes:
                     if not kind.lanes:  # there are as many kinds as lists of features that requests may name
                         del self._kinds[kind.key]
                         self._numbered[number] = None
+            widest = self._table[line, -1, 0] >= 0
             self._table[line] = -1
             self._left.append(line)
+            if widest:  # batches without it need not look at as many lanes
+                used = int((self._table[:, :, 0] >= 0).any(axis=0).sum())
+                self._table = self._table[:, : max(1, used)].copy()
 
     def look(self, batch: Sequence[str], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
         """Remember a batch.
