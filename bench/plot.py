@@ -233,10 +233,14 @@ def draw_costs(rows: Sequence[Row], out: Path) -> None:
                 axis.set_visible(len(mine) > 1)  # one point is in the panel of requests as well
 
 
+def swept(row: Row) -> bool:
+    """Whether a row is of the sweeps of answers and requests, through ``LLM``; older rows do not say `eager`."""
+    return row["way"] == "llm" and "eager" in row
+
+
 def draw_lengths(rows: Sequence[Row], out: Path) -> None:
     """A line for each model: time per token against tokens of an answer and against requests; dashed is eager."""
-    swept = [row for row in rows if "eager" in row]
-    found = by_model(last(latest(swept, "model"), "model", "mode", "tokens", "at_once", "eager"))
+    found = by_model(last(latest(rows, "model"), "model", "mode", "tokens", "at_once", "eager"))
     with sheet(out, f"Time per token on one {rows[-1]['gpu']}; dashed: without CUDA graphs", 2, len(found)) as axes:
         for pair, (model, own) in zip(axes, found.items(), strict=True):
             for axis, along, fixed in zip(pair, ("tokens", "at_once"), ("at_once", "tokens"), strict=True):
@@ -271,7 +275,7 @@ CHARTS: Mapping[str, tuple[str, Callable[[Row], bool], Callable[[Sequence[Row], 
     "kernels.svg": ("kernels.jsonl", lambda row: True, draw_kernels),
     "roofline.svg": ("kernels.jsonl", lambda row: True, draw_roofline),
     "costs.svg": ("steps.jsonl", lambda row: True, draw_costs),
-    "lengths.svg": ("modes.jsonl", lambda row: "eager" in row, draw_lengths),
+    "lengths.svg": ("modes.jsonl", swept, draw_lengths),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.plot import COSTS, last, latest, read, size
+from bench.plot import COSTS, last, latest, read, size, swept
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Row = dict[str, Any]
@@ -107,7 +107,7 @@ def lengths() -> Table:
     """Times per token through ``LLM`` by tokens of an answer and requests, with graphs and without."""
     head = ("model", "requests", "tokens out", "graphs", "edits in each request", "ms, stock", "% over stock", "commit")
     keys = ("model", "at_once", "tokens", "eager", "mode")
-    found = [row for row in rows("modes.jsonl", "way", *keys) if row["way"] == "llm" and "eager" in row]
+    found = filter(swept, rows("modes.jsonl", "way", *keys))
     lines: list[Sequence[object]] = []
     for row in sorted(found, key=lambda row: [row[key] for key in keys]):
         place = MODELS.get(row["model"], row["model"]), row["at_once"], row["tokens"], "no" if row["eager"] else "yes"

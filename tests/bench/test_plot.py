@@ -51,7 +51,7 @@ def modes() -> list[dict[str, Any]]:
     ends = {"per_token": {"stock_ms": 3.8, "ms": 3.9, "each_ms": [3.85, 3.9, 4.0]}}
     return [
         {"gpu": "none", "model": "4b", "commit": "new", "mode": mode, "tokens": tokens, "at_once": at_once}
-        | {"eager": eager, **ends}
+        | {"way": "llm", "eager": eager, **ends}
         for mode in ("idle", "named")
         for eager in (False, True)
         for tokens, at_once in ((64, 16), (256, 16), (2048, 16), (256, 1), (256, 256))
@@ -72,6 +72,11 @@ def test_every_chart_is_drawn(tmp_path: Path) -> None:
 def test_what_has_no_rows_is_not_drawn(tmp_path: Path) -> None:
     without = [{key: one[key] for key in one if key != "eager"} for one in modes()]
     stored(tmp_path, "modes.jsonl", without)
+    assert plot.draw(tmp_path, tmp_path) == []
+
+
+def test_runs_over_http_are_no_lengths(tmp_path: Path) -> None:
+    stored(tmp_path, "modes.jsonl", [{**one, "way": "http"} for one in modes()])
     assert plot.draw(tmp_path, tmp_path) == []
 
 
