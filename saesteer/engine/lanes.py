@@ -5,7 +5,7 @@ each readout, so a step takes the host hardly longer for many requests than for 
 looked at request by request.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -278,9 +278,10 @@ class Lanes:
         self._groups: Sequence[_Group] = ()
         self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
 
-    def __contains__(self, request: str) -> bool:
-        """Whether a request is remembered."""
-        return request in self._known
+    @property
+    def known(self) -> KeysView[str]:
+        """The requests that are remembered."""
+        return self._known.keys()
 
     def add(self, request: str, readings: Sequence[Reading | None], sinks: Mapping[int, Sink], where: Where) -> None:
         """Remember a request.

@@ -59,7 +59,7 @@ class Sink:
         weakref.finalize(self, os.close, self.file).atexit = False  # where a thread may still write to it
 
     def add(self, first: int, end: int, pieces: list[Any], span: Span) -> None:
-        """Take rows that wait. This is done for each file of a step, in a thread that steps wait for meanwhile.
+        """Take rows that wait to be written. It is called for each file, while a step needs the interpreter.
 
         Args:
             first: byte of the file where they belong.

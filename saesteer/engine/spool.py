@@ -32,7 +32,10 @@ class Filing(NamedTuple):
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
     def follows(self, other: "Filing") -> bool:
-        """Whether this goes on with another step: its rows are as many in each file, right behind the other's."""
+        """Whether this goes on with another step: its rows are as many in each file, right behind the other's.
+
+        A file that is there twice, for two windows, never is: no step goes on in both.
+        """
         return (
             self.sinks == other.sinks
             and np.array_equal(self.lengths, other.lengths)

@@ -59,7 +59,6 @@ class Steering:
         self._lanes = Lanes()  # what requests read
         self._names: list[str] = []  # all of that batch, whatever has changed since
         self._reads = False  # whether one of them reads
-        self._fresh: set[str] = set()  # who reads and is not known to the lanes yet
         self._sorted = True  # whether the lanes know the batch
         # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
         # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline. It
@@ -85,8 +84,6 @@ class Steering:
                 self._stops.add(request.req_id)
             if row.parts:
                 self._borders[request.req_id] = border_in(request)
-            if row.readings:
-                self._fresh.add(request.req_id)
             self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
         return row
 
@@ -105,7 +102,6 @@ class Steering:
 
     def _forget_reads(self, request: str) -> None:
         self._lanes.forget(request)
-        self._fresh.discard(request)
         self._sorted = False
 
     def restart(self, request: str, computed: int) -> None:
@@ -113,8 +109,6 @@ class Steering:
         if request in self.rows:
             self._batch = None
             self._forget_reads(request)
-            if self.rows[request].readings:
-                self._fresh.add(request)
             self._drop(request)
             self._cached[request] = computed
 
@@ -186,7 +180,7 @@ class Steering:
             reads, files = self._lanes.step(starts[:-1], starts[1:], positions, self._pieces, single=single)
             return self.engine.captures.bring(reads, hidden, files, self._lanes.sinks)
         except torch.OutOfMemoryError as exc:
-            reading = [name for name in self._names if name in self._lanes]
+            reading = [name for name in self._names if name in self._lanes.known]
             logger.error("no room for what %s requests read in a step (%s)", len(reading), exc)
             # They keep their rows until the scheduler ends them: other ranks, which read nothing, know of no failure.
             self.failed |= dict.fromkeys(reading, _broken(exc))
@@ -194,9 +188,10 @@ class Steering:
 
     def _sort(self) -> None:
         """Let the lanes know who reads in the last batch."""
-        for name in [name for name in self._names if name in self._fresh] if self._fresh else ():
-            self._lanes.add(name, self.rows[name].readings, self._sinks.of(name), self.engine.captures.where)
-            self._fresh.discard(name)
+        known = self._lanes.known
+        for name in self._names:
+            if name not in known and (row := self.rows.get(name)) is not None and row.readings:
+                self._lanes.add(name, row.readings, self._sinks.of(name), self.engine.captures.where)
         self._lanes.look(self._names, self._sinks.all())
         self._sorted = True
 
