@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saesteer.engine.readouts import Reading, Span
+from saesteer.engine.filer import Span
+from saesteer.engine.readouts import Reading
 from saesteer.engine.spool import Owed
 from saesteer.engine.staging import Filed
 

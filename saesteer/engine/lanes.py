@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.engine.brought import Part
-from saesteer.engine.readouts import Reading, Span
+from saesteer.engine.filer import Span
+from saesteer.engine.readouts import Reading
 from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Filing
 from saesteer.planning.plan import END

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from saesteer.engine.filer import Span
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes, Reduction
 
 if TYPE_CHECKING:
     from saesteer.engine.table import Arrow, Placement
     from saesteer.engine.weights import Site
-
-Span = tuple[int, int]  # absolute positions [lo, hi)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,8 @@ what its files still lack comes home at once. Knows tensors and files, and nobod
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saesteer.engine.pinned import Pinned
+from saesteer.engine.filer import PAUSE
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import MOST, PAUSE, Filing, Owed, Writer
+from saesteer.engine.spool import MOST, Filing, Owed, Writer
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -33,12 +34,15 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, side: Any) -> None:
-        self.writer = Writer(self._enter)
+        self.writer = Writer(MOST, locked=side is not None)
         self._device, self._side, self._room = device, side, ROOM
+        self._on_side = nullcontext() if side is None else torch.cuda.stream(side)
         self._main: Any = None  # the stream that fills the buffers
         # Behind the last rows that were taken: steps launched since then are not waited for.
         self._taken = None if side is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._pinned: Pinned | None = None
+        self._copies = torch.zeros(1, dtype=torch.int64, device=device)  # that have been started
+        self._number = 0  # the same
+        self._turns = 0  # how many times something has come home
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
         self._shaped: dict[tuple[int, torch.dtype, int], Tensor] = {}
@@ -48,15 +52,14 @@ class Staging:
         self._some = Event()
 
     def warm(self) -> None:
-        """Make the memory in which rows come home."""
-        if self._side is not None:
-            self._pinned = Pinned(MOST, locked=True)
+        """Begin the process that writes, and make the memory in which rows come home."""
+        self.writer.shared  # noqa: B018
 
     @property
     def ticket(self) -> int:
-        """The writer's, of what has all rows so far, once they have come home."""
+        """For ``bring_home``: of all rows so far."""
         with self._lock:
-            return self.writer.ticket + bool(self._steps)
+            return self._turns + bool(self._steps)
 
     def add(self, filing: Filing, source: Tensor, index: Tensor) -> None:
         """Take rows of a tensor that the next step may overwrite.
@@ -67,7 +70,7 @@ class Staging:
             index: of the rows, on the device.
 
         Raises:
-            RuntimeError: a thread that writes has ended.
+            RuntimeError: what writes has ended.
         """
         width = source.shape[1]
         row = width * source.itemsize
@@ -95,14 +98,18 @@ class Staging:
         if self._taken is not None:
             self._taken.record(self._main)
 
-    def bring_home(self) -> None:
+    def bring_home(self, ticket: int) -> None:
         """Copy what waits here to the host, and hand it to the writer.
 
+        Args:
+            ticket: of the rows that are needed there.
+
         Raises:
-            RuntimeError: a thread that writes has ended.
+            RuntimeError: what writes has ended.
         """
         with self._lock:
-            self._bring_home()
+            if self._turns < ticket:
+                self._bring_home()
 
     def _bring_home(self) -> None:
         if not self._steps or self._buffers is None:
@@ -114,21 +121,27 @@ class Staging:
         if behind is not None:
             self._main.wait_event(behind)
 
-    def _copy(self, rows: Tensor, steps: list[tuple[Filing, int, int]]) -> Any:
-        """Start it; the event behind it."""
+    @torch.inference_mode()  # in which this worker's step is, and the thread below is not
+    def _copy(self, rows: Tensor, steps: Sequence[tuple[Filing, int, int]]) -> Any:
+        """Start it, and hand what comes to the writer; the event behind it."""
         event = None
-        if self._side is None:
-            there = _bytes(rows.clone())
-        else:
-            self._side.wait_event(self._taken)
-            with torch.cuda.stream(self._side):
-                found = None if self._pinned is None else self._pinned.copied(rows)
-                there = _bytes(rows.to("cpu", non_blocking=True)) if found is None else found
+        with self._on_side:
+            if self._side is not None:
+                self._side.wait_event(self._taken)
                 rows.record_stream(self._side)
-                # Who waits for it sleeps: a thread that looks all the time would take a core from the steps.
-                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            for data, own in _pieces(rows.view(torch.uint8).view(-1), steps):
+                shared, at = self.writer.shared, self.writer.take(data.nbytes)
+                shared.at(at, data.nbytes).copy_(data, non_blocking=True)
+                # Behind the rows, so whoever sees the number has them. Nobody here need wait for it.
+                self._copies += 1
+                shared.landed.copy_(self._copies, non_blocking=True)
+                self._number += 1
+                there = [(filing, at + lo, at + hi) for filing, lo, hi in own]
+                self.writer.put(self._number, at, at + data.nbytes, there)
+            if self._side is not None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._side)
-        self.writer.put([(filing, there[lo:hi]) for filing, lo, hi in steps], event)
+        self._turns += 1
         return event
 
     def _has_room(self) -> bool:
@@ -165,13 +178,23 @@ class Staging:
                 self._some.wait()
                 sleep(PAUSE)
                 self._some.clear()
-                self.bring_home()
+                self.bring_home(self.ticket)
         except BaseException as exc:  # noqa: BLE001  # whoever waits for these rows learns it
             self.writer.fail(exc)
 
 
-def _bytes(rows: Tensor) -> memoryview:
-    return rows.view(torch.uint8).view(-1).numpy().data
+def _pieces(
+    data: Tensor, steps: Sequence[tuple[Filing, int, int]]
+) -> Iterator[tuple[Tensor, Sequence[tuple[Filing, int, int]]]]:
+    """All of it, or pieces of what is too much to come home at once, which one step has."""
+    most = MOST // 4
+    if data.nbytes <= most:
+        yield data, steps
+        return
+    [(filing, _, _)] = steps
+    stride = data.nbytes // int(filing.lengths.sum())
+    for lo, hi, piece in filing.cut(max(1, most // stride)):
+        yield data[stride * lo : stride * hi], [(piece, 0, stride * (hi - lo))]
 
 
 class Filed:
@@ -189,21 +212,20 @@ class Filed:
         """Have all rows up to this step of these requests written, as far as they have files.
 
         Raises:
-            RuntimeError: a thread that writes has ended.
+            RuntimeError: what writes has ended.
         """
         return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
 
     def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
         writer = self._staging.writer
-        if writer.ticket < self._ticket:
-            self._staging.bring_home()
-        return Owed([*sinks], writer, writer.ask(self._ticket, [*sinks.values()]))
+        self._staging.bring_home(self._ticket)
+        return Owed([*sinks], writer, writer.ask([*sinks.values()]))
 
     def settle(self) -> dict[str, list[list[Any]]]:
         """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
 
         Raises:
-            RuntimeError: a thread that writes has ended.
+            RuntimeError: what writes has ended.
         """
         found = {name: owed.told() for name, owed in self.ask(self._sinks).items()}
         return {name: told for name, told in found.items() if told}

@@ -6,9 +6,11 @@ file is the test and that process.
 
 import json
 import os
+import signal
 import sys
 import threading
 from base64 import b64decode
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ def test_files_have_the_rows_that_answers_have_inline(model_dir: str, dictionari
 
 
 def test_an_answer_waits_for_its_rows_and_no_other_one_does(model_dir: str, dictionaries: Dictionaries) -> None:
-    """Of two that read by handle, one ends early, while the disk takes nothing until the other has gone on."""
+    """Of two that read by handle, one ends early, and nothing is written until the other has gone on."""
     found = inside("held", model_dir, dictionaries)
     assert found["ended"] == ["one", "two"] and found["meanwhile"] >= 8, "the other one got tokens"
     assert found["before"] < found["tokens"], "it did not wait for the other one's end"
@@ -134,8 +136,8 @@ def files(llm: Any) -> dict[str, Any]:
 
 
 def held(llm: Any) -> dict[str, Any]:
-    """Let the disk stand still while the first of two answers ends; when each ended, and how far its rows are apart."""
-    gate, lengths = standing_still(), {"one": 12, "two": 60}
+    """Let nothing be written while the first of two answers ends; when each ended, and how far its rows are apart."""
+    gate, lengths = Still(), {"one": 12, "two": 60}
     engine, read = llm.llm_engine, {"site": "resid_post.7", "scope": {"generated": True}}
     for name, tokens in lengths.items():
         add(llm, name, text(name, 100), {"activations": [read | {"as": "handle"}]}, tokens)
@@ -168,7 +170,7 @@ def paused(llm: Any) -> dict[str, Any]:
     """Pause an engine whose scheduler holds an answer; what ends before it goes on, and behind that."""
     from vllm.v1.core.sched.interface import PauseState
 
-    gate, engine = standing_still(), llm.llm_engine
+    gate, engine = Still(), llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     read = {"site": "resid_post.7", "scope": {"generated": True}, "as": "handle"}
     for name, tokens in {"one": 12, "two": 60}.items():
@@ -193,18 +195,17 @@ def paused(llm: Any) -> dict[str, Any]:
     return found | {"afterwards": ends(80)}
 
 
-def standing_still() -> threading.Event:
-    """From now on the disk takes nothing, until this is set."""
-    from saesteer.engine import sinks
+class Still:
+    """From now on no row is written, until this is set: the process that writes is stopped."""
 
-    gate, put = threading.Event(), sinks.put
+    def __init__(self) -> None:
+        names = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
+        [self._process] = [int(number) for number, name in names.items() if b"saesteer.engine.filer" in name]
+        os.kill(self._process, signal.SIGSTOP)
 
-    def still(*given: Any) -> None:
-        gate.wait(60)
-        put(*given)
-
-    sinks.put = still  # type: ignore[assignment]
-    return gate
+    def set(self) -> None:
+        """Let it go on."""
+        os.kill(self._process, signal.SIGCONT)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.brought import Brought
 from saesteer.engine.captures import Captures
+from saesteer.engine.filer import put
 from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.sinks import SPOOLS, Sinks, address, put
+from saesteer.engine.sinks import SPOOLS, Sinks, address
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Reported, Rows
@@ -36,6 +37,7 @@ from saesteer.planning.plan import END, Catalog, Readout, Window
 from saesteer.plugin.door.admission import Door, without_ours
 from saesteer.plugin.results.kept import Limits, Results
 from saesteer.plugin.results.spools import Layout, Spool
+from tests.plugin.filers import PUT, in_this_process, path_of
 from tests.plugin.test_read_rows import inside, windows
 
 WIDTH, STEP = 3, 16
@@ -204,14 +206,15 @@ def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, mon
     found, steps = results(tmp_path), Steps([(0, END)])
     one, two = spool_of(found), spool_of(found)
     sick, sound = sinks_of(one), sinks_of(two)
-    number = sick[0].file
+    sick_one = sick[0].path
+    in_this_process(monkeypatch)
 
     def full(file: int, at: int, pieces: Any) -> None:
-        if file == number:
+        if path_of(file) == sick_one:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         put(file, at, pieces)
 
-    monkeypatch.setattr("saesteer.engine.sinks.put", full)
+    monkeypatch.setattr(PUT, full)
     answers = [told(one), told(two)]
     for sinks, (rows, _) in zip((sick, sound), answers, strict=True):
         brought = steps.run(sinks, 0, 5)

@@ -16,13 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saesteer.engine import staging
+from saesteer.engine import filer, staging
 from saesteer.engine.brought import Brought
 from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
 from tests.apart import hear, tell
-from tests.plugin.test_writer import filing, soon
+from tests.plugin.filers import filing, in_this_process
+from tests.plugin.test_writer import soon
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
@@ -72,11 +73,14 @@ class Files:
         max_size=20,
     ),
     room=st.sampled_from([0, 5, 12, 30, 100, 1 << 20]),
+    most=st.sampled_from([600, 2048, 1 << 20]),
 )
-def test_who_asks_has_all_rows_up_to_the_step(tmp_path: Path, steps: list[Any], room: int) -> None:
-    """Whatever fits into the buffers; a row that is computed again replaces the one before."""
+def test_who_asks_has_all_rows_up_to_the_step(tmp_path: Path, steps: list[Any], room: int, most: int) -> None:
+    """Whatever fits into buffers and memory; a row that is computed again replaces the one before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "ROOM", room)
+        patch.setattr(staging, "MOST", most)
+        in_this_process(patch)
         files = Files(Path(tempfile.mkdtemp(dir=tmp_path)))
         seen: list[tuple[Filed, list[torch.Tensor]]] = []
         for number, (rows, asks) in enumerate(steps):
@@ -97,12 +101,13 @@ def test_one_copy_brings_several_steps_home(tmp_path: Path, monkeypatch: pytest.
     """When somebody asks, and when the buffer is full."""
     put, several = Writer.put, list[int]()
 
-    def counted(self: Writer, steps: Any, event: Any) -> None:
-        several.append(len(steps))
-        put(self, steps, event)
+    def counted(self: Writer, *given: Any) -> None:
+        several.append(len(given[-1]))
+        put(self, *given)
 
     monkeypatch.setattr(Writer, "put", counted)
     monkeypatch.setattr(staging, "PAUSE", 20)
+    in_this_process(monkeypatch)
     row = WIDTHS[KINDS[0]] * KINDS[0].itemsize
     monkeypatch.setattr(staging, "ROOM", 7 * row)
     files = Files(tmp_path)
@@ -122,8 +127,10 @@ def test_one_copy_brings_several_steps_home(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_rows_of_a_step_that_nobody_asks_for_are_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And hold no file open any longer."""
+    """And nothing of a file is kept any longer."""
     monkeypatch.setattr(staging, "PAUSE", 0.05)
+    monkeypatch.setattr(filer, "PAUSE", 0.05)
+    in_this_process(monkeypatch)
     files = Files(tmp_path)
     closed = weakref.ref(files.sinks[0])
     for round_ in range(2):
@@ -145,7 +152,7 @@ def test_a_device_without_room_brings_each_step_home(
     monkeypatch.setattr(torch, "empty", full)
     for number in range(3):
         filed = files.step(number, {0: number, 2: number})
-        assert files.staging.writer.ticket == 2 * (number + 1)
+        assert files.staging.ticket == 2 * (number + 1)
     filed.settle()
     assert [record.message for record in caplog.records] == [
         "the GPU has no room for rows to wait in, so each step brings what requests read home"
@@ -161,9 +168,9 @@ def test_rows_that_a_thread_brings_home_meanwhile_are_not_missed(
     monkeypatch.setattr(staging, "ROOM", 100)
     put, add = Writer.put, Staging.add
 
-    def late(self: Writer, steps: Any, event: Any) -> None:
+    def late(self: Writer, *given: Any) -> None:
         time.sleep(0.002)
-        put(self, steps, event)
+        put(self, *given)
 
     def slow(self: Staging, *given: Any) -> None:
         add(self, *given)
@@ -175,7 +182,7 @@ def test_rows_that_a_thread_brings_home_meanwhile_are_not_missed(
 
     def bring() -> None:
         while not ends.is_set():
-            files.staging.bring_home()
+            files.staging.bring_home(files.staging.ticket)
 
     thread = threading.Thread(target=bring)
     thread.start()
@@ -210,7 +217,7 @@ def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
         files.step(2, {0: 1}).settle()
     # vLLM pickles it in a thread that must not end, and so it is told where it arrives.
     sent = pickle.dumps(Brought([], None, filed))
-    with pytest.raises(RuntimeError, match=r"did not come: RuntimeError: a thread that writes .* has ended"):
+    with pytest.raises(RuntimeError, match=r"did not come: RuntimeError: what writes .* has ended"):
         pickle.loads(sent)
 
 

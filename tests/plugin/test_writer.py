@@ -1,14 +1,19 @@
-"""The threads that write rows into files: who waits for them, how often they write, and what ends them. No engine."""
+"""What writes rows into files: who waits for them, how often it writes, and what ends it. No engine.
 
+Most of it runs as threads here, which a test can hold up; what only a process does is asked of one.
+"""
+
+import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,21 +22,23 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine import spool, staging
-from saesteer.engine.sinks import Sink, Sinks, address, put
+from saesteer.engine import filer, staging
+from saesteer.engine.filer import put
+from saesteer.engine.sinks import Sink, Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
-from tests.plugin.test_spools import WIDTH, Steps, check, filed, results, sinks_of, spool_of, told
-
-PUT = "saesteer.engine.sinks.put"
+from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in
+from tests.plugin.test_spools import Steps, check, filed, results, sinks_of, spool_of, told
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows do not wait on the device."""
+def here(monkeypatch: pytest.MonkeyPatch) -> list[filer.Filer]:
+    """Threads of this process write, and rows do not wait on the device."""
     monkeypatch.setattr(staging, "ROOM", 0)
+    return in_this_process(monkeypatch)
 
 
+@pytest.mark.usefixtures("here")
 def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, steps, gate = results(tmp_path), Steps([(0, END)]), threading.Event()
     made = spool_of(found)
@@ -52,10 +59,9 @@ def soon(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("here")
 def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, steps, gate, calls = results(tmp_path), Steps([(0, END)]), threading.Event(), 0
-    made = spool_of(found)
+    gate, calls = threading.Event(), 0
 
     def slow(*given: Any) -> None:
         nonlocal calls
@@ -64,7 +70,9 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
         put(*given)
 
     monkeypatch.setattr(PUT, slow)
-    monkeypatch.setattr(spool, "MOST", 2 * 5 * 2 * WIDTH * 3)
+    monkeypatch.setattr(staging, "MOST", 1024)  # two parts
+    found, steps = results(tmp_path), Steps([(0, END)])
+    made = spool_of(found)
     sinks = sinks_of(made)
     for step in range(2):
         steps.run(sinks, 5 * step, 5 * step + 5)
@@ -84,78 +92,47 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     check(found, fields["activations"], range(16))
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there are enough bytes, when an answer may end, and after a while when nobody asks for more."""
-    steps, made = Steps([(0, END)]), spool_of(results(tmp_path))
-    sinks, calls = sinks_of(made), cast(Any, [])
-    monkeypatch.setattr(PUT, lambda *given: calls.append(len(given[2])) or cast(Any, put)(*given))
-    monkeypatch.setattr(spool, "PAUSE", 20)
-    monkeypatch.setattr(spool, "MOST", 16 * 2 * 3 * WIDTH)
-    for step in range(8 + 3):
-        brought = steps.run(sinks, step, step + 1)
-        if step + 1 == 8:
-            soon(lambda: len(calls) == 1)
-    assert calls == [8] and brought is not None
-    filed(brought, "r")
-    assert calls == [8, 3]
-    monkeypatch.setattr(spool, "PAUSE", 0.05)
-    Steps([(0, END)]).run(sinks, 0, 1)
-    soon(lambda: len(calls) == 3)
-    assert calls == [8, 3, 1]
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_thread_that_has_ended_is_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_ended_is_told_and_not_waited_for(
+    here: list[filer.Filer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
-        raise RuntimeError("a device that is lost")
+        raise RuntimeError("a mistake")
 
+    monkeypatch.setattr(PUT, broken)
     steps = Steps([(0, END)])
-    monkeypatch.setattr(Sink, "write", broken)
-    monkeypatch.setattr(spool, "PAUSE", 0.0)
-    brought = steps.run(sinks_of(spool_of(results(tmp_path))), 0, 5)
-    assert brought is not None
-    soon(lambda: steps.captures._staging.writer._broken is not None)
-    with pytest.raises(RuntimeError, match="has ended"):
-        filed(brought, "r")
-
-
-class Event:
-    """A device's: it has come to pass once this one or a later one was waited for, or when the test says so."""
-
-    made: ClassVar[list["Event"]] = []
-    landed: ClassVar[int] = 0
-    lock: ClassVar[Any] = threading.Lock()
-
-    def __init__(self) -> None:
-        self.made.append(self)
-        self.number = len(self.made)
-
-    def query(self) -> bool:
-        return self.number <= Event.landed
-
-    def synchronize(self) -> None:
-        self.land(self.number)
-
-    @classmethod
-    def land(cls, number: int) -> None:
-        """Up to this one they have come to pass."""
-        with cls.lock:
-            cls.landed = max(cls.landed, number)
+    made = spool_of(results(tmp_path))
+    brought = steps.run(sinks_of(made), 0, 5)
+    assert brought is not None and here
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="what writes the rows that requests read has ended"):
+            filed(brought, "r")
 
 
 FILES, ROWS = 3, 8  # of a row of two bytes each
 
 
-ONES = np.ones(4, dtype=np.int64)  # as many files as a step has at most
+@pytest.mark.usefixtures("here")
+def test_a_file_gets_several_steps_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there are enough bytes, when an answer may end, and after a while when nobody asks for more."""
+    calls = cast(Any, [])
+    monkeypatch.setattr(PUT, lambda *given: calls.append(len(given[2])) or cast(Any, put)(*given))
+    monkeypatch.setattr(filer, "PAUSE", 20)
+    writer, files = Writer(16 << 10), sinks_in(tmp_path, "a", 30)
+    device, enough = Device(writer), 17
+    for row in range(enough + 3):
+        device.bring(filing(files, [row]), bytes(512))
+        if row + 1 == enough:
+            soon(lambda: bool(calls))
+            assert calls == [enough], "they are half of the memory"
+    writer.wait(writer.ask(files))
+    assert calls == [enough, 3]
+    monkeypatch.setattr(filer, "PAUSE", 0.05)
+    device.bring(filing(files, [enough + 3]), bytes(512))
+    soon(lambda: len(calls) == 3)
+    assert calls == [enough, 3, 1]
 
 
-def filing(sinks: list[Sink], rows: list[int]) -> Filing:
-    """A row of each, at the position of its number."""
-    return Filing(sinks, np.array(rows), np.array(rows), ONES[: len(rows)])
-
-
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
         st.tuples(
@@ -163,169 +140,258 @@ def filing(sinks: list[Sink], rows: list[int]) -> Filing:
             st.none()
             | st.lists(st.tuples(st.integers(0, FILES - 1), st.integers(0, ROWS - 1)), min_size=1, max_size=4),
             st.integers(0, 3),  # steps of which the device has not finished the copies
-            # A file, how many steps ago, and whether the step waits for it.
-            st.none() | st.tuples(st.integers(0, FILES - 1), st.integers(0, 3), st.booleans()),
+            # A file, and whether the step waits for it.
+            st.none() | st.tuples(st.integers(0, FILES - 1), st.booleans()),
         ),
         max_size=12,
     ),
     pause=st.sampled_from([0.0, 0.002, 5.0]),
-    most=st.sampled_from([8, 64, 1 << 20]),
+    most=st.sampled_from([2048, 1 << 20]),
 )
 def test_files_have_what_steps_brought_last_whoever_writes_it(
     tmp_path: Path, steps: Any, pause: float, most: int
 ) -> None:
-    """No row is written before its copy has landed, and who waits for a step never waits for a later one.
+    """No row is written before its copy has landed, and each is told once it is written.
 
     What is asked for and not waited for is soon written, however long rows may wait for others.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spool, "PAUSE", pause)
-        patch.setattr(spool, "MOST", most)
-        Event.made.clear()
-        Event.landed = 0
+        patch.setattr(filer, "PAUSE", pause)
+        begun = in_this_process(patch)
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        writer, sinks, expected = Writer(), [], np.zeros((FILES, ROWS, 2), dtype=np.uint8)
-        for n in range(FILES):
-            (folder / str(n)).touch()
-            sinks.append(Sink(str(folder / str(n)), 0, ROWS))
+        sinks = sinks_in(folder, "abc", ROWS)
+        writer, expected = Writer(most), np.zeros((FILES, ROWS, 2), dtype=np.uint8)
+        device = Device(writer)
         told: list[list[tuple[int, int]]] = [[] for _ in sinks]
-        write = Sink.write
         early: list[int] = []
         owed: list[tuple[int, Asked, Any]] = []  # file, what was asked for, and what the file then had to have
 
-        def watched(sink: Sink, runs: Any) -> None:
-            several = [(at, [*map(bytes, pieces)]) for at, pieces in runs]
-            early.extend(data[0] for _, pieces in several for data in pieces if data[0] > Event.landed)
-            write(sink, several)
+        def watched(file: int, at: int, pieces: Sequence[Any]) -> None:
+            early.extend(one[0] for one in pieces if one[0] > device.landed)
+            put(file, at, pieces)
 
-        patch.setattr(Sink, "write", watched)
+        patch.setattr(PUT, watched)
         rows = [(file, -1) for file in range(FILES)]
-        files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
         for number, (others, behind, wanted) in enumerate(steps, 1):
             rows = others or [(file, (row + 1) % ROWS) for file, row in dict(rows).items()]
-            if others or len(rows) < len(files):
-                files, ones = [sinks[file] for file, _ in rows], ONES[: len(rows)]
-            at = np.array([row for _, row in rows])
             for file, row in rows:
                 expected[file, row] = number, row
-            data = memoryview(bytes(one for _, row in rows for one in (number, row)))
-            writer.put([(Filing(files, at, at, ones), data)], Event())
-            Event.land(number - behind)
+            data = bytes(one for _, row in rows for one in (number, row))
+            device.bring(filing([sinks[file] for file, _ in rows], [row for _, row in rows]), data, lands=False)
+            device.land(number - behind if most > 4 * 512 else number)  # or the memory is full of what never lands
             if wanted is not None:
-                file, ago, waits = wanted
-                before, step = Event.landed, max(1, number - ago)
-                asked = writer.ask(step, [sinks[file]])
+                file, waits = wanted
+                asked = writer.ask([sinks[file]])
                 if waits:
+                    assert (asked.told is None) or device.landed == number
+                    device.land(number)
                     told[file] += writer.wait(asked)[0]
-                    assert Event.landed <= max([before, step, *(one.ticket for _, one, _ in owed)])
                 else:
-                    owed.append((file, asked, expected[file] * (not ago)))
+                    owed.append((file, asked, expected[file].copy()))
+        device.land(len(steps))
         for file, asked, least in owed:
-            soon(lambda asked=asked: asked.done)  # type: ignore[misc]
-            there = np.frombuffer((folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0"), np.uint8)
-            assert asked.done and (there.reshape(ROWS, 2) >= least).all(), "later steps have larger numbers"
-            told[file] += (asked.told or [])[0]
-        for spans, more in zip(told, writer.wait(writer.ask(writer.ticket, sinks)), strict=True):
+            soon(lambda asked=asked: writer.done(asked))  # type: ignore[misc]
+            there = np.frombuffer((folder / "abc"[file]).read_bytes().ljust(2 * ROWS, b"\0"), np.uint8)
+            assert asked.told is not None and (there.reshape(ROWS, 2) >= least).all(), "later steps have larger numbers"
+            told[file] += asked.told[0]
+        for spans, more in zip(told, writer.wait(writer.ask(sinks)), strict=True):
             spans += more
         for file in range(FILES):
             assert {at for lo, hi in told[file] for at in range(lo, hi)} == {*expected[file].any(axis=1).nonzero()[0]}
-            content = (folder / str(file)).read_bytes().ljust(2 * ROWS, b"\0")
+            content = (folder / "abc"[file]).read_bytes().ljust(2 * ROWS, b"\0")
             assert content == expected[file].tobytes()
-        assert not early and not writer._held and not writer._waiting and not writer._ready
+        [found] = begun
+        assert not early and not found._waiting and not found._ready and not found._asked and not found._busy
+        soon(lambda: writer.done(Asked()) or writer.shared._free == [(512, 512 + most)])
+        assert writer.shared._free == [(512, 512 + most)], "all of the memory has come back"
 
 
-def test_who_waits_for_one_file_writes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "PAUSE", 20)
-    for name in "ab":
-        (tmp_path / name).touch()
-    one, other = (Sink(str(tmp_path / name), 0, 1) for name in "ab")
+def test_who_waits_for_one_file_writes_no_other(
+    here: list[filer.Filer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filer, "PAUSE", 20)
+    one, other = sinks_in(tmp_path, "ab", 1)
     writer = Writer()
-    writer.put([(filing([one, other], [0, 0]), memoryview(b"xy"))], None)
-    writer.wait(writer.ask(writer.ticket, [one]))
-    assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes()
-    writer.wait(writer.ask(writer.ticket, [other]))
+    Device(writer).bring(filing([one, other], [0, 0]), b"xy")
+    writer.wait(writer.ask([one]))
+    assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes() and here
+    writer.wait(writer.ask([other]))
+    assert (tmp_path / "b").read_bytes() == b"y"
 
 
+@pytest.mark.usefixtures("here")
 def test_what_nobody_waits_for_is_written_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a request that has ended, before all that others have; also where it had no row, or no step had one."""
-    monkeypatch.setattr(spool, "PAUSE", 20)
-    gate, order = threading.Event(), cast(Any, [])
+    monkeypatch.setattr(filer, "PAUSE", 20)
+    gate, order = threading.Event(), list[str]()
 
     def slow(*given: Any) -> None:
         gate.wait(20)
-        order.append(given[0])
+        order.append(path_of(given[0]))
         put(*given)
 
     monkeypatch.setattr(PUT, slow)
-    for name in "abcdefgh":
-        (tmp_path / name).touch()
-    files = [Sink(str(tmp_path / name), 0, 2) for name in "abcdefgh"]
-    writer = Writer()
-    nothing = writer.ask(writer.ticket, files[:1])
+    files = sinks_in(tmp_path, "abcdefgh", 600)
+    writer = Writer(2048)
+    nothing = writer.ask(files[:1])
     soon(lambda: writer.done(nothing))
-    assert nothing.done and nothing.told == [[]]
-    ones = np.ones(len(files), dtype=np.int64)
-    monkeypatch.setattr(spool, "MOST", 16)  # half of it is here, so all files are handed over
-    writer.put([(Filing(files, 0 * ones, 5 * ones, ones), memoryview(b"ABCDEFGH"))], None)
-    asked = writer.ask(writer.ticket, files[-1:])
-    soon(lambda: asked.told is not None)
+    assert nothing.told == [[]]
+    many = 170 * ONES
+    # Half of the memory is in use, so all files are handed over.
+    where = Filing(files, 0 * many, 5 * many, many)
+    Device(writer).bring(where, bytes(letter for letter in b"ABCDEFGH" for _ in range(170)))
+    asked = writer.ask(files[-1:])
+    time.sleep(0.1)
     assert not writer.done(asked)
     gate.set()
     soon(lambda: writer.done(asked))
-    assert asked.done and asked.told == [[(5, 6)]] and (tmp_path / "h").read_bytes() == b"H"
-    assert order.index(files[-1].file) <= spool.THREADS + spool.THREADS - 1, "behind what threads had begun"
+    assert asked.told == [[(850, 1020)]] and (tmp_path / "h").read_bytes() == 170 * b"H"
+    assert order.index(str(tmp_path / "h")) <= filer.THREADS + filer.THREADS - 1, "behind what threads had begun"
 
 
-def test_who_comes_again_has_the_file_whose_rows_still_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a preempted request computes anew is written behind what it had."""
-    monkeypatch.setattr(spool, "PAUSE", 20)
-    made, sinks, writer = spool_of(results(tmp_path)), Sinks(), Writer()
+def test_who_comes_again_has_its_rows_in_their_order(
+    here: list[filer.Filer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a preempted request computes anew is written behind what it had, whoever has forgotten it meanwhile."""
+    monkeypatch.setattr(filer, "PAUSE", 20)
+    made, writer = spool_of(results(tmp_path)), Writer()
+    device = Device(writer)
     for turn in range(2):
+        sinks = Sinks()
         sinks.add("r", address([(0, *made.address)]))
         opened = sinks.of("r")
-        assert opened is not None
-        writer.put([(filing([opened[0]], [0]), memoryview(bytes([turn])))], None)
-        sinks.forget("r")
-    first, second = (there.sinks[0] for *_, there, _ in writer._put)
-    assert first is second and writer.wait(writer.ask(writer.ticket, [first])) == [[(0, 1), (0, 1)]]
+        device.bring(filing([opened[0]], [0]), bytes([turn]))
+        last = opened[0]
+        del sinks, opened
+    assert writer.wait(writer.ask([last])) == [[(0, 1), (0, 1)]] and here
     start = made.address[1]
     assert Path(made.address[0]).read_bytes()[start : start + 1] == b"\1"
 
 
+def test_nothing_is_kept_of_a_file_that_nobody_has(here: list[filer.Filer], tmp_path: Path) -> None:
+    writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+    device = Device(writer)
+    device.bring(filing(files, [0, 0]), b"xy")
+    writer.wait(writer.ask(files))
+    [found] = here
+    assert len(found._files) == len(found._paths) == 2
+    del files[0]
+    gc.collect()
+    device.bring(filing(files, [1]), b"z")
+    writer.wait(writer.ask(files))
+    assert len(found._files) == len(writer._known) == 1
+    soon(lambda: len(found._paths) == 1)
+    assert [*found._paths] == [files[0].path]
+
+
+@pytest.mark.usefixtures("here")
+def test_rows_for_a_file_that_is_gone_are_dropped(tmp_path: Path) -> None:
+    """Whoever has aborted a request has deleted it; a step that was under way brings more."""
+    writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+    (tmp_path / "a").unlink()
+    Device(writer).bring(filing(files, [0, 0]), b"xy")
+    assert writer.wait(writer.ask(files)) == [[(0, 1)], [(0, 1)]]
+    assert (tmp_path / "b").read_bytes() == b"y" and not (tmp_path / "a").exists()
+
+
 def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    sink = Sink(str(tmp_path / "file"), 0, 100)
     some = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
     pieces = [np.full(5, n % 251, dtype=np.uint8) for n in range(900)]
-    sink.write([(0, pieces), (9000, [pieces[0]])])
+    with (tmp_path / "file").open("wb") as file:
+        put(file.fileno(), 0, pieces)
+        put(file.fileno(), 9000, [pieces[1]])
     data = (tmp_path / "file").read_bytes()
-    assert data[:4500] == b"".join(map(bytes, pieces)) and data[9000:] == bytes(pieces[0])
+    assert data[:4500] == b"".join(map(bytes, pieces)) and data[9000:] == bytes(pieces[1])
 
 
-def test_each_thread_first_does_what_it_is_told() -> None:
-    begun: list[int] = []
-    writer = Writer(lambda: begun.append(threading.get_ident()))
-    assert writer.wait(writer.ask(writer.ticket, [])) == []
-    soon(lambda: len(begun) == spool.THREADS)
-    assert len(set(begun)) == spool.THREADS and threading.get_ident() not in begun
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), most=st.integers(1, 12))
+def test_a_long_step_is_cut_into_pieces(lengths: list[int], most: int) -> None:
+    sinks = cast(Any, [*range(len(lengths))])
+    rows = np.array([100 * one for one in range(len(lengths))])
+    whole = Filing(sinks, rows, rows + 7, np.array(lengths))
+    expected: list[Any] = [(n, 100 * n + at, 100 * n + 7 + at) for n, many in enumerate(lengths) for at in range(many)]
+    found, end = [], 0
+    for lo, hi, piece in whole.cut(most):
+        assert lo == end and hi - lo <= most
+        end = hi
+        there = [
+            (sink, first + at, position + at)
+            for sink, first, position, many in zip(*piece, strict=True)
+            for at in range(many)
+        ]
+        assert len(there) == hi - lo
+        found += there
+    assert found == expected
 
 
-def test_a_writer_without_work_has_no_threads() -> None:
-    before = threading.active_count()
-    assert Writer().ticket == 0
-    assert threading.active_count() == before
+class TestProcess:
+    """What threads of a test's process cannot show."""
 
+    def test_it_writes(self, tmp_path: Path) -> None:
+        writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+        device = Device(writer)
+        for row in range(3):
+            device.bring(filing(files, [row, 2 * row]), bytes([row, row + 10]))
+        assert writer.wait(writer.ask(files)) == [[(0, 3)], [(0, 1), (2, 3), (4, 5)]]
+        assert (tmp_path / "a").read_bytes() == bytes([0, 1, 2])
+        assert (tmp_path / "b").read_bytes() == bytes([10, 0, 11, 0, 12])
 
-def test_a_file_stays_open_while_an_interpreter_ends(tmp_path: Path) -> None:
-    """A thread may write until then; what runs last here was registered first."""
-    place = tmp_path / "rows"
-    place.touch()
-    code = """
-import atexit, sys
-atexit.register(lambda: sink.write([(0, [b"rows"])]))
-from saesteer.engine.sinks import Sink
-sink = Sink(sys.argv[1], 0, 1)
+    def test_who_asks_for_nothing_begins_none(self) -> None:
+        before = children()
+        writer = Writer()
+        assert children() == before
+        assert writer.shared and len(children()) == len(before) + 1
+        del writer
+        gc.collect()
+        assert children() == before, "and it ends with who has begun it"
+
+    def test_it_needs_no_interpreter_as_large_as_a_worker(self) -> None:
+        code = "import sys, saesteer.engine.filer; print({'torch', 'numpy', 'vllm'} & {*sys.modules})"
+        assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+    def test_a_signal_that_ends_it_is_told(self, tmp_path: Path) -> None:
+        before = children()
+        writer, files = Writer(), sinks_in(tmp_path, "a", 9)
+        device = Device(writer)
+        device.bring(filing(files, [0]), b"x", lands=False)
+        asked = writer.ask(files)
+        [own] = children() - before
+        os.kill(own, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="has ended"):
+            writer.wait(asked)
+        assert writer.done(asked)
+        with pytest.raises(RuntimeError, match="has ended"):
+            device.bring(filing(files, [1]), b"y")
+
+    def test_a_failure_is_said_where_a_server_says_things(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "a").symlink_to("/dev/full")
+        writer, files = Writer(), [Sink(str(tmp_path / "a"), 0, 9)]
+        Device(writer).bring(filing(files, [0]), b"x")
+        writer.wait(writer.ask(files))
+        [record] = caplog.records
+        assert record.message == f"rows could not be written to {tmp_path}/a ([Errno 28] No space left on device)"
+
+    @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
+    def test_what_is_left_is_written_when_a_worker_ends(self, end: str, tmp_path: Path) -> None:
+        """Also at Ctrl-C, which a terminal sends to every process of a group."""
+        code = f"""
+import os, signal, sys
+from pathlib import Path
+from saesteer.engine.spool import Writer
+from tests.plugin.filers import Device, filing, sinks_in
+writer = Writer()
+Device(writer).bring(filing(sinks_in(Path(sys.argv[1]), "a", 9), [0]), b"x")
+{end}
 """
-    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True, check=True)
-    assert place.read_bytes() == b"rows" and "could not be written" not in done.stderr
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=end == "pass", env=os.environ)
+        soon(lambda: (tmp_path / "a").read_bytes() == b"x")
+        assert (tmp_path / "a").read_bytes() == b"x"
+
+
+def children() -> set[int]:
+    """Processes that this one has begun and that have not ended."""
+    return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from saesteer.engine.sinks import LACKING, put
+from saesteer.engine.filer import LACKING, put
 
 MAGIC = b"saesteer"  # as the length of a safetensors header it would be an absurd one
 _PAGE = 4096
