@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.saesteer")
 
 MOST = 256 << 20  # bytes that wait to be written; behind them, a step waits
 _LAST_S = 10.0  # that rows may take to be written when the worker ends
-_LOOK_MS = 5  # between two looks at what another thread may have heard
+_LOOK_S = 0.005  # between two looks at what another thread may have heard
 
 
 class Filing(NamedTuple):
@@ -95,7 +95,7 @@ class Writer:
                 mine, other = socketpair()
                 process = begin(other.detach(), shared.file)
                 self._connection = Connection(mine.detach())
-                self._poll = poll()
+                self._poll = poll()  # each call of a connection's own makes a selector; under the lock alone
                 self._poll.register(self._connection.fileno(), POLLIN)
                 finalize(self, _end, self._connection, process)
                 self._shared = shared
@@ -120,7 +120,7 @@ class Writer:
             if not hurried:
                 self._send("hurry")
                 hurried = True
-            self._poll.poll(_LOOK_MS)
+            self._connection.poll(_LOOK_S)
 
     def put(self, copies: int, lo: int, hi: int, steps: Sequence[tuple[Filing, int, int]]) -> None:
         """Have rows written.
@@ -188,7 +188,7 @@ class Writer:
         while asked.told is None:
             self._hear()
             if asked.told is None:
-                self._poll.poll(_LOOK_MS)
+                self._connection.poll(_LOOK_S)
         return asked.told
 
     def fail(self, exc: BaseException) -> None:

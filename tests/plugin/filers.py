@@ -25,6 +25,7 @@ class Thread(threading.Thread):
 
     def __init__(self, connection: int, memory: int) -> None:
         super().__init__(daemon=True)
+        self._broken = False
         self._connection = Connection(connection)
         self._other = socket.socket(fileno=os.dup(connection))
         self.filer = Filer(self._connection, memoryview(mmap(memory, 0)), self._begin)
@@ -36,6 +37,7 @@ class Thread(threading.Thread):
         try:
             work()
         except BaseException:  # noqa: BLE001  # the process would end
+            self._broken = True
             self._other.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
@@ -44,7 +46,8 @@ class Thread(threading.Thread):
         self._other.close()
 
     def wait(self, timeout: float) -> None:
-        self.join(timeout)
+        if not self._broken:
+            self.join(timeout)
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> list[Filer]:

@@ -249,6 +249,23 @@ def test_what_nobody_waits_for_is_written_and_told(tmp_path: Path, monkeypatch: 
     assert order.index(str(tmp_path / "h")) <= filer.THREADS + filer.THREADS - 1, "behind what threads had begun"
 
 
+def test_one_thread_waits_while_another_brings_more(here: list[filer.Filer], tmp_path: Path) -> None:
+    writer, files = Writer(), sinks_in(tmp_path, "ab", 3000)
+    device = Device(writer)
+    device.bring(filing(files, [0, 0]), b"xy", lands=False)
+    asked, told = writer.ask(files), list[Any]()
+    thread = threading.Thread(target=lambda: told.extend(writer.wait(asked)))
+    thread.start()
+    for row in range(1, 300):
+        device.bring(filing(files, [row, row]), b"zz", lands=False)
+        assert not writer.done(asked) and here
+    device.land(1)
+    thread.join(15)
+    assert told == [[(0, 1)], [(0, 1)]], "and for nothing that came later"
+    device.land(300)
+    assert writer.wait(writer.ask(files)) == [[(1, 300)], [(1, 300)]]
+
+
 def test_who_comes_again_has_its_rows_in_their_order(
     here: list[filer.Filer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def send(
         in ``stops`` that have not.
 
     Raises:
-        RuntimeError: a thread that writes files has ended.
+        RuntimeError: what writes files has ended.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
     filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
@@ -95,7 +95,7 @@ def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> N
         owed: as ``send`` returns it.
 
     Raises:
-        RuntimeError: a thread that writes files has ended.
+        RuntimeError: what writes files has ended.
     """
     held: dict[str, _Held] = scheduler.__dict__.setdefault("saesteer_held", {})
     for client, batch in outputs.items() if owed else ():
