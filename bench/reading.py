@@ -12,7 +12,7 @@ them. Where tensors lie does not matter to these functions, but on a CPU the cop
     scheduler   what has come is put into outputs, without the copies between processes
     front end   it is put in its place
     end         the answer's entries are made, and files get their names
-    all         of all threads, those that write files included
+    all         of all threads of this process; another one writes the files
 """
 
 from __future__ import annotations

@@ -35,13 +35,14 @@ class Staging:
 
     def __init__(self, device: torch.device, side: Any) -> None:
         self.writer = Writer(MOST, locked=side is not None)
-        self._device, self._side, self._room = device, side, ROOM
+        self._device, self._side, self._most = device, side, MOST // 4
+        self._room = min(ROOM, self._most)
         self._on_side = nullcontext() if side is None else torch.cuda.stream(side)
         self._main: Any = None  # the stream that fills the buffers
         # Behind the last rows that were taken: steps launched since then are not waited for.
         self._taken = None if side is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copies = torch.zeros(1, dtype=torch.int64, device=device)  # that have been started
-        self._number = 0  # the same
+        self._copies = 0  # that have been started
+        self._number: Tensor | None = None  # the same on the device
         self._turns = 0  # how many times something has come home
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
@@ -129,20 +130,37 @@ class Staging:
             if self._side is not None:
                 self._side.wait_event(self._taken)
                 rows.record_stream(self._side)
-            for data, own in _pieces(rows.view(torch.uint8).view(-1), steps):
+            for data, own in self._pieces(rows.view(torch.uint8).view(-1), steps):
                 shared, at = self.writer.shared, self.writer.take(data.nbytes)
                 shared.at(at, data.nbytes).copy_(data, non_blocking=True)
-                # Behind the rows, so whoever sees the number has them. Nobody here need wait for it.
                 self._copies += 1
-                shared.landed.copy_(self._copies, non_blocking=True)
-                self._number += 1
+                # Behind the rows, so whoever sees the number has them. Nobody here need wait for it.
+                shared.landed.copy_(self._counter().fill_(self._copies), non_blocking=True)
                 there = [(filing, at + lo, at + hi) for filing, lo, hi in own]
-                self.writer.put(self._number, at, at + data.nbytes, there)
+                self.writer.put(self._copies, at, at + data.nbytes, there)
             if self._side is not None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._side)
         self._turns += 1
         return event
+
+    def _pieces(
+        self, data: Tensor, steps: Sequence[tuple[Filing, int, int]]
+    ) -> Iterator[tuple[Tensor, Sequence[tuple[Filing, int, int]]]]:
+        """All of it, or pieces of what is too much to come home at once, which one step has."""
+        if data.nbytes <= self._most:
+            yield data, steps
+            return
+        [(filing, _, _)] = steps
+        stride = data.nbytes // int(filing.lengths.sum())
+        for lo, hi, piece in filing.cut(max(1, self._most // stride)):
+            yield data[stride * lo : stride * hi], [(piece, 0, stride * (hi - lo))]
+
+    def _counter(self) -> Tensor:
+        """Made with the first rows: what a worker makes at its start, vLLM's sleep takes away."""
+        if self._number is None:
+            self._number = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return self._number
 
     def _has_room(self) -> bool:
         """Whether there are buffers: made when they are first needed, as most servers need none."""
@@ -181,20 +199,6 @@ class Staging:
                 self.bring_home(self.ticket)
         except BaseException as exc:  # noqa: BLE001  # whoever waits for these rows learns it
             self.writer.fail(exc)
-
-
-def _pieces(
-    data: Tensor, steps: Sequence[tuple[Filing, int, int]]
-) -> Iterator[tuple[Tensor, Sequence[tuple[Filing, int, int]]]]:
-    """All of it, or pieces of what is too much to come home at once, which one step has."""
-    most = MOST // 4
-    if data.nbytes <= most:
-        yield data, steps
-        return
-    [(filing, _, _)] = steps
-    stride = data.nbytes // int(filing.lengths.sum())
-    for lo, hi, piece in filing.cut(max(1, most // stride)):
-        yield data[stride * lo : stride * hi], [(piece, 0, stride * (hi - lo))]
 
 
 class Filed:

@@ -3,9 +3,11 @@
 Most of it runs as threads here, which a test can hold up; what only a process does is asked of one.
 """
 
+import errno
 import gc
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine import filer, staging
 from saesteer.engine.filer import put
-from saesteer.engine.sinks import Sink, Sinks, address
+from saesteer.engine.sinks import Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
 from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in
@@ -311,6 +313,24 @@ def test_rows_for_a_file_that_is_gone_are_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_bytes() == b"y" and not (tmp_path / "a").exists()
 
 
+@pytest.mark.usefixtures("here")
+def test_a_failure_marks_the_file_and_is_said_where_a_server_says_things(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: int, *given: Any) -> None:
+        if path_of(file) == files[0].path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        cast(Any, put)(file, *given)
+
+    monkeypatch.setattr(PUT, full)
+    writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+    Device(writer).bring(filing(files, [0, 0]), b"xy")
+    writer.wait(writer.ask(files))
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) == filer.LACKING for name in "ab"] == [True, False]
+    [record] = caplog.records
+    assert record.message == f"rows could not be written to {tmp_path}/a ([Errno 28] No space left on device)"
+
+
 def test_pieces_that_a_call_writes_in_part_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, pieces, at: some(file, [pieces[0][:2]], at))
@@ -381,16 +401,6 @@ class TestProcess:
         assert writer.done(asked)
         with pytest.raises(RuntimeError, match="has ended"):
             device.bring(filing(files, [1]), b"y")
-
-    def test_a_failure_is_said_where_a_server_says_things(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        (tmp_path / "a").symlink_to("/dev/full")
-        writer, files = Writer(), [Sink(str(tmp_path / "a"), 0, 9)]
-        Device(writer).bring(filing(files, [0]), b"x")
-        writer.wait(writer.ask(files))
-        [record] = caplog.records
-        assert record.message == f"rows could not be written to {tmp_path}/a ([Errno 28] No space left on device)"
 
     @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
     def test_what_is_left_is_written_when_a_worker_ends(self, end: str, tmp_path: Path) -> None:
