@@ -3,11 +3,16 @@
 Of a step's contents only the number of tokens matters here, so a request gets the same bits in all steps of one size.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from saesteer.kernels import layout
+
+if TYPE_CHECKING:
+    from saesteer.kernels.bound import Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +183,28 @@ def for_tokens(table: tuple[tuple[int, _T], ...], tokens: int) -> _T:
     return next(found for most, found in table if tokens <= most)
 
 
-def launch_sizes(width: int, max_tokens: int) -> list[int]:
-    """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch."""
-    tuned = configs(width)
+def at_once(words: int, width: int, dense_size: int, tokens: int) -> int:
+    """Tokens of a step that are encoded whole in one round, with so many words of scratch memory.
+
+    Args:
+        words: of scratch memory.
+        width: of the stream.
+        dense_size: features that are encoded; 0: all tokens take one round.
+        tokens: of the step.
+    """
+    if not dense_size:
+        return tokens
+    most = (words - layout.dense_words(width)) // layout.dense_room(dense_size)
+    return min(tokens, most // layout.TILE * layout.TILE)
+
+
+def launch_sizes(bound: Bound, max_tokens: int) -> list[int]:
+    """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch at a site."""
+    tuned = configs(bound.width)
     tables = (tuned.edit, tuned.encode)
-    borders = {1, RUNS_ABOVE, TILED_ABOVE, max_tokens, *(most for table in tables for most, _ in table)}
-    return sorted(size for size in borders if size <= max_tokens)
+    round_ = at_once(bound.scratch.numel(), bound.width, layout.even(bound.dense_size), max_tokens)
+    borders = {1, RUNS_ABOVE, TILED_ABOVE, round_, max_tokens, *(most for table in tables for most, _ in table)}
+    return sorted(size for size in borders if 0 < size <= max_tokens)
 
 
 def parts(tokens: int, most: int) -> int:

@@ -16,6 +16,7 @@ from saesteer.kernels.edit.configs import (
     RUNS_ABOVE,
     TILED_ABOVE,
     Configs,
+    at_once,
     block,
     configs,
     for_tokens,
@@ -155,14 +156,12 @@ def edit_triton(
         return
     edit = for_tokens(tuned.edit, tokens)
     dense = scratch[layout.dense_words(width) :]
-    at_once = places
-    if dense_size:
-        at_once = min(places, dense.numel() // layout.dense_room(dense_size) // layout.TILE * layout.TILE)
-    share = 1 if tiled else parts(at_once, edit.parts)  # there are enough tokens for every program
-    for first in range(0, places, at_once):
+    round_ = at_once(scratch.numel(), width, dense_size, places)
+    share = 1 if tiled else parts(round_, edit.parts)  # there are enough tokens for every program
+    for first in range(0, places, round_):
         if dense_size:
-            encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, at_once)
-            tiles = -(-at_once // encode.block_m) * -(-dense_size // encode.block_n)
+            encode = EXACT_ENCODE if exact else for_tokens(tuned.encode, round_)
+            tiles = -(-round_ // encode.block_m) * -(-dense_size // encode.block_n)
             encode_kernel[(min(tiles, cores * encode.programs),)](
                 stream,
                 second,
@@ -176,18 +175,18 @@ def edit_triton(
                 bound.table.stride(0),
                 dense_size,
                 first,
-                at_once,
+                round_,
                 WIDTH=width,
                 FORM=form,
                 HAS_NORMS=bound.has_norms,
-                ROUNDS=at_once < places,
+                ROUNDS=round_ < places,
                 EXACT=exact,
                 **_constants(encode),
                 **waits,
             )
         if full:
             of_full = tuned.full
-            full_kernel[(min(at_once, cores * of_full.programs),)](
+            full_kernel[(min(round_, cores * of_full.programs),)](
                 *read,
                 bound.w_dec,
                 bound.b_dec,
@@ -196,9 +195,9 @@ def edit_triton(
                 *rest,
                 dense_size,
                 first,
-                at_once,
+                round_,
                 BLOCK=block(of_full.num_warps),
-                ROUNDS=at_once < places,
+                ROUNDS=round_ < places,
                 **form_of,
                 **_constants(of_full),
                 **waits,
@@ -206,7 +205,7 @@ def edit_triton(
         if not wanted & kept:
             continue
         programs = cores * edit.programs
-        edit_kernel[(at_once, share) if at_once * share <= programs else (programs, 1)](
+        edit_kernel[(round_, share) if round_ * share <= programs else (programs, 1)](
             *common,
             bound.threshold,
             bound.b_dec,
@@ -224,14 +223,14 @@ def edit_triton(
             kept,
             layout.ANY if runs else kept,
             first,
-            at_once,
+            round_,
             share,
             BLOCK=block(edit.num_warps),
             HAS_DENSE=dense_size > 0,
             HAS_NORMS=bound.has_norms,
             HAS_KEPT=bound.kept is not None,
             HAS_CAPTURES=bound.before is not None,
-            ROUNDS=at_once < places,
+            ROUNDS=round_ < places,
             RUNS=runs,
             **form_of,
             **_constants(edit),

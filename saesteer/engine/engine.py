@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -377,12 +376,12 @@ class Engine:
         self.captures.warm()
 
     @contextmanager
-    def warming(self) -> Iterator[Callable[[int], list[int]]]:
-        """Let every kernel launch on an empty work list; yield what numbers of tokens make all variants of a width."""
+    def warming(self) -> Iterator[Callable[[str], list[int]]]:
+        """Let every kernel launch on an empty work list; yield what numbers of tokens make all variants of a site."""
         self.work[0].zero_()
         self._kinds[:] = layout.KERNELS
         try:
-            yield partial(launch_sizes, max_tokens=len(self.work) - 1)
+            yield lambda site: launch_sizes(self.sites[site], len(self.work) - 1)
         finally:
             self._kinds[:] = 0
 

@@ -58,7 +58,8 @@ class Op(nn.Module):
         for name, tensor in held.items():
             if isinstance(tensor, Tensor):
                 self.register_buffer(name, tensor, persistent=False)
-        self.paired, self.normed, self.width = paired, norm is not None, site.width
+        self.name, self.width = site.name, site.width
+        self.paired, self.normed = paired, norm is not None
         self.eps = norm.variance_epsilon if self.normed else 0.0
         self.offset = 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
         self.last = site is list(engine.sites.values())[-1]
@@ -156,7 +157,7 @@ def warm_up(model: nn.Module, engine: Engine) -> None:
     several = [(module, op) for module in tapped for op in (*module.saesteer_before, *module.saesteer_after)]
     with engine.warming() as sizes_of:
         for module, op in several:
-            for tokens in sizes_of(op.width):
+            for tokens in sizes_of(op.name):
                 stream = torch.zeros(tokens, op.width, dtype=engine.dtype, device=engine.device)
                 if op.normed:
                     op(stream, stream.clone(), module.weight.data)
