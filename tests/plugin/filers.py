@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -67,6 +68,13 @@ def in_this_process(patch: pytest.MonkeyPatch) -> list[Filer]:
 def path_of(file: int) -> str:
     """Of an open file: what ``put`` is called with."""
     return os.readlink(f"/proc/self/fd/{file}")
+
+
+def soon(done: Callable[[], bool]) -> None:
+    """Wait until this is so, for a while."""
+    end = time.monotonic() + 15
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def sinks_in(folder: Path, names: str, rows: int) -> list[Sink]:

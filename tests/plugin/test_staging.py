@@ -22,8 +22,7 @@ from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
 from tests.apart import hear, tell
-from tests.plugin.filers import filing, in_this_process
-from tests.plugin.test_writer import soon
+from tests.plugin.filers import filing, in_this_process, soon
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's

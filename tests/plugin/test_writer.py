@@ -1,19 +1,16 @@
 """What writes rows into files: who waits for them, how often it writes, and what ends it. No engine.
 
-Most of it runs as threads here, which a test can hold up; what only a process does is asked of one.
+It runs as threads here, which a test can hold up; test_filer.py has the process.
 """
 
 import errno
 import gc
 import os
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +26,7 @@ from saesteer.engine.filer import put
 from saesteer.engine.sinks import Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
-from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in
+from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in, soon
 from tests.plugin.test_spools import Steps, check, filed, results, sinks_of, spool_of, told
 
 
@@ -53,12 +50,6 @@ def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch:
     assert filed(brought, "r") == [[0, [(0, 5)]]]
     assert gate.is_set()
     timer.join()
-
-
-def soon(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 15
-    while not done() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("here")
@@ -361,64 +352,3 @@ def test_a_long_step_is_cut_into_pieces(lengths: list[int], most: int) -> None:
         assert len(there) == hi - lo
         found += there
     assert found == expected
-
-
-class TestProcess:
-    """What threads of a test's process cannot show."""
-
-    def test_it_writes(self, tmp_path: Path) -> None:
-        writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
-        device = Device(writer)
-        for row in range(3):
-            device.bring(filing(files, [row, 2 * row]), bytes([row, row + 10]))
-        assert writer.wait(writer.ask(files)) == [[(0, 3)], [(0, 1), (2, 3), (4, 5)]]
-        assert (tmp_path / "a").read_bytes() == bytes([0, 1, 2])
-        assert (tmp_path / "b").read_bytes() == bytes([10, 0, 11, 0, 12])
-
-    def test_who_asks_for_nothing_begins_none(self) -> None:
-        before = children()
-        writer = Writer()
-        assert children() == before
-        assert writer.shared and len(children()) == len(before) + 1
-        del writer
-        gc.collect()
-        assert children() == before, "and it ends with who has begun it"
-
-    def test_it_needs_no_interpreter_as_large_as_a_worker(self) -> None:
-        code = "import sys, saesteer.engine.filer; print({'torch', 'numpy', 'vllm'} & {*sys.modules})"
-        assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-    def test_a_signal_that_ends_it_is_told(self, tmp_path: Path) -> None:
-        before = children()
-        writer, files = Writer(), sinks_in(tmp_path, "a", 9)
-        device = Device(writer)
-        device.bring(filing(files, [0]), b"x", lands=False)
-        asked = writer.ask(files)
-        [own] = children() - before
-        os.kill(own, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="has ended"):
-            writer.wait(asked)
-        assert writer.done(asked)
-        with pytest.raises(RuntimeError, match="has ended"):
-            device.bring(filing(files, [1]), b"y")
-
-    @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
-    def test_what_is_left_is_written_when_a_worker_ends(self, end: str, tmp_path: Path) -> None:
-        """Also at Ctrl-C, which a terminal sends to every process of a group."""
-        code = f"""
-import os, signal, sys
-from pathlib import Path
-from saesteer.engine.spool import Writer
-from tests.plugin.filers import Device, filing, sinks_in
-writer = Writer()
-Device(writer).bring(filing(sinks_in(Path(sys.argv[1]), "a", 9), [0]), b"x")
-{end}
-"""
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=end == "pass", env=os.environ)
-        soon(lambda: (tmp_path / "a").read_bytes() == b"x")
-        assert (tmp_path / "a").read_bytes() == b"x"
-
-
-def children() -> set[int]:
-    """Processes that this one has begun and that have not ended."""
-    return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}

@@ -1,0 +1,89 @@
+"""The process that writes rows into files: what it needs, when it begins, and how it ends. No engine."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from saesteer.engine.spool import Writer
+from tests.plugin.filers import Device, filing, sinks_in, soon
+
+
+def children() -> set[int]:
+    """Processes that this one has begun and that have not ended."""
+    return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
+
+
+def test_it_writes(tmp_path: Path) -> None:
+    writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+    device = Device(writer)
+    for row in range(3):
+        device.bring(filing(files, [row, 2 * row]), bytes([row, row + 10]))
+    assert writer.wait(writer.ask(files)) == [[(0, 3)], [(0, 1), (2, 3), (4, 5)]]
+    assert (tmp_path / "a").read_bytes() == bytes([0, 1, 2])
+    assert (tmp_path / "b").read_bytes() == bytes([10, 0, 11, 0, 12])
+
+
+def test_who_asks_for_nothing_begins_none() -> None:
+    before = children()
+    writer = Writer()
+    assert children() == before
+    assert writer.shared and len(children()) == len(before) + 1
+    del writer
+    gc.collect()
+    assert children() == before, "and it ends with who has begun it"
+
+
+def test_it_needs_no_interpreter_as_large_as_a_worker() -> None:
+    code = "import sys, saesteer.engine.filer; print({'torch', 'numpy', 'vllm'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_a_signal_that_ends_it_is_told(tmp_path: Path) -> None:
+    before = children()
+    writer, files = Writer(), sinks_in(tmp_path, "a", 9)
+    device = Device(writer)
+    device.bring(filing(files, [0]), b"x", lands=False)
+    asked = writer.ask(files)
+    [own] = children() - before
+    os.kill(own, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="has ended"):
+        writer.wait(asked)
+    assert writer.done(asked)
+    with pytest.raises(RuntimeError, match="has ended"):
+        device.bring(filing(files, [1]), b"y")
+
+
+def test_an_interrupt_leaves_it_to_its_worker(tmp_path: Path) -> None:
+    """As a terminal sends one to all that it has begun: a worker ends, and what it had is written."""
+    before = children()
+    writer, files = Writer(), sinks_in(tmp_path, "a", 9)
+    device = Device(writer)
+    device.bring(filing(files, [0]), b"x")
+    [own] = children() - before
+    writer.wait(writer.ask(files))
+    assert os.getpgid(own) == own, "it does not even come"
+    os.kill(own, signal.SIGINT)
+    device.bring(filing(files, [1]), b"y")
+    assert writer.wait(writer.ask(files)) == [[(1, 2)]]
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_what_is_left_is_written_when_a_worker_ends(end: str, tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from saesteer.engine.spool import Writer
+from tests.plugin.filers import Device, filing, sinks_in
+writer = Writer()
+Device(writer).bring(filing(sinks_in(Path(sys.argv[1]), "a", 9), [0]), b"x")
+{end}
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=end == "pass", env=os.environ)
+    soon(lambda: (tmp_path / "a").read_bytes() == b"x")
+    assert (tmp_path / "a").read_bytes() == b"x"
