@@ -81,6 +81,7 @@ class _File:
         self.dealt = self.written = 0  # how many pieces came here, and how many of them wait no longer
         self.spans: list[Span] = []  # positions of rows that are here, and of which nobody has been told
         self.busy = False  # a thread writes some now
+        self._failed = False  # some could not be written
 
     def add(self, at: int, piece: _Piece, span: Span) -> None:
         """Take rows that belong to this byte of the file."""
@@ -101,6 +102,8 @@ class _File:
         Raises:
             OSError: they could not be written; the file is marked.
         """
+        if self._failed:
+            return
         try:
             file = os.open(self.path, os.O_WRONLY)
         except FileNotFoundError:
@@ -113,6 +116,7 @@ class _File:
                     put(file, at, [memory[one.lo : one.hi] for one in some])
                     at += sum(one.hi - one.lo for one in some)
         except OSError:
+            self._failed = True
             with suppress(OSError):  # then the front end cannot write either
                 os.fchmod(file, LACKING)
             raise
@@ -319,7 +323,11 @@ def main(connection: int, memory: int) -> None:
         connection: to the worker, a socket.
         memory: a file of the memory that both have.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends for it, and then this does
+    for one in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # for which the worker ends, perhaps once its requests have, and then this
+        signal.signal(one, signal.SIG_IGN)
     Filer(Connection(connection), memoryview(mmap(memory, 0)), _begin).run()
 
 

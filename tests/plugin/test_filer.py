@@ -59,16 +59,16 @@ def test_a_signal_that_ends_it_is_told(tmp_path: Path) -> None:
         device.bring(filing(files, [1]), b"y")
 
 
-def test_an_interrupt_leaves_it_to_its_worker(tmp_path: Path) -> None:
-    """As a terminal sends one to all that it has begun: a worker ends, and what it had is written."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_all_processes_of_a_server_leaves_it_to_its_worker(number: int, tmp_path: Path) -> None:
+    """A terminal and systemd send such ones; a worker may go on until its requests have ended."""
     before = children()
     writer, files = Writer(), sinks_in(tmp_path, "a", 9)
     device = Device(writer)
     device.bring(filing(files, [0]), b"x")
     [own] = children() - before
     writer.wait(writer.ask(files))
-    assert os.getpgid(own) == own, "it does not even come"
-    os.kill(own, signal.SIGINT)
+    os.kill(own, number)
     device.bring(filing(files, [1]), b"y")
     assert writer.wait(writer.ask(files)) == [[(1, 2)]]
 

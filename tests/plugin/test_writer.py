@@ -315,10 +315,12 @@ def test_a_failure_marks_the_file_and_is_said_where_a_server_says_things(
 
     monkeypatch.setattr(PUT, full)
     writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
-    Device(writer).bring(filing(files, [0, 0]), b"xy")
-    writer.wait(writer.ask(files))
+    device = Device(writer)
+    for row in range(2):
+        device.bring(filing(files, [row, row]), b"xy")
+        writer.wait(writer.ask(files))
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) == filer.LACKING for name in "ab"] == [True, False]
-    [record] = caplog.records
+    [record] = caplog.records  # the second row is not even tried
     assert record.message == f"rows could not be written to {tmp_path}/a ([Errno 28] No space left on device)"
 
 
