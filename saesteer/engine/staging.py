@@ -5,11 +5,12 @@ what its files still lack comes home at once. Knows tensors and files, and nobod
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -171,7 +172,8 @@ class Staging:
                 self._buffers = []
                 logger.warning("the GPU has no room for rows to wait in, so each step brings what requests read home")
             else:
-                Thread(target=self._tend, daemon=True).start()
+                Thread(target=_tend, args=[ref(self), self._some], daemon=True).start()
+                finalize(self, self._some.set).atexit = False
         return bool(self._buffers)
 
     def _as_rows(self, dtype: torch.dtype, width: int) -> Tensor:
@@ -183,22 +185,29 @@ class Staging:
             self._shaped[key] = whole.view(dtype).view(-1, width)
         return self._shaped[key]
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """A thread begins on GPU 0, where CUDA makes it a context of hundreds of MB, even to wait for another GPU."""
         if self._side is not None:
             torch.cuda.set_device(self._device)
 
-    def _tend(self) -> None:
-        """Rows that nobody waits for come home as well, since they hold files open."""
+
+def _tend(whose: Callable[[], Staging | None], some: Event) -> None:
+    """Rows that nobody waits for come home as well, since they keep room on the device, as long as somebody has it."""
+    begun = False
+    while (staging := whose()) is not None:
         try:
-            self._enter()
-            while True:
-                self._some.wait()
-                sleep(PAUSE)
-                self._some.clear()
-                self.bring_home(self.ticket)
+            if begun:
+                staging.bring_home(staging.ticket)
+            else:
+                staging.enter()
         except BaseException as exc:  # noqa: BLE001  # whoever waits for these rows learns it
-            self.writer.fail(exc)
+            staging.writer.fail(exc)
+            return
+        del staging
+        begun = True
+        some.wait()
+        sleep(PAUSE)
+        some.clear()
 
 
 class Filed:

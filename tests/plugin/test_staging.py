@@ -3,6 +3,7 @@
 All on a CPU, but for what happens beside a second GPU: this file is both that test and its process.
 """
 
+import gc
 import pickle
 import tempfile
 import threading
@@ -139,6 +140,23 @@ def test_rows_of_a_step_that_nobody_asks_for_are_written_too(tmp_path: Path, mon
     files.sinks.clear()
     soon(lambda: closed() is None)
     assert closed() is None
+
+
+def test_whoever_gives_an_engine_up_gives_its_buffers_thread_and_process_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook may begin several engines in one process."""
+    monkeypatch.setattr(staging, "PAUSE", 0.05)
+    begun, before = in_this_process(monkeypatch), {*threading.enumerate()}
+    files = Files(tmp_path)
+    files.step(1, {0: 1}).settle()
+    assert len(begun) == 1 and {*threading.enumerate()} - before
+    held = weakref.ref(files.staging)
+    del files
+    gc.collect()
+    assert held() is None
+    soon(lambda: {*threading.enumerate()} <= before)
+    assert {*threading.enumerate()} <= before
 
 
 def test_a_device_without_room_brings_each_step_home(
