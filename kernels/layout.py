@@ -154,9 +154,8 @@ MOST_MANY = 256
 MOST_PARTS = 16
 TILE = 64  # most tokens of an item in a step of many tokens
 PARTIALS = 1024  # rows of scratch for parts of tokens, and arrivals in front of them
-OF_RUNS = (
-    PARTIALS // 2
-)  # from here on, where no token arrives since only shorter steps have parts, groups of runs.py do
+# Here, where no token arrives since only steps of up to PARTIALS / 2 have parts, runs.py says how many tokens it left.
+LEFT = PARTIALS - 1
 LEAST_ROW = 64  # words of such a row at least
 LARGEST = 1e15  # element of an edited stream, so that its squares have a finite sum; NaN becomes this, too
 LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream
@@ -269,14 +268,9 @@ def span_words(
     ]
 
 
-def part_words(width: int) -> int:
-    """Words of scratch for partial sums of parts of tokens; as many stand behind them for what runs.py shares."""
-    return PARTIALS * max(width, LEAST_ROW)
-
-
 def dense_words(width: int) -> int:
-    """Word offset of the dense activations in scratch: behind arrivals, and what programs share."""
-    return PARTIALS + 2 * part_words(width)
+    """Word offset of the dense activations in scratch: behind the arrivals and partial sums of parts of tokens."""
+    return PARTIALS * (1 + max(width, LEAST_ROW))
 
 
 def dense_room(dense_size: int) -> int:

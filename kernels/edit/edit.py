@@ -36,6 +36,7 @@ from saesteer.kernels.edit.words import (
     HEAD,
     HELD,
     KIND,
+    LEFT,
     LONE,
     ONE,
     PARTIALS,
@@ -111,7 +112,7 @@ def edit_kernel(
     HAS_KEPT: tl.constexpr,  # whether transcoders are reconstructed from here or to here
     HAS_CAPTURES: tl.constexpr,  # whether tokens may be captured
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
-    RUNS: tl.constexpr,  # whether runs.py does some of them meanwhile
+    RUNS: tl.constexpr,  # whether runs.py has done some of them
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """x[token] += the deltas of its row's entries at this site, for all listed tokens; see ops.edit_.
@@ -119,8 +120,8 @@ def edit_kernel(
     A program takes every num_programs-th unit: a token, or one part of a token's only group. Parts leave their sums in
     `scratch`; the part that arrives last adds them up and stores the token.
     """
-    # The encoder and runs.py have waited for all others. Until something is read that the encoder makes, nobody waits.
-    if PDL and not (HAS_DENSE or RUNS):
+    # The encoder has waited for all others. Until something is read that it makes, nobody waits for it.
+    if PDL and not HAS_DENSE:
         gdc_wait()
     wide = tl.num_programs(0)  # as many as tokens, if there are programs for all parts of each
     place = tl.program_id(0)
@@ -139,6 +140,8 @@ def edit_kernel(
     site_number = kept(site)
     number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
+    if RUNS:
+        n_items = tl.where(kept(scratch.to(tl.pointer_type(tl.int32)) + LEFT) == 0, 0, n_items)
 
     first_item = 0
     if ROUNDS:
@@ -354,5 +357,5 @@ def edit_kernel(
                         tl.debug_barrier()  # a thread may read what another one has stored
                         x = [tile(stream, second, at + col, col < WIDTH, FORM).to(tl.float32) for col in cols]
                         put(after + at, cols, x, [col < WIDTH for col in cols])
-    if PDL and (HAS_DENSE or RUNS):
+    if PDL and HAS_DENSE:
         gdc_wait()  # the kernel behind this one relies on both

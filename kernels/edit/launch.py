@@ -117,7 +117,7 @@ def edit_triton(
             **_constants(lone),
             **waits,
         )
-    room = layout.part_words(width)
+    room = layout.dense_words(width) - layout.PARTIALS
     if tiled and wanted & layout.MANY:
         many = tuned.many
         most = -(-layout.MOST_MANY // many.entries) * many.entries
@@ -131,6 +131,23 @@ def edit_triton(
             EXACT=exact,
             **form_of,
             **_constants(many),
+            **waits,
+        )
+    if runs:
+        of_group = in_fp32(tuned.runs) if exact else tuned.runs
+        if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
+            of_group = replace(of_group, slices=1)
+        most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
+        groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), cores // of_group.slices)
+        runs_kernel[(groups * of_group.slices,)](
+            *common,
+            counts,
+            scratch,
+            *rest,
+            most,
+            EXACT=exact,
+            **form_of,
+            **_constants(of_group),
             **waits,
         )
     full = tiled and dense_size > 0 and wanted & layout.FULL
@@ -165,25 +182,6 @@ def edit_triton(
                 ROUNDS=round_ < places,
                 EXACT=exact,
                 **_constants(encode),
-                **waits,
-            )
-        if runs and first == 0:  # next to the edit kernel, which does the other tokens meanwhile
-            of_group = in_fp32(tuned.runs) if exact else tuned.runs
-            if cores < of_group.slices:  # no program may wait for one that is not running; the interpreter has just one
-                of_group = replace(of_group, slices=1)
-            most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
-            fitting = room // (of_group.slices * of_group.tokens * (2 * most + 1))
-            groups = min(tokens, fitting, cores // of_group.slices)
-            runs_kernel[(groups * of_group.slices,)](
-                *common,
-                counts,
-                scratch,
-                scratch[layout.PARTIALS + room :],
-                *rest,
-                most,
-                EXACT=exact,
-                **form_of,
-                **_constants(of_group),
                 **waits,
             )
         if full:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from saesteer.kernels.edit.entries import kernel, product, rounded, rows, tile, unpack
 from saesteer.kernels.edit.many import add, count, deltas, put_normed, stored
-from saesteer.kernels.edit.words import BEGIN, END, ENTRY, HEAD, KIND, MANY, NORMED, OF_RUNS, PARTS, SPAN
+from saesteer.kernels.edit.words import BEGIN, END, ENTRY, HEAD, KIND, LEFT, MANY, NORMED, PARTIALS, PARTS, SPAN
 
 SEARCHED = tl.constexpr(512)  # items of the list that are searched at once
 
@@ -31,7 +31,8 @@ def _run(work, n_items, it, position, TOKENS: tl.constexpr):
 
 @triton.jit
 def _begins(work, table, positions, stride_table, number, first, n_items, TOKENS: tl.constexpr):
-    """From item `first` on: the number of the turn that begins at each item, -1 where none does, and how many do.
+    """From item `first` on: the number of the turn that begins at each item, -1 where none does, how many do, and how
+    many items are no turn's.
 
     A row's neighbours are cut where the position is a multiple of TOKENS, so each program finds all turns by itself.
     Rows without PARTS have none.
@@ -47,7 +48,8 @@ def _begins(work, table, positions, stride_table, number, first, n_items, TOKENS
     mine = inside & ((tl.load(here + KIND, mask=inside, other=0) & MANY) != 0)
     mine = mine & (tl.load(here + PARTS, mask=inside, other=0) > 1)
     begins = (mine & ((row != before) | (position % TOKENS == 0))).to(tl.int32)
-    return tl.where(begins > 0, tl.cumsum(begins, axis=0) - 1, -1), tl.sum(begins, axis=0)
+    left = tl.sum((inside & (mine == 0)).to(tl.int32), axis=0)
+    return tl.where(begins > 0, tl.cumsum(begins, axis=0) - 1, -1), tl.sum(begins, axis=0), left
 
 
 @triton.jit
@@ -171,7 +173,7 @@ def _edit(
     return came
 
 
-@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch", "shared")
+@kernel("stream", "second", "norm_weight", "table", "w_enc", "w_dec", "scratch")
 def runs_kernel(
     stream,  # [T, WIDTH], in place
     second,  # [T, WIDTH], in place; None for the bare form
@@ -183,8 +185,7 @@ def runs_kernel(
     w_enc,  # [slots, WIDTH]
     w_dec,  # [slots, WIDTH]
     counts,  # [rows, counters] int32
-    scratch,  # fp32; from OF_RUNS on, arrivals of groups
-    shared,  # fp32 [groups, 2, SLICES, TOKENS, most_entries], [groups, SLICES, TOKENS], in no other kernel's use
+    scratch,  # fp32; behind the arrivals of groups [groups, 2, SLICES, TOKENS, most_entries], [groups, SLICES, TOKENS]
     eps,
     weight_offset,
     stride_table,
@@ -206,11 +207,10 @@ def runs_kernel(
     Programs of a group are neighbours and wait for each other, so all of the launch must run at once: the host starts
     at most one on each multiprocessor. A group goes from turn to turn together. So where one turn's products are read,
     the next turn's are stored elsewhere, and behind the next meeting nobody reads the former any more. The edit kernel
-    does the other tokens meanwhile.
+    behind does what is left, and is told how much that is.
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()  # all of this launch runs already
     site_number = tl.load(site)
     n_items = tl.where(site_number < 0, 0, tl.load(work))
     number = HEAD + SPAN * site_number
@@ -218,18 +218,20 @@ def runs_kernel(
     group = tl.program_id(0) // SLICES
     share = tl.program_id(0) % SLICES
     size = SLICES * TOKENS * most_entries
-    own = shared + group.to(tl.int64) * (2 * size)
-    squares = shared + groups.to(tl.int64) * (2 * size) + group * (SLICES * TOKENS)
-    arrivals = scratch.to(tl.pointer_type(tl.int32)) + OF_RUNS + group
+    own = scratch + PARTIALS + group.to(tl.int64) * (2 * size)
+    squares = scratch + PARTIALS + groups.to(tl.int64) * (2 * size) + group * (SLICES * TOKENS)
+    arrivals = scratch.to(tl.pointer_type(tl.int32)) + group
     tensors = (stream, second, norm_weight, w_enc, w_dec)
     norm = (eps, weight_offset)
     lanes = tl.arange(0, TOKENS)
+    left = n_items
     if tl.load(work + 1) > 1:  # or nobody has enough entries
+        left = 0
         came = 0
         done = 0
         parity = 0
         for first in range(0, n_items, SEARCHED):
-            order, here = _begins(work, table, positions, stride_table, number, first, n_items, TOKENS)
+            order, here, others = _begins(work, table, positions, stride_table, number, first, n_items, TOKENS)
             for turn in range((group + groups - done % groups) % groups, here, groups):
                 it = first + tl.sum(tl.where(order == turn, tl.arange(0, SEARCHED), 0), axis=0)
                 token = tl.load(work + 4 + it * 4)
@@ -240,14 +242,17 @@ def runs_kernel(
                 tokens = (x_at, _run(work, n_items, it, position, TOKENS), position + lanes)
                 counter = (counts + row * stride_counts, stride_counters)
                 words = (entries, tl.load(entries + number + BEGIN), tl.load(entries + number + END))
-                meeting = (own + parity * size, squares, arrivals, came, share)
+                shared = (own + parity * size, squares, arrivals, came, share)
                 came = _edit(
-                    *(tensors, norm, words, tokens, counter, meeting, most_entries),
+                    *(tensors, norm, words, tokens, counter, shared, most_entries),
                     *(WIDTH, TOKENS, SLICES, ENTRIES, BLOCK, FORM, HAS_WEIGHT, EXACT),
                 )
                 parity = 1 - parity
             done += here
+            left += others
         if came > 0:  # the last one to leave
             tl.debug_barrier()
             if tl.atomic_add(arrivals, 1, sem="acq_rel") == came + SLICES - 1:
                 tl.store(arrivals, 0)
+    if tl.program_id(0) == 0:
+        tl.store(scratch.to(tl.pointer_type(tl.int32)) + LEFT, left)

@@ -121,7 +121,7 @@ class Call:
             if getattr(state, name) is not None:
                 getattr(state, name).copy_(getattr(bound, name))
         state.counts.copy_(counts)
-        assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
+        assert not bound.scratch[: layout.LEFT].any(), "arrivals are left behind"
 
 
 def cut(tokens: Sequence[tuple[int, int, int]], span: int) -> list[tuple[int, int, int, int]]:

@@ -103,7 +103,7 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
             signature[name] = "constexpr"
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
-        kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "shared", "activations"), "*fp32")
+        kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
         kinds |= {"maxima": "*i64", "indices": "*i32", "named": "*i64", "numbers": "*i32"}
         kinds |= dict.fromkeys(("products", "into", "values", "bias", "scores"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
