@@ -67,7 +67,6 @@ def server(model_dir: str, dictionaries: Dictionaries, place: Path) -> Iterator[
     flags += ["--saesteer-admin-key", ADMIN_KEY, "--worker-extension-cls", "tests.plugin.held.Held"]
     environment = {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in test_soak.py
-    environment |= {"MALLOC_ARENA_MAX": "1"}  # each thread's own arena would grow by tens of MiB, whenever it likes
     with served(flags, place / "log", environment=environment | {"TMPDIR": str(place / "temporary")}) as client:
         yield client
 
@@ -214,11 +213,9 @@ def test_hundreds_of_reads_leave_nothing_behind(server: Served, place: Path, cap
 def test_thousands_of_reads_leave_nothing_behind(server: Served, place: Path, capsys: Any) -> None:
     fill_cache(server)
     with capsys.disabled():
-        kept = check(server, place, 2500, 5)
+        kept = check(server, place, 2000, 4)
     assert len({tuple(one) for one in kept}) == 1, "the same processes"
     totals = [sum(one.values()) for one in kept]
-    for one in kept:
-        print({name: f"{size / MIB:.1f} MiB" for name, size in one.items()})
-    # The first part fills what libraries keep, which goes up and down by 20 MiB behind it. Bytes of what one request of
-    # a hundred has read would be more than this.
-    assert min(totals[3:]) - min(totals[1:3]) < 12 * MIB
+    print(*(f"{total / MIB:.1f} MiB" for total in totals))
+    # What libraries keep goes up and down by 40 MiB. Bytes of what one request of a hundred has read would be more.
+    assert min(totals[2:]) - min(totals[:2]) < 12 * MIB
