@@ -32,7 +32,7 @@ from weakref import WeakValueDictionary
 
 LACKING = 0o400  # mode of a file that lacks rows
 THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
-PAUSE = 0.25  # seconds that rows wait for those of later steps: each call takes as long as it takes to copy 30 KB
+PAUSE = 0.25  # seconds that rows wait for those of later steps, so that one call writes several
 HELD = 8  # bytes at the memory's beginning: how many copies have landed
 _LOOK = 0.0005  # seconds between two looks at them
 _PIECES = 512  # that are written by one call; a system takes 1,024
