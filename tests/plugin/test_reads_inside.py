@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from base64 import b64decode
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,10 @@ class Still:
     """From now on no row is written, until this is set: the process that writes is stopped."""
 
     def __init__(self) -> None:
-        names = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")}
-        [self._process] = [int(number) for number, name in names.items() if b"saesteer.engine.filer" in name]
+        # Its own child: engines beside this one have such a process, too.
+        mine = (file.read_text().split() for file in Path("/proc/self/task").glob("*/children"))
+        names = {int(one): Path(f"/proc/{one}/cmdline").read_bytes() for one in chain.from_iterable(mine)}
+        [self._process] = [number for number, name in names.items() if b"saesteer.engine.filer" in name]
         os.kill(self._process, signal.SIGSTOP)
 
     def set(self) -> None:
