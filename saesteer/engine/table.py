@@ -16,7 +16,7 @@ from saesteer.engine.wire import POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
-_FORM = [layout.FLAGS, layout.GATES, TARGET]  # words of a line that a form depends on
+_FORM = np.array([layout.FLAGS, layout.GATES, TARGET])  # words of a line that a form depends on
 _FORMS = 64  # kept; one of 1,024 entries takes 200 KB
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
@@ -146,7 +146,7 @@ class Rows:
         """
         table = wire.lines[:, : layout.ENTRY].copy()
         _link(table, wire, self.places, arrows)
-        key = wire.head, wire.lines[:, _FORM].tobytes()
+        key = wire.head, wire.lines.take(_FORM, axis=1).tobytes()
         form = self._forms.pop(key, None) or self._form(wire, table)
         self._forms[key] = form  # the last used stands last
         if len(self._forms) > _FORMS:
