@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from mmap import mmap
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -177,10 +178,11 @@ class Filer:
         self._due = 0.0  # when they are handed over next, of time.monotonic
         self._asked: list[_Ask] = []  # that are not answered
         self._ended = False
-        self._lock, self._telling = Lock(), Lock()
+        self._said: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()  # what the worker is yet to hear; None: no more
+        self._lock = Lock()
         self._work, self._rest = Condition(self._lock), Condition(self._lock)  # there is some, and there is none
-        for _ in range(THREADS):
-            begin(self._serve)
+        for work in (self._tell, *[self._serve] * THREADS):
+            begin(work)
 
     def run(self) -> None:
         """Until the worker has ended; what it has left is written."""
@@ -200,6 +202,7 @@ class Filer:
             self._hand_over()
             self._ended = True
             self._rest.wait_for(lambda: not (self._ready or self._busy))
+        self._said.put(None)
 
     def _take(self, message: tuple[Any, ...]) -> bool:
         """Do what the worker says; False if it must wait."""
@@ -213,7 +216,6 @@ class Filer:
         elif kind == "ask":
             with self._lock:
                 self._ask(*given)
-            self._tell()
         else:
             with self._lock:
                 self._hand_over()
@@ -244,6 +246,7 @@ class Filer:
         ready = {self._files[one]: None for one in files if one in self._files and self._files[one].runs}
         self._ready = ready | self._ready
         self._work.notify(len(ready))
+        self._answer()
 
     def _hand_over(self) -> None:
         self._ready |= self._waiting
@@ -266,29 +269,33 @@ class Filer:
                 runs, file.runs = file.runs, []
                 file.busy = True
                 self._busy += 1
-            said: list[tuple[Any, ...]] = []
             try:
                 file.write(self._memory, runs)
             except OSError as exc:
-                said.append(("failed", file.path, str(exc)))
+                self._said.put(("failed", file.path, str(exc)))
             with self._lock:
-                said += [("free", lo, hi) for lo, hi in _give_back(runs)]
+                for lo, hi in _give_back(runs):
+                    self._said.put(("free", lo, hi))
                 file.busy = False
                 file.written += sum(len(run.pieces) for run in runs)
                 self._busy -= 1
                 if file in self._ready:
                     self._work.notify()
                 self._rest.notify_all()
+                self._answer()
             del file, runs
-            self._tell(*said)
 
-    def _tell(self, *messages: tuple[Any, ...]) -> None:
-        """Send these, and answer who has asked for what is written now."""
-        with self._lock:
-            done = [one for one in self._asked if one.done]
-            self._asked = [one for one in self._asked if one not in done]
-        with self._telling, suppress(OSError):  # the worker may have ended
-            for message in (*messages, *(("told", one.number, one.told) for one in done)):
+    def _answer(self) -> None:
+        """Who has asked for what is written now."""
+        done = [one for one in self._asked if one.done]
+        self._asked = [one for one in self._asked if one not in done]
+        for one in done:
+            self._said.put(("told", one.number, one.told))
+
+    def _tell(self) -> None:
+        """In a thread of its own: a worker that is sending hears nothing until this process has listened."""
+        with suppress(OSError):  # the worker may have ended
+            while (message := self._said.get()) is not None:
                 self._connection.send(message)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from saesteer.engine.spool import Writer
+from saesteer.engine.spool import Asked, Writer
 from tests.plugin.filers import Device, filing, sinks_in, soon
 
 
@@ -42,6 +42,26 @@ def test_who_asks_for_nothing_begins_none() -> None:
 def test_it_needs_no_interpreter_as_large_as_a_worker() -> None:
     code = "import sys, saesteer.engine.filer; print({'torch', 'numpy', 'vllm'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_it_listens_while_nobody_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is sending hears nothing meanwhile: if both waited for the other one, the engine would hang."""
+    writer, files = Writer(), sinks_in(tmp_path, "a", 9)
+    device, asked = Device(writer), list[Asked]()
+    assert writer.shared
+
+    def work() -> None:
+        for _ in range(2000):
+            device.bring(filing(files, [0]), b"x")
+            asked.append(writer.ask(files))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_listen", lambda: None)
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(30)
+    assert not thread.is_alive(), "all of it was sent"
+    assert [writer.wait(one) for one in asked] == [[[(0, 1)]]] * 2000
 
 
 def test_a_signal_that_ends_it_is_told(tmp_path: Path) -> None:
