@@ -107,22 +107,22 @@ class _File:
             return
         try:
             file = os.open(self.path, os.O_WRONLY)
+            try:
+                for run in runs:
+                    at = run.at
+                    for first in range(0, len(run.pieces), _PIECES):
+                        some = run.pieces[first : first + _PIECES]
+                        put(file, at, [memory[one.lo : one.hi] for one in some])
+                        at += sum(one.hi - one.lo for one in some)
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return
-        try:
-            for run in runs:
-                at = run.at
-                for first in range(0, len(run.pieces), _PIECES):
-                    some = run.pieces[first : first + _PIECES]
-                    put(file, at, [memory[one.lo : one.hi] for one in some])
-                    at += sum(one.hi - one.lo for one in some)
         except OSError:
             self._failed = True
             with suppress(OSError):  # then the front end cannot write either
-                os.fchmod(file, LACKING)
+                os.chmod(self.path, LACKING)
             raise
-        finally:
-            os.close(file)
 
 
 def put(file: int, at: int, pieces: Sequence[Any]) -> None:

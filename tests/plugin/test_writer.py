@@ -305,16 +305,19 @@ def test_rows_for_a_file_that_is_gone_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("at", [PUT, "os.open"])
 def test_a_failure_marks_the_file_and_is_said_where_a_server_says_things(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(file: int, *given: Any) -> None:
-        if path_of(file) == files[0].path:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        cast(Any, put)(file, *given)
+    whole = put if at == PUT else os.open
 
-    monkeypatch.setattr(PUT, full)
+    def full(file: Any, *given: Any) -> Any:
+        if file == files[0].path or (at == PUT and path_of(file) == files[0].path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return cast(Any, whole)(file, *given)
+
     writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
+    monkeypatch.setattr(at, full)
     device = Device(writer)
     for row in range(2):
         device.bring(filing(files, [row, row]), b"xy")
