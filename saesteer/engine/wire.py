@@ -9,7 +9,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 from struct import Struct
@@ -26,6 +25,7 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
+from saesteer.planning.immutable import immutable
 from saesteer.planning.plan import (
     END,
     Catalog,
@@ -53,7 +53,7 @@ _BYTES = 4 * LINE
 _VARIED = Struct("<i12si16s2f28s")  # a line as what clamps that are alike differ in, and the bytes in between
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class Wire:
     """A plan as the worker reads it."""
 
@@ -117,9 +117,9 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
         for members in here[site]:
             lines.append(b"".join(members))
             about[1].append(len(lines[-1]) // _BYTES)
-    head = json.dumps(
-        [[*sites.values()], [*targets.dictionaries], len(targets.vectors), edits, dose, readouts]
-    ).encode()
+    named = tuple((op, tuple(many), changes, captures) for op, many, changes, captures in sites.values())
+    known = _told(named, (*targets.dictionaries,), len(targets.vectors), edits, dose)
+    head = f"[{known}, {json.dumps(readouts) if readouts else '[]'}]".encode()
     return {
         "plan": b"".join([len(head).to_bytes(4, "little"), head, *targets.vectors, *lines]),
         "vectors": [*map(_brought, targets.brought.values()), *map(_rows, targets.rows.values())],
@@ -130,15 +130,21 @@ def decode(plan: bytes) -> Wire:
     """The inverse of ``encode`` for a plan that is not empty."""
     at = 4 + int.from_bytes(plan[:4], "little")
     head = plan[4:at]
-    sites, dictionaries, vectors, edits, dose, readouts = _parsed(head)
+    (sites, dictionaries, vectors, edits, dose), readouts = _parsed(head)
     digests = [plan[at + DIGEST * n : at + DIGEST * (n + 1)] for n in range(vectors)]
     lines = np.frombuffer(plan, "<i4", offset=at + DIGEST * vectors).reshape(-1, LINE)
     return Wire(head, sites, dictionaries, digests, edits, dose, readouts, lines)
 
 
 @lru_cache(64)
+def _told(*facts: Any) -> str:
+    """As JSON, what most requests have in common with others."""
+    return json.dumps(facts)
+
+
+@lru_cache(64)
 def _parsed(head: bytes) -> tuple[Any, ...]:
-    """What most requests have in common with others."""
+    """The inverse, with readouts."""
     return tuple(json.loads(str(head, "ascii")))
 
 

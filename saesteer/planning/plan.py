@@ -16,6 +16,7 @@ from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
 from saesteer.language.sites import op_site, parse
 from saesteer.language.spec import Spec
+from saesteer.planning.immutable import immutable
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.rows import FeatureRow
@@ -182,7 +183,7 @@ class Catalog:
         return self.other_widths.get(parse(site)[0], self.width)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Feature:
     """A feature of a dictionary: its encoder row reads, its decoder row writes."""
 
@@ -191,7 +192,7 @@ class Feature:
     target: int = 0  # which of the sites that it writes, whose decoder row it is; only of a cross-layer transcoder
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Direction:
     """A vector at unit length, which reads and writes."""
 
@@ -199,7 +200,7 @@ class Direction:
     layer: int | None  # layer of its row; None: it has one row for any site
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Whole:
     """A dictionary's reconstruction in place of the stream."""
 
@@ -211,7 +212,7 @@ class Whole:
 Unit = Literal["raw", "max_act", "vector", "stream"]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Read:
     """min(max(scale · f + shift, low), high), where f is a feature or a probe's x · v + bias, before edits of the site.
 
@@ -229,7 +230,7 @@ class Read:
     field: str  # path of its first mention in the request
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Change:
     """f' = min(max(scale · f + shift, low), high); x' = x + gain · strength · (f' − f) · d, in windows of positions.
 
@@ -253,7 +254,7 @@ class Change:
     op: str = option(default="clamp", compare=False)  # op of the edit
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Clamps:
     """Changes by neighbouring clamps of one dictionary in memory, alike but for features and values.
 
@@ -294,7 +295,7 @@ class Clamps:
             yield replace(first, target=Feature(name, feature), field=behind(first.field, n), scale=scale, shift=shift)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class Group:
     """Changes at one site that all read the same x, to which all their deltas are then added."""
 
@@ -314,7 +315,7 @@ class Group:
         return hash((self.site, self.changes))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Condition:
     """Whether above < f < below before any edit of the site, where f is a feature or a probe's x · v + bias."""
 
@@ -326,7 +327,7 @@ class Condition:
     field: str  # path of its first mention in the request
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Readout:
     """What a request reads of one tensor, for each token of its windows."""
 
@@ -365,7 +366,7 @@ class Readout:
         return self.field != CAPTURE
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rule:
     """Fires once: at the first position at which all conditions have held for so many positions in a row."""
 
@@ -377,7 +378,7 @@ class Rule:
     part: Part | None = None  # as of a change
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Plan:
     """What a spec does, with the groups of one site in the order in which they apply."""
 

@@ -1,5 +1,6 @@
 """Rows of one number each, which tells what they are, as consumers get them. Knows no queue and no disk."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,4 @@ def readout(**more: Any) -> Reported:
     """A readout of an activation, as answers name it."""
     one = Readout("activation", "saesteer.return.activations[0]", "resid_post.3", "resid_post.3", False, ((0, END),))
     reduced = {"reduce": more["reduce"]} if "reduce" in more else {}
-    return Reported(
-        Readout(**{**{name: getattr(one, name) for name in one.__slots__}, **more}), SITE | reduced, "float32"
-    )
+    return Reported(replace(one, **more), SITE | reduced, "float32")

@@ -67,6 +67,8 @@ def server(model_dir: str, dictionaries: Dictionaries, place: Path) -> Iterator[
     flags += ["--saesteer-admin-key", ADMIN_KEY, "--worker-extension-cls", "tests.plugin.held.Held"]
     environment = {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in test_soak.py
+    # The C library gives back what is freed. By itself it keeps some for each thread, which goes up and down by 90 MiB.
+    environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     with served(flags, place / "log", environment=environment | {"TMPDIR": str(place / "temporary")}) as client:
         yield client
 
@@ -204,7 +206,7 @@ def test_a_disk_without_room_fails_who_asked_for_a_handle(server: Served, place:
 
 
 def test_hundreds_of_reads_leave_nothing_behind(server: Served, place: Path, capsys: Any) -> None:
-    """Not their memory: what libraries keep grows by 60 MiB at once, and all that a hundred requests read is less."""
+    """Not their memory: what libraries keep still grows, and all that a hundred requests read is less."""
     with capsys.disabled():
         check(server, place, 200, 2)
 
@@ -217,5 +219,5 @@ def test_thousands_of_reads_leave_nothing_behind(server: Served, place: Path, ca
     assert len({tuple(one) for one in kept}) == 1, "the same processes"
     totals = [sum(one.values()) for one in kept]
     print(*(f"{total / MIB:.1f} MiB" for total in totals))
-    # What libraries keep goes up and down by 40 MiB. Bytes of what one request of a hundred has read would be more.
-    assert min(totals[2:]) - min(totals[:2]) < 12 * MIB
+    # It grows by 3. What one request of a hundred has read would be more than 6.
+    assert min(totals[2:]) - min(totals[:2]) < 6 * MIB

@@ -6,7 +6,7 @@ position; prefix_cache.py makes the keys of the cache's blocks from them.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -24,6 +24,7 @@ from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
 from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
+from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
@@ -44,7 +45,7 @@ _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Meaning:
     """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
 
