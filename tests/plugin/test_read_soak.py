@@ -12,6 +12,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_thousands_of_reads_leave_nothing_behind(server: Served, place: Path, ca
         kept = check(server, place, 2000, 4)
     assert len({tuple(one) for one in kept}) == 1, "the same processes"
     totals = [sum(one.values()) for one in kept]
-    print(*(f"{total / MIB:.1f} MiB" for total in totals))
-    # It grows by 3. What one request of a hundred has read would be more than 6.
-    assert min(totals[2:]) - min(totals[:2]) < 6 * MIB
+    grown = [round((later - sooner) / MIB, 1) for sooner, later in pairwise(totals)]
+    print(*({name: f"{size / MIB:.1f} MiB" for name, size in one.items()} for one in kept), grown, sep="\n")
+    # Libraries begin to keep 20 MiB at some time. 4 KB that stay of each request would show in every part.
+    assert min(grown[1:]) < 2 and sum(grown) < 64
