@@ -1,10 +1,11 @@
 """Rows for files wait on the device for those of later steps, and come home in their order. No engine.
 
-All on a CPU, but for what happens beside a second GPU: this file is both that test and its process.
+Two need a GPU. This file is both the last of them, of what happens beside a second one, and its process.
 """
 
 import gc
 import pickle
+import random
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +25,7 @@ from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
 from tests.apart import hear, tell
-from tests.plugin.filers import filing, in_this_process, soon
+from tests.plugin.filers import filing, in_this_process, sinks_in, soon
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
@@ -236,6 +238,34 @@ def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
     sent = pickle.dumps(Brought([], None, filed))
     with pytest.raises(RuntimeError, match=r"did not come: RuntimeError: what writes .* has ended"):
         pickle.loads(sent)
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_are_those_of_their_step_however_late_the_device_is(tmp_path: Path, kind: str) -> None:
+    """Written by a process. The next step overwrites its tensor, and some files are asked for in each step."""
+    device, names, sites, width, steps = torch.device(kind), "abcdefgh", 16, 2560, 40
+    side = torch.cuda.Stream(device) if kind == "cuda" else None  # type: ignore[no-untyped-call]
+    given, draw, count = torch.Generator().manual_seed(1), random.Random(1), len(names)
+    sent = torch.randint(-99, 99, (steps, count * sites, width), generator=given, dtype=torch.int16)
+    there = sent.to(device)
+    bank, index = torch.empty_like(there[0]), torch.arange(count * sites, device=device)
+    sinks, rows, expected = sinks_in(tmp_path, names, steps), Staging(device, side), sent.view(steps, count, -1)
+
+    def check(file: int, step: int) -> None:
+        written = np.fromfile(tmp_path / names[file], np.int16).reshape(-1, sites * width)
+        assert np.array_equal(written[: step + 1], expected[: step + 1, file].numpy()), (file, step)
+
+    for step in range(steps):
+        if kind == "cuda" and step % 8 == 3:
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        bank.copy_(there[step])
+        rows.add(filing(sinks, [step] * count), bank, index)
+        for file in draw.sample(range(count), draw.choice([0, 0, 1, 3])):
+            Filed({"one": {0: sinks[file]}}, rows).ask(["one"])["one"].told()
+            check(file, step)
+    Filed({"all": dict(enumerate(sinks))}, rows).settle()
+    for file in range(count):
+        check(file, steps - 1)
 
 
 @pytest.mark.gpu
