@@ -23,9 +23,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from mmap import mmap
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from stat import S_IMODE
 from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -80,6 +82,7 @@ class _File:
         self.path, self.start = path, start
         self.runs: list[_Run] = []
         self.dealt = self.written = 0  # how many pieces came here, and how many of them wait no longer
+        self.asks: deque[tuple[int, _Ask]] = deque()  # who waits until so many are written
         self.spans: list[Span] = []  # positions of rows that are here, and of which nobody has been told
         self.busy = False  # a thread writes some now
         self._failed = False  # some could not be written
@@ -120,9 +123,20 @@ class _File:
             return
         except OSError:
             self._failed = True
-            with suppress(OSError):  # then the front end cannot write either
-                os.chmod(self.path, LACKING)
+            _mark(self.path)
             raise
+
+
+def _mark(path: str) -> None:
+    """As a file that lacks rows. On some file systems a mode does not last, and the file is deleted."""
+    try:
+        os.chmod(path, LACKING)
+        if S_IMODE(os.stat(path).st_mode) == LACKING:
+            return
+    except OSError:
+        pass
+    with suppress(OSError):  # the front end cannot write it, either
+        os.unlink(path)
 
 
 def put(file: int, at: int, pieces: Sequence[Any]) -> None:
@@ -140,17 +154,11 @@ def put(file: int, at: int, pieces: Sequence[Any]) -> None:
 
 
 class _Ask:
-    def __init__(self, number: int, files: Sequence[_File | None]) -> None:
-        """Take down what these have got; None has never got anything."""
-        self.number = number
-        self.told = [[] if one is None else one.spans for one in files]
-        self._ends = [(one, one.dealt) for one in files if one is not None]
-        for one, _ in self._ends:
-            one.spans = []
+    """A question of the worker's, about some files."""
 
-    @property
-    def done(self) -> bool:
-        return all(file.written >= end for file, end in self._ends)
+    def __init__(self, number: int, told: Sequence[Sequence[Span]]) -> None:
+        self.number, self.told = number, told
+        self.left = 0  # files that lack rows
 
 
 class Filer:
@@ -172,11 +180,12 @@ class Filer:
         # A request that was preempted comes again with its file under another number; rows still keep their order.
         self._paths: WeakValueDictionary[str, _File] = WeakValueDictionary()
         self._waiting: dict[_File, None] = {}  # files with rows, the longest waiting first
-        self._ready: dict[_File, None] = {}  # of them, those to write as soon as no thread writes some of their rows
+        # Of them, those to write as soon as no thread writes some of their rows: first those that are asked about.
+        self._wanted: dict[_File, None] = {}
+        self._ready: dict[_File, None] = {}
         self._busy = 0  # files that threads write now
         self._fresh = 0  # bytes that came since all files were handed over
         self._due = 0.0  # when they are handed over next, of time.monotonic
-        self._asked: list[_Ask] = []  # that are not answered
         self._ended = False
         self._said: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()  # what the worker is yet to hear; None: no more
         self._lock = Lock()
@@ -185,7 +194,7 @@ class Filer:
             begin(work)
 
     def run(self) -> None:
-        """Until the worker has ended; what it has left is written."""
+        """Until the worker has ended; rows that have landed are written."""
         while True:
             while self._heard and self._take(self._heard[0]):
                 self._heard.popleft()
@@ -201,7 +210,7 @@ class Filer:
         with self._lock:
             self._hand_over()
             self._ended = True
-            self._rest.wait_for(lambda: not (self._ready or self._busy))
+            self._rest.wait_for(lambda: not (self._wanted or self._ready or self._busy))
         self._said.put(None)
 
     def _take(self, message: tuple[Any, ...]) -> bool:
@@ -240,13 +249,22 @@ class Filer:
         if self._fresh >= len(self._memory) // 2:
             self._hand_over()
 
-    def _ask(self, number: int, files: Sequence[int]) -> None:
-        asked = _Ask(number, [self._files.get(one) for one in files])
-        self._asked.append(asked)
-        ready = {self._files[one]: None for one in files if one in self._files and self._files[one].runs}
-        self._ready = ready | self._ready
-        self._work.notify(len(ready))
-        self._answer()
+    def _ask(self, number: int, numbers: Sequence[int]) -> None:
+        files = [self._files.get(one) for one in numbers]  # None has never got anything
+        asked = _Ask(number, [[] if one is None else one.spans for one in files])
+        for file in filter(None, files):
+            file.spans = []
+            if file.written < file.dealt:
+                file.asks.append((file.dealt, asked))
+                asked.left += 1
+            if file.runs:
+                self._wanted[file] = None
+                self._work.notify()
+        self._answer(asked)
+
+    def _answer(self, asked: _Ask) -> None:
+        if not asked.left:
+            self._said.put(("told", asked.number, asked.told))
 
     def _hand_over(self) -> None:
         self._ready |= self._waiting
@@ -254,7 +272,7 @@ class Filer:
         self._work.notify_all()
 
     def _next(self) -> _File | None:
-        return next((file for file in self._ready if not file.busy), None)
+        return next((file for file in chain(self._wanted, self._ready) if not file.busy), None)
 
     def _serve(self) -> None:
         """What each thread does."""
@@ -264,8 +282,8 @@ class Filer:
                 file = self._next()
                 if file is None:
                     return
-                del self._ready[file]
-                self._waiting.pop(file, None)
+                for files in (self._wanted, self._ready, self._waiting):
+                    files.pop(file, None)
                 runs, file.runs = file.runs, []
                 file.busy = True
                 self._busy += 1
@@ -279,18 +297,14 @@ class Filer:
                 file.busy = False
                 file.written += sum(len(run.pieces) for run in runs)
                 self._busy -= 1
-                if file in self._ready:
+                while file.asks and file.asks[0][0] <= file.written:
+                    _, asked = file.asks.popleft()
+                    asked.left -= 1
+                    self._answer(asked)
+                if file in self._wanted or file in self._ready:
                     self._work.notify()
                 self._rest.notify_all()
-                self._answer()
             del file, runs
-
-    def _answer(self) -> None:
-        """Who has asked for what is written now."""
-        done = [one for one in self._asked if one.done]
-        self._asked = [one for one in self._asked if one not in done]
-        for one in done:
-            self._said.put(("told", one.number, one.told))
 
     def _tell(self) -> None:
         """In a thread of its own: a worker that is sending hears nothing until this process has listened."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from select import POLLIN, poll
-from socket import socketpair
+from socket import SHUT_WR, socket, socketpair
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -242,11 +242,13 @@ def begin(connection: int, memory: int) -> Any:
     Returns:
         What can wait for its end.
     """
-    command = [sys.executable, "-m", "saesteer.engine.filer", str(connection), str(memory)]
+    # -P: it imports what this process has imported, and nothing of the same name in the folder that it stands in.
+    command = [sys.executable, "-P", "-m", "saesteer.engine.filer", str(connection), str(memory)]
+    paths = os.pathsep.join(one or os.getcwd() for one in sys.path)
     # It has no terminal and no group in common with the worker: it ends when the worker's end of the socket is closed.
     process = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": paths},
         pass_fds=(connection, memory),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -257,6 +259,9 @@ def begin(connection: int, memory: int) -> Any:
 
 def _end(connection: Connection, process: Any) -> None:
     """Let it write what it has, and end."""
+    # To close is not enough: processes that were forked here have the connection as well.
+    with suppress(OSError), socket(fileno=os.dup(connection.fileno())) as one:
+        one.shutdown(SHUT_WR)
     connection.close()
     with suppress(subprocess.TimeoutExpired):  # a disk that hangs
         process.wait(timeout=_LAST_S)

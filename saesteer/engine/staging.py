@@ -54,8 +54,12 @@ class Staging:
         self._some = Event()
 
     def warm(self) -> None:
-        """Begin the process that writes, and make the memory in which rows come home."""
-        self.writer.shared  # noqa: B018
+        """Make the memory in which rows come home, and begin the process that writes.
+
+        Raises:
+            RuntimeError: it does not begin.
+        """
+        self.writer.wait(self.writer.ask([]))
 
     @property
     def ticket(self) -> int:
@@ -77,6 +81,7 @@ class Staging:
         width = source.shape[1]
         row = width * source.itemsize
         with self._lock:
+            self._counter()  # if there is no room for it, only who brings these rows learns it
             if self._side is not None:
                 self._main = torch.cuda.current_stream(self._device)
             size, first = index.shape[0] * row, -(-self._used // row) * row
@@ -240,5 +245,10 @@ class Filed:
         Raises:
             RuntimeError: what writes has ended.
         """
-        found = {name: owed.told() for name, owed in self.ask(self._sinks).items()}
-        return {name: told for name, told in found.items() if told}
+        self._staging.bring_home(self._ticket)
+        writer, found = self._staging.writer, dict[str, list[list[Any]]]()
+        own = [(name, number, sink) for name, sinks in self._sinks.items() for number, sink in sinks.items()]
+        for (name, number, _), spans in zip(own, writer.wait(writer.ask([sink for _, _, sink in own])), strict=True):
+            if spans:
+                found.setdefault(name, []).append([number, spans])
+        return found

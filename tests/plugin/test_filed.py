@@ -37,6 +37,9 @@ class Files(Filed):
     def ask(self, ending: Collection[str]) -> dict[str, Owed]:
         return {name: Rest(self.written.pop(name), name, self.slow) for name in [*ending] if name in self.written}
 
+    def settle(self) -> dict[str, list[list[Any]]]:
+        return {name: owed.told() for name, owed in self.ask(self.written).items()}
+
 
 class Rest(Owed):
     """What one lacks, as long as the disk is slow for it."""
@@ -110,6 +113,7 @@ def test_they_come_with_the_last_output(sent: bool) -> None:
         )
     told = send(scheduler, [output("a", "stop"), output("b")], worker.step(("a", 0, 5, 6)))
     assert told.keys() == {"a"} and positions(told["a"]) == {0: [*range(6)], 1: [*range(5)]}
+    assert not sent or told["a"] == [[0, [(0, 6)]], [1, [(0, 5)]]], "an answer of a thousand steps tells as little"
     del scheduler.requests["a"]
     assert send(scheduler, [output("b")], None) == {}
     assert set(scheduler.saesteer_filed) == ({"b"} if sent else set())

@@ -194,7 +194,8 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
             content = (folder / "abc"[file]).read_bytes().ljust(2 * ROWS, b"\0")
             assert content == expected[file].tobytes()
         [found] = begun
-        assert not early and not found._waiting and not found._ready and not found._asked and not found._busy
+        assert not early and not any((found._waiting, found._wanted, found._ready, found._busy))
+        assert not any(one.asks for one in found._files.values())
         soon(lambda: writer.done(Asked()) or writer.shared._free == [(512, 512 + most)])
         assert writer.shared._free == [(512, 512 + most)], "all of the memory has come back"
 
@@ -210,6 +211,32 @@ def test_who_waits_for_one_file_writes_no_other(
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "b").read_bytes() and here
     writer.wait(writer.ask([other]))
     assert (tmp_path / "b").read_bytes() == b"y"
+
+
+def test_who_asks_first_is_served_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before all that nobody asks for."""
+    monkeypatch.setattr(filer, "PAUSE", 20)
+    monkeypatch.setattr(filer, "THREADS", 1)
+    in_this_process(monkeypatch)
+    gate, order = threading.Event(), list[str]()
+
+    def slow(*given: Any) -> None:
+        order.append(path_of(given[0])[-1])
+        gate.wait(20)
+        put(*given)
+
+    monkeypatch.setattr(PUT, slow)
+    files, writer = sinks_in(tmp_path, "abcdef", 1), Writer()
+    Device(writer).bring(filing(files, [0] * 6), b"012345")
+    asked = [writer.ask([files["abcdef".index(name)]]) for name in "edb"]
+    writer._send("hurry")
+    asked.append(writer.ask([files[2], files[0]]))
+    soon(lambda: order == ["e"])
+    gate.set()
+    for one in asked:
+        writer.wait(one)
+    soon(lambda: len(order) == 6)
+    assert "".join(order) == "edbcaf"
 
 
 @pytest.mark.usefixtures("here")

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from saesteer.config.config import KEY
-from saesteer.engine.brought import Blob, Brought, Told
+from saesteer.engine.brought import Blob, Brought
+from saesteer.engine.filer import Span
 from saesteer.engine.spool import Owed
 from saesteer.planning.answers import WORDS
 from saesteer.plugin.results import sending
@@ -47,7 +48,7 @@ def send(
         RuntimeError: what writes files has ended.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
-    filed: dict[str, list[Told]] = scheduler.__dict__.setdefault("saesteer_filed", {})
+    filed: dict[str, dict[int, list[Span]]] = scheduler.__dict__.setdefault("saesteer_filed", {})
     if brought is None and not waiting and not filed:
         return {}
     ended = sending.ended(outputs)
@@ -56,12 +57,14 @@ def send(
         for name, blobs in brought.blobs(ending, ends).items():
             waiting.setdefault(name, []).extend(blobs)
         for name, told in brought.told().items():
-            filed.setdefault(name, []).extend(told)
+            own = filed.setdefault(name, {})
+            for number, spans in told:
+                _join(own.setdefault(number, []), spans)
         owed = brought.owed(ending)
         for name in owed.keys() - ended:
             waiting.setdefault(name, []).extend(owed.pop(name).told())
     for name in filed.keys() & ending:
-        waiting.setdefault(name, []).extend(filed.pop(name))
+        waiting.setdefault(name, []).extend([number, spans] for number, spans in filed.pop(name).items())
     made = {one.request_id: one for one in sending.of(outputs)} if waiting else {}
     for name in [*waiting]:
         if name in made:
@@ -71,6 +74,15 @@ def send(
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
     return owed
+
+
+def _join(before: list[Span], spans: Sequence[Span]) -> None:
+    """Each step tells of one position: of a long answer there would be thousands."""
+    for lo, hi in spans:
+        if before and before[-1][1] == lo:
+            before[-1] = before[-1][0], hi
+        else:
+            before.append((lo, hi))
 
 
 def _put(output: Any, blobs: Sequence[Blob]) -> None:
