@@ -11,6 +11,7 @@ import torch
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
+from saesteer.engine.registry import Gone
 from saesteer.kernels import ops
 from tests.rows import row_of
 
@@ -128,3 +129,20 @@ def test_guessed_tokens_have_rows_of_their_own() -> None:
     assert [int(engine.counted(row, 1)) for row in (1, 2, *guesses)] == [2, 1, 0, 0, 0]
     engine.fill(2, None)
     assert schedule(engine, [1, 2, *guesses], [1, 1, 1, 1, 1]) == [1], "they are empty with it"
+
+
+def test_a_row_for_which_there_is_no_slot_is_empty_with_those_of_its_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assets = Assets.open(SaesteerConfig(sites=(SITE,), inline_rows=1))
+    size: dict[str, Any] = {"width": WIDTH, "layers": 2, "max_rows": 1, "max_tokens": 64, "drafts": 2}
+    engine = Engine(assets, dtype=torch.float32, device=torch.device("cpu"), **size)
+    rows = [1, *engine.drafts_of(1)]
+    admit(engine, 1, [1.0] * WIDTH)
+    assert schedule(engine, rows, [1, 1, 1]) == rows
+
+    def gone(content: Any) -> None:
+        raise Gone("a name was replaced")
+
+    monkeypatch.setattr(engine.registry, "take", gone)
+    with pytest.raises(Gone):
+        admit(engine, 1, [2.0] * WIDTH)
+    assert schedule(engine, rows, [1, 1, 1]) == []

@@ -245,13 +245,13 @@ class Engine:
             return
         self.release(row)
         words = self._staged[row] = np.zeros(self.table.shape[1], dtype=np.int32)
+        self._staged |= dict.fromkeys(self.drafts_of(row), words)
         if content is not None:
             self._held[row] = self.registry.take(content)
             self._filled[row] = content
             words[: len(content.words)] = content.words
             if border is not None:
                 border.put(words, len(self.places.sites))
-        self._staged |= dict.fromkeys(self.drafts_of(row), words)
 
     def drafts_of(self, row: int) -> range:
         """Of a row, those of the tokens that a step guesses for its request: the same words, counters to be dropped."""
