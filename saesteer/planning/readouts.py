@@ -109,8 +109,10 @@ def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
     Raises:
         SpecError: the op makes edits of both, between which it captures nothing.
     """
+    if not (plan.readouts or plan.measures):
+        return plan
     edited, parts = _edited(plan, catalog)
-    if not edited or not (plan.readouts or plan.measures):
+    if not edited:
         return plan
 
     def placed(one: Readout) -> Readout:

@@ -172,6 +172,8 @@ class Reads:
         Raises:
             SpecError: edits wait for too many conditions at a time, or keep too many numbers.
         """
+        if not len(self):
+            return {}, {}
         bits, registers = self._conditions.settle(), self._reads.settle() | self._wholes.settle()
         fields = self._conditions.fields | self._reads.fields | self._wholes.fields
         conditions = {}

@@ -30,15 +30,16 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     for group in found.groups:
         _refuse_twice(group)
     targets = [part.target for group in found.groups for part in group.parts] + [one.target for one in found.inputs]
+    kinds = {one.__class__ for one in targets}
     named = {one.dictionary for one in targets if not isinstance(one, Direction)}
     by_rows = any(is_by_rows(catalog, name) for name in named)
     if by_rows:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
     _refuse_stale(found, catalog)
-    if any(_is_ranked(name, catalog) for name in named) or any(isinstance(one, Whole) for one in targets):
+    if Whole in kinds or any(_is_ranked(name, catalog) for name in named):
         _refuse_dense(found, catalog)
-    if by_rows or any(isinstance(one, Direction) for one in targets):
+    if by_rows or Direction in kinds:
         _refuse_brought(found, catalog)
 
 
