@@ -102,6 +102,8 @@ class Captures:
             return None
         for one in files:
             self._staging.add(one.filing, self._source(one.bank, hidden), self._known(one.chosen))
+        if self._staging.at_once:
+            self._staging.bring_home(self._staging.ticket)
         made, event = self._make(reads, hidden) if reads else ([], None)
         return Brought(made, event, Filed(sinks, self._staging) if sinks else None)
 

@@ -45,6 +45,7 @@ class Staging:
         self._copies = 0  # that have been started
         self._number: Tensor | None = None  # the same on the device
         self._turns = 0  # how many times something has come home
+        self.at_once = False  # whether rows come home as they are taken: somebody waits for those of each step
         self._lock = Lock()  # the thread below brings rows home, too, and so may one that sends a step's output
         self._buffers: list[Tensor] | None = None
         self._shaped: dict[tuple[int, torch.dtype, int], Tensor] = {}
@@ -242,9 +243,13 @@ class Filed:
     def settle(self) -> dict[str, list[list[Any]]]:
         """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
 
+        Whoever does this does it for each step. The next ones are brought home at once, or they would come home behind
+        a step that has been launched since.
+
         Raises:
             RuntimeError: what writes has ended.
         """
+        self._staging.at_once = True
         self._staging.bring_home(self._ticket)
         writer, found = self._staging.writer, dict[str, list[list[Any]]]()
         own = [(name, number, sink) for name, sinks in self._sinks.items() for number, sink in sinks.items()]

@@ -30,6 +30,7 @@ from saesteer.engine.filer import put
 from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import SPOOLS, Sinks, address
+from saesteer.engine.spool import Writer
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Reported, Rows
@@ -200,6 +201,27 @@ def test_a_result_is_read_in_any_pieces(tmp_path: Path) -> None:
         file.seek(len(whole) - 3)
         assert file.read() == whole[-3:]
         file.close()
+
+
+def test_rows_of_a_step_that_leaves_its_process_wait_for_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process they come home together, when somebody asks."""
+    written, several = Writer.put, list[int]()
+
+    def counted(self: Writer, *given: Any) -> None:
+        several.append(len(given[-1]))
+        written(self, *given)
+
+    monkeypatch.setattr(Writer, "put", counted)
+    steps, sinks = Steps([(0, END)]), sinks_of(spool_of(results(tmp_path)))
+    brought = [steps.run(sinks, at, at + 1) for at in range(3)]
+    assert not several
+    pickle.dumps(brought)
+    assert several == [3]
+    for at in range(3, 5):
+        steps.run(sinks, at, at + 1)
+    assert several == [3, 1, 1]
 
 
 def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
