@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.saesteer.consumers")
 MAX_RESULT = 2**16  # characters of JSON
 ANSWER_SECONDS = 60.0  # that an answer waits for its consumers at most
 CLOSE_SECONDS = 30.0
+_ID = 40  # bytes that a token's id takes in a list
 
 Count = Callable[[str, str, int], None]  # what: rows, dropped or failures; the consumer's name; how many
 
@@ -76,8 +77,8 @@ class Runner:
         self, name: str, consumer: Consumer, policy: Policy | None = None, count: Count = lambda *_: None
     ) -> None:
         self.name, self.consumer, self.policy, self._count = name, consumer, policy or Policy(), count
-        self._queue: deque[tuple[Ticket, Rows | str]] = deque()
-        self._held = 0  # bytes of rows in the queue
+        self._queue: deque[tuple[Ticket, Rows | str, int]] = deque()  # with the bytes of each
+        self._held = self._ids = 0  # bytes of rows in it, and of token ids; each may be as many as the policy says
         self._changed = Condition()
         self._thread: Thread | None = None
         self._closing = False
@@ -93,7 +94,7 @@ class Runner:
         except SpecError:
             raise
         except (Exception, SystemExit) as exc:  # noqa: BLE001  # the consumer's code, of which we know nothing
-            fail(at, "out_of_range", f"was refused by the consumer ({exc})")
+            fail(at, "out_of_range", f"was refused by the consumer ({_words(exc)})")
 
     @property
     def behind(self) -> bool:
@@ -110,17 +111,25 @@ class Runner:
         """
         with self._changed:
             if wait and self.policy.wait:
-                self._changed.wait_for(lambda: self._fits(rows), self.policy.wait)
-            if not self._fits(rows):
+                self._changed.wait_for(lambda: self._fits(self._held, rows.nbytes), self.policy.wait)
+            if not self._fits(self._held, rows.nbytes):
                 ticket.dropped += len(rows)
                 self._count("dropped", self.name, len(rows))
                 return
             self._held += rows.nbytes
-            self._add(ticket, rows)
+            self._add(ticket, rows, rows.nbytes)
 
     def end(self, ticket: Ticket) -> None:
-        """The request's answer has ended; the ticket's result follows."""
+        """The request's answer has ended; the ticket's result follows, unless there is no room for its token ids."""
+        size = _ID * len(ticket.request.tokens)
         with self._changed:
+            if self._fits(self._ids, size):
+                self._ids += size
+                self._add(ticket, "end", size)
+                return
+            ticket.request.tokens = ()
+            ticket.failed = ConsumerError("it is behind, and its queue is full")
+            self._count("dropped", self.name, 1)
             self._add(ticket, "end")
 
     def drop(self, ticket: Ticket) -> None:
@@ -138,11 +147,11 @@ class Runner:
         else:
             self._thread.join(CLOSE_SECONDS)
 
-    def _fits(self, rows: Rows) -> bool:
-        return not self._held or self._held + rows.nbytes <= self.policy.queue_bytes
+    def _fits(self, held: int, nbytes: int) -> bool:
+        return not held or held + nbytes <= self.policy.queue_bytes
 
-    def _add(self, ticket: Ticket, what: Rows | str) -> None:
-        self._queue.append((ticket, what))
+    def _add(self, ticket: Ticket, what: Rows | str, nbytes: int = 0) -> None:
+        self._queue.append((ticket, what, nbytes))
         if self._thread is None:
             self._thread = Thread(target=self._run, name=f"saesteer {self.name}", daemon=True)
             self._thread.start()
@@ -154,12 +163,14 @@ class Runner:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     break
-                ticket, what = self._queue.popleft()
+                ticket, what, nbytes = self._queue.popleft()
             self._serve(ticket, what)
-            if isinstance(what, Rows):
-                with self._changed:
-                    self._held -= what.nbytes
-                    self._changed.notify_all()
+            with self._changed:
+                if isinstance(what, Rows):
+                    self._held -= nbytes
+                else:
+                    self._ids -= nbytes
+                self._changed.notify_all()
         self._guarded("close", self.consumer.close)
 
     def _serve(self, ticket: Ticket, what: Rows | str) -> None:
@@ -187,14 +198,15 @@ class Runner:
         except BaseException as exc:  # noqa: BLE001  # sys.exit would end the thread, and all later requests with it
             ticket.failed = exc
             self._count("failures", self.name, 1)
-            logger.error("consumer %s failed for request %s: %s: %s", self.name, ticket.request.id, _kind(exc), exc)
+            about = self.name, ticket.request.id, _kind(exc), _words(exc)
+            logger.error("consumer %s failed for request %s: %s: %s", *about)
             return None
 
     def _tell(self, ticket: Ticket, found: Any) -> None:
         if ticket.failed is None:
             ticket.result.set_result(found)
         else:
-            about = f"{_kind(ticket.failed)}: {ticket.failed}"[:500]
+            about = f"{_kind(ticket.failed)}: {_words(ticket.failed)}"[:500]
             failed = DiskError if isinstance(ticket.failed, DiskError) else ConsumerError
             ticket.result.set_exception(failed(f"consumer {self.name!r} failed for this request ({about})"))
 
@@ -208,6 +220,14 @@ class Runner:
 
 def _kind(exc: BaseException) -> str:
     return type(exc).__name__
+
+
+def _words(exc: BaseException) -> str:
+    """Those of an exception, which is the consumer's code as well."""
+    try:
+        return str(exc)
+    except Exception:  # noqa: BLE001
+        return "an error without words"
 
 
 def _json(found: Any) -> Any:

@@ -38,15 +38,17 @@ class Shard:
         self.nbytes = 0  # of memory
         self.rows = 0
         self._arrays: dict[str, list[Array]] = {}  # by the tensor's name
+        self._ends: dict[str, int] = {}  # rows of each
         self._about: dict[str, Mapping[str, Any]] = {}
         self._pieces: list[dict[str, Any]] = []
 
     def add(self, request: str, choice: int, rows: Rows) -> None:
         """Append the rows of a request."""
         names = {key: self._name(rows, key, array) for key, array in rows.arrays.items() if array.shape[1]}
-        first = {name: sum(one.shape[0] for one in self._arrays.get(name, ())) for name in names.values()}
+        first = {name: self._ends.get(name, 0) for name in names.values()}
         for key, name in names.items():
             self._arrays.setdefault(name, []).append(rows.arrays[key])
+            self._ends[name] = self._ends.get(name, 0) + rows.arrays[key].shape[0]
             self._about[name] = {"kind": rows.kind, **rows.about, "array": key}
         piece = {"request": request, "choice": choice, "rows": len(rows), "first": first}
         piece |= {"positions": rows.positions, "tokens": rows.tokens}  # lists would take four times the memory
@@ -66,7 +68,7 @@ class Shard:
         tensors, at = {}, 0
         for name, arrays in sorted(self._arrays.items(), key=lambda one: -SIZES[one[1][0].dtype]):  # aligned so
             end = at + sum(len(one.data) for one in arrays)
-            shape = [sum(one.shape[0] for one in arrays), arrays[0].shape[1]]
+            shape = [self._ends[name], arrays[0].shape[1]]
             tensors[name] = {"dtype": _DTYPES[arrays[0].dtype], "shape": shape, "data_offsets": [at, end]}
             at = end
         head = json.dumps(tensors, separators=(",", ":")).encode()

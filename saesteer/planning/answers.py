@@ -277,7 +277,7 @@ class _Features(_Kind):
                 own = slice(number * top_k, (number + 1) * top_k)
                 row["top"] = [[one, f] for one, f in zip(features[own], strengths[own], strict=True) if one >= 0]
             if names:
-                row["features"] = dict(zip(names, named[number * len(names) :][: len(names)], strict=True))
+                row["features"] = dict(zip(names, named[number * len(names) : (number + 1) * len(names)], strict=True))
             found.append(row)
         return {"rows": found}
 

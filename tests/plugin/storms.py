@@ -373,7 +373,7 @@ class Storm:
             return
         fields = getattr(choice, "saesteer", None)
         if fields is not None:
-            consuming.settle(SimpleNamespace(outputs=[choice]))
+            consuming.settle(SimpleNamespace(outputs=[choice]), set())
         truth = Truth(one)
         try:
             assert answer.num_cached_tokens == one.cached or one.choices > 1

@@ -111,7 +111,7 @@ def run(made: Any, reason: str = "stop") -> Any:
 def test_a_result_comes_into_the_answer(consumers: Consumers) -> None:
     report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
     output = run(state(report))
-    consuming.settle(output)
+    consuming.settle(output, set())
     assert output.outputs[0].saesteer["consumers"] == {"judge": [*range(PROMPT + 2)]}
 
 
@@ -122,7 +122,7 @@ FAILING = [("ill", "the judge is ill", "consumer"), ("full", "the book is full",
 def test_a_failure_is_the_requests_error(consumers: Consumers, how: str, why: str, code: str) -> None:
     report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {how: True}}}})
     with pytest.raises(SpecError, match=why) as caught:
-        consuming.settle(run(state(report)))
+        consuming.settle(run(state(report)), set())
     assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", code)
 
 
@@ -130,7 +130,7 @@ def test_a_failure_is_the_requests_error(consumers: Consumers, how: str, why: st
 def test_what_has_no_end_is_forgotten(consumers: Consumers, judge: Judge, reason: str) -> None:
     report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
     output = run(state(report), reason)
-    consuming.settle(output)
+    consuming.settle(output, set())
     consumers.close()
     assert judge.gone == ["a"] and "consumers" not in output.outputs[0].saesteer
 
@@ -198,7 +198,7 @@ def test_a_consumer_that_hangs_is_given_up(consumers: Consumers, judge: Judge, m
     judge.gate.clear()
     report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
     with pytest.raises(SpecError, match="did not answer within"):
-        consuming.settle(run(state(report)))
+        consuming.settle(run(state(report)), set())
     with pytest.raises(SpecError, match="did not answer within"):
         asyncio.run(consuming.settled(run(state(report))))
 
@@ -277,5 +277,5 @@ def test_an_answer_that_names_none_says_nothing_of_them(consumers: Consumers) ->
     consumers.named["judge"].consumer.end = lambda request: None  # type: ignore[method-assign]
     report, _ = admitted(capturing, {"return": READ}, capture=("resid_post.3",))
     output = run(state(report))
-    consuming.settle(output)
+    consuming.settle(output, set())
     assert "consumers" not in output.outputs[0].saesteer

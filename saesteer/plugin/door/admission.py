@@ -156,7 +156,7 @@ class Door:
         own = [one for one in meaning.readouts if one.readout.shown]
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
-            wanted = Wanted(self.consumers, meaning.readouts, spec.returns.consumers)
+            wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
         rooms = self._bound(own, catalog, len(ids), params) if own else []
         params.saesteer_report = Report(
             meaning.applied,

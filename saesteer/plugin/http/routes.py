@@ -43,6 +43,8 @@ _PLACES: tuple[tuple[str, ...], ...] = (
     (),
     ("vllm_xargs",),
     ("extra_body",),
+    ("extra_body", "vllm_xargs"),
+    ("extra_body", "extra_args"),
     ("extra_args",),
     ("sampling_params",),
     ("sampling_params", "vllm_xargs"),

@@ -29,7 +29,7 @@ from saesteer.plugin.wrap import Original, around
 FAILED = "consumer"  # a consumer failed for this request
 SPACE = "no_space"  # what was read could not be written to the disk, by a consumer or for a handle
 _AT = f"{KEY}.return.consumers"
-_PAUSE = 0.005  # seconds
+_PAUSES = 0.005, 0.25  # seconds between two looks at a consumer, the first and the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,17 @@ class Wanted:
 
     consumers: Consumers
     readouts: Sequence[Reported]
-    named: Sequence[Consumer]  # by the request, with parameters
+    named: Sequence[tuple[str, Any]]  # by the request, with what each has made of its parameters
+
+    @classmethod
+    def of(cls, consumers: Consumers, readouts: Sequence[Reported], named: Sequence[Consumer]) -> "Wanted":
+        """Asked of consumers before vLLM knows the request: one may refuse now what it took when it was planned.
+
+        Raises:
+            SpecError: a consumer refuses its parameters.
+        """
+        own = ((one.name, consumers.named[one.name].check(one.parameters, step(_AT, one.name))) for one in named)
+        return cls(consumers, readouts, [*own])
 
     def feed(self, state: Any) -> Feed:
         """The feed of one answer.
@@ -48,10 +58,8 @@ class Wanted:
         """
         place = request_of(state), int(state.request_index or 0)
         own: list[Taker] = []
-        for one in self.named:
-            runner = self.consumers.named[one.name]
-            parameters = runner.check(one.parameters, step(_AT, one.name))
-            own.append((runner, ticket(*place, parameters, state.prompt_len)))
+        for name, parameters in self.named:
+            own.append((self.consumers.named[name], ticket(*place, parameters, state.prompt_len)))
         capturing = [
             (runner, ticket(*place, None, state.prompt_len, captured=True)) for runner in self.consumers.capturing
         ]
@@ -131,10 +139,11 @@ async def room(consumers: Consumers, params: Any) -> None:
     What runs goes on: only new requests are slowed down.
     """
     waited = (*consumers.capturing, *(consumers.named.values() if are_named(params) else ()))
-    start = time.monotonic()
+    start, (pause, longest) = time.monotonic(), _PAUSES
     for runner in waited:
-        while runner.behind and time.monotonic() < start + runner.policy.wait:
-            await asyncio.sleep(_PAUSE)
+        while runner.behind and (left := start + runner.policy.wait - time.monotonic()) > 0:
+            await asyncio.sleep(min(pause, left))
+            pause = min(1.5 * pause, longest)  # hundreds may wait, while the consumer needs the processor
 
 
 async def settled(output: Any) -> None:
@@ -150,16 +159,21 @@ async def settled(output: Any) -> None:
             _fail(output, name, exc)
 
 
-def settle(output: Any) -> None:
+def settle(output: Any, late: set[str]) -> None:
     """The same in a call to LLM, which waits.
+
+    Args:
+        output: one of its prompts'.
+        late: consumers that did not answer in time for another one; a call waits for each of them once.
 
     Raises:
         SpecError: a consumer failed.
     """
     for fields, name, result in _results(output):
         try:
-            fields[name] = result.result(ANSWER_SECONDS)
+            fields[name] = result.result(0 if name in late else ANSWER_SECONDS)
         except (ConsumerError, TimeoutError) as exc:
+            late |= {name} if isinstance(exc, TimeoutError) else set()
             _fail(output, name, exc)
 
 

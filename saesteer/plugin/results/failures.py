@@ -184,9 +184,10 @@ def _raising(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         del processor.saesteer_refused
     answers = {output.request_id: output for output in outputs if output.request_id not in refused}
+    late = set[str]()
     for name, output in answers.items():
         try:
-            consuming.settle(output)
+            consuming.settle(output, late)
         except SpecError as error:
             refused[name] = SpecRefused(error)
     if refused:
