@@ -198,6 +198,49 @@ def test_a_queue_of_small_rows_takes_the_memory_that_it_may_have(make: Callable[
     assert 1 << 19 < held < 3 << 19
 
 
+def test_ids_of_answers_do_not_pile_up_behind_one_that_hangs(make: Callable[..., Made]) -> None:
+    """What is captured comes with each answer of the server, and a disk over a network may hang for hours."""
+    runner, consumer, counted = make(queue_bytes=1 << 20)
+    consumer.gate.clear()
+    first, others = ticket(0, "first"), [ticket(number, captured=number % 2 > 0) for number in range(1, 301)]
+    runner.put(first, rows(0, 0, 2))
+    for one in (first, *others):
+        one.request.tokens = [*range(1000)]
+        runner.end(one)
+    kept = [one for one in others if one.request.tokens]
+    assert len(kept) == 25 and counted["dropped"] == 275, "a million bytes of lists of 1,000 numbers"
+    consumer.gate.set()
+    assert result(first) == "first" and all(result(one) is None for one in kept)
+    for one in others[len(kept) :]:
+        with pytest.raises(ConsumerError, match="is behind, and its queue is full"):
+            result(one)
+    assert len(consumer.dropped) == 275 and runner._ids == 0
+    last = ticket(301, "last")
+    runner.end(last)
+    assert result(last) == "last"
+
+
+def test_an_error_that_cannot_say_what_it_is_ends_no_thread(make: Callable[..., Made]) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise IndexError("its words are wrong, too")
+
+    runner, consumer, _ = make()
+    bad, good = ticket(0), ticket(1, "fine")
+
+    def end(request: Request) -> Any:
+        if request.parameters is None:
+            raise Mute
+        return request.parameters
+
+    consumer.end = end  # type: ignore[method-assign]
+    for one in (bad, good):
+        runner.end(one)
+    with pytest.raises(ConsumerError, match=r"Mute: an error without words"):
+        result(bad)
+    assert result(good) == "fine"
+
+
 def test_it_waits_for_room_as_long_as_the_policy_says(make: Callable[..., Made]) -> None:
     one = rows(0, 0, 2)
     runner, consumer, counted = make(queue_bytes=one.nbytes, wait=0.3)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,6 +260,19 @@ def test_requests_give_no_folder(tmp_path: Path) -> None:
 def test_wrong_options_stop_the_start(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Filesystem(options)
+
+
+def test_a_shard_takes_time_in_proportion_to_its_pieces() -> None:
+    """While requests decode, each token is one."""
+
+    def seconds(pieces: int) -> float:
+        begun, shard, one = time.thread_time(), shards.Shard(), rows(0, 0, 1)
+        for _ in range(pieces):
+            shard.add("a", 0, one)
+        assert shard.rows == pieces
+        return time.thread_time() - begun
+
+    assert seconds(16_000) < 40 * seconds(1_000), "16 times as much; its square would be 256"
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from saesteer.consumers.known import Consumers
 from saesteer.consumers.runner import Policy, Runner
 from saesteer.errors import SpecError
 from saesteer.language import spec as language
+from saesteer.language.fields import fail
 from saesteer.planning.plan import Catalog
 from saesteer.planning.readouts import captures, together
 from saesteer.plugin.door.admission import Door
@@ -201,6 +202,26 @@ def test_a_consumer_that_hangs_is_given_up(consumers: Consumers, judge: Judge, m
         consuming.settle(run(state(report)), set())
     with pytest.raises(SpecError, match="did not answer within"):
         asyncio.run(consuming.settled(run(state(report))))
+
+
+def test_a_call_waits_once_for_one_that_hangs(
+    consumers: Consumers, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "ANSWER_SECONDS", 0.5)
+    judge.gate.clear()
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    begun, late = time.monotonic(), set[str]()
+    for _ in range(20):
+        with pytest.raises(SpecError, match="did not answer within"):
+            consuming.settle(run(state(report)), late)
+    assert time.monotonic() - begun < 5, "seconds; 20 times half of one would be 10"
+
+
+def test_a_consumer_that_refuses_late_does_so_at_the_door(consumers: Consumers, judge: Judge) -> None:
+    """Behind it, vLLM would know the request, and nobody would end it."""
+    judge.check = lambda parameters, at: fail(at, "conflict", "is used up")  # type: ignore[method-assign]
+    with pytest.raises(SpecError, match=r"saesteer\.return\.consumers\.judge: is used up"):
+        admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
 
 
 def test_new_requests_wait_for_one_that_is_behind() -> None:

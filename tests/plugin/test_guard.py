@@ -28,6 +28,8 @@ ASKING: list[Any] = [
     {"vllm_xargs": {"saesteer": json.dumps(STEERED)}},
     {"sampling_params": {"extra_args": {"saesteer": STEERED}}},
     {"extra_body": {"saesteer": STEERED}},
+    {"extra_body": {"vllm_xargs": {"saesteer": STEERED}}},
+    {"extra_body": {"extra_args": {"saesteer": STEERED}}},
 ]
 PLAIN: list[Any] = [
     {"prompt": "saesteer"},

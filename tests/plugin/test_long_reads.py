@@ -1,5 +1,9 @@
-"""Reductions over long answers: they hold the memory of a few tokens, and all of their numbers. Starts no engine."""
+"""Reads of long texts: reductions hold the memory of a few tokens, and features take time in proportion to tokens.
 
+Starts no engine.
+"""
+
+import time
 import tracemalloc
 from itertools import pairwise
 from typing import Any
@@ -56,3 +60,24 @@ def test_a_long_answer_takes_no_more_memory_than_a_short_one(how: Any) -> None:
         expected.append({"max": all_.max(0), "last": all_[-1]}.get(how, all_.mean(0)).astype(np.float32).item())
     assert [found[0] for found in numbers(entry)] == expected
     assert all(found == [found[0]] * WIDTH for found in numbers(entry))
+
+
+def test_named_features_take_time_in_proportion_to_tokens() -> None:
+    """All of it is the time of the one loop that answers everybody."""
+    names = tuple(range(5, 37))
+
+    def seconds(tokens: int) -> float:
+        fields: dict[str, Any] = {}
+        rows = Rows([readout("features", [(0, END)], features=names)], fields)
+        rows.add([[0, [[0, tokens]], b"", b"", np.arange(tokens * len(names), dtype="<f4").tobytes()]])
+        begun = time.thread_time()
+        rows.tell(tokens, 1, final=True)
+        took = time.thread_time() - begun
+        [entry] = fields["features"]
+        last = entry["rows"][-1]
+        assert last["position"] == tokens - 1 and [*last["features"]] == [*map(str, names)]
+        assert last["features"]["36"] == tokens * len(names) - 1
+        return took
+
+    seconds(10)
+    assert seconds(8000) < 24 * seconds(1000), "eight times as much; its square would be 64"
