@@ -160,6 +160,16 @@ def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_to
     return [most_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]
 
 
+# Bytes of an answer's objects for each that comes home: the index and value of a strongest feature take 128, the value
+# of a named one 64, and a probe's score 32.
+_IN_ANSWERS = {"features": 16, "probe": 8}
+
+
+def in_answers(one: Readout) -> int:
+    """How many bytes of an answer stand for one that comes home; rows travel as they are."""
+    return _IN_ANSWERS.get(one.kind, 1)
+
+
 def refuse_above(limit: int, size: int) -> None:
     """Refuse a request that may bring home more bytes than the server takes.
 

@@ -5,14 +5,23 @@ Starts no engine.
 
 import time
 import tracemalloc
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from saesteer.config.config import SaesteerConfig
+from saesteer.dictionaries.vectors import from_inline
+from saesteer.errors import SpecError
+from saesteer.language.spec import from_json
 from saesteer.planning.answers import Rows
-from saesteer.planning.plan import END
+from saesteer.planning.plan import END, Catalog, Direction
+from saesteer.planning.readouts import in_answers
+from saesteer.plugin.door.admission import Door
 from tests.plugin.test_read_rows import numbers, readout
 
 PROMPT, WIDTH = 40, 1024
@@ -81,3 +90,41 @@ def test_named_features_take_time_in_proportion_to_tokens() -> None:
 
     seconds(10)
     assert seconds(8000) < 24 * seconds(1000), "eight times as much; its square would be 64"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "wire"),
+    [
+        ("features", {"top_k": 64}, [4 * 64, 4 * 64, 0]),
+        ("features", {"features": tuple(range(64))}, [0, 0, 4 * 64]),
+        ("probe", {"probe": Direction("p", 3)}, [4]),
+    ],
+    ids=["strongest", "named", "probe"],
+)
+def test_a_request_is_charged_what_its_answer_takes(kind: Any, more: dict[str, Any], wire: list[int]) -> None:
+    """Numbers are objects there, many times as large as on their way."""
+    fields: dict[str, Any] = {}
+    one, tokens = readout(kind, [(0, END)], **more), 4000
+    rows = Rows([one], fields)
+    numbers = (
+        np.arange(tokens * size // 4, dtype="<i4" if at == 0 < len(wire) - 1 else "<f4") for at, size in enumerate(wire)
+    )
+    rows.add([[0, [[0, tokens]], *(numbers.tobytes() for numbers in numbers)]])
+    tracemalloc.start()
+    rows.tell(tokens, 1, final=True)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert fields and 0.6 < taken / (tokens * sum(wire) * in_answers(one.readout)) < 1.4
+
+
+def test_what_a_probe_says_of_many_tokens_is_bounded() -> None:
+    """A score has four bytes on its way, and 32 in an answer."""
+    model = SimpleNamespace(dtype=torch.float16, max_model_len=64)
+    door = Door("", SaesteerConfig.from_json({"max_read_mib": 1}), None, SimpleNamespace(model_config=model))
+    catalog = Catalog({}, frozenset({"resid_post.3"}), 64, vectors={"p": from_inline((1.0,) * 8)}, width=8)
+    spec = from_json({"return": {"probes": [{"probe": "p", "site": "resid_post.3"}]}})
+    for rows, refused in ((1 << 15, False), ((1 << 15) + 1, True)):
+        params = SimpleNamespace(extra_args=None, max_tokens=rows + 1, n=1)
+        request = SimpleNamespace(prompt_token_ids=[1] * 5, sampling_params=params)
+        with pytest.raises(SpecError, match=r"may bring home 1048608 bytes") if refused else nullcontext():
+            door.admit(spec, catalog, request)

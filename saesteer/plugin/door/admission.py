@@ -28,7 +28,7 @@ from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
-from saesteer.planning.readouts import captures, declared, first_recomputed, most_rows, refuse_above
+from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
@@ -237,7 +237,8 @@ class Door:
         itemsize = self._model.dtype.itemsize
         each = declared(found, catalog, prompt_len, most, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
-        refuse_above(self.config.max_read_mib << 20, sum(size * sites for _, size, sites in sizes) * choices)
+        whole = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes)
+        refuse_above(self.config.max_read_mib << 20, whole * choices)
         kept: list[int | Layout] = []
         for one, size, sites in sizes:
             if spooled(one):
