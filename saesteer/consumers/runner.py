@@ -129,7 +129,7 @@ class Runner:
                 return
             ticket.request.tokens = ()
             ticket.failed = ConsumerError("it is behind, and its queue is full")
-            self._count("dropped", self.name, 1)
+            self._count("failures", self.name, 1)
             self._add(ticket, "end")
 
     def drop(self, ticket: Ticket) -> None:

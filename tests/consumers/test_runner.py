@@ -208,7 +208,7 @@ def test_ids_of_answers_do_not_pile_up_behind_one_that_hangs(make: Callable[...,
         one.request.tokens = [*range(1000)]
         runner.end(one)
     kept = [one for one in others if one.request.tokens]
-    assert len(kept) == 25 and counted["dropped"] == 275, "a million bytes of lists of 1,000 numbers"
+    assert len(kept) == 25 and counted["failures"] == 275, "a million bytes of lists of 1,000 numbers"
     consumer.gate.set()
     assert result(first) == "first" and all(result(one) is None for one in kept)
     for one in others[len(kept) :]:
