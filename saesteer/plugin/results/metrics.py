@@ -33,7 +33,7 @@ def install(codes: tuple[str, ...] = ()) -> None:
     for name, what in (
         ("rows", "Rows that a consumer has taken."),
         ("dropped", "Rows that a consumer did not get: its queue was full, or it had failed for their request."),
-        ("failures", "Exceptions in a consumer."),
+        ("failures", "Exceptions in a consumer, and answers whose ids found no room in its queue."),
     ):
         _families[name] = Counter(f"saesteer_consumer_{name}", what, ["consumer"])
     # All API servers see the same memory.
