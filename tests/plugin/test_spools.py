@@ -316,7 +316,7 @@ def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, monkeyp
 def test_which_requests_have_files_that_workers_write(tmp_path: Path, case: str) -> None:
     config = SaesteerConfig.from_json({"max_read_mib": 1})
     model = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=64))
-    consumers = SimpleNamespace(named={"x": None}, capturing=())
+    consumers = SimpleNamespace(named={"x": SimpleNamespace(check=lambda *_: None)}, capturing=())
     capture = ["resid_post.3"] if case == "captured" else []
     door = Door("", config, None, model, consumers if case == "a consumer" else Consumers({}), capture)  # type: ignore[arg-type]
     door.results = results(tmp_path)
