@@ -122,7 +122,7 @@ class Consumer:
             at: its path in the request.
 
         Returns:
-            What ``Request.parameters`` will be.
+            What ``Request.parameters`` will be, one object for all answers of the request.
 
         Raises:
             SpecError: a parameter is wrong; any ValueError becomes one. The client gets a 400.

@@ -120,7 +120,7 @@ class Runner:
             self._add(ticket, rows, rows.nbytes)
 
     def end(self, ticket: Ticket) -> None:
-        """The request's answer has ended; the ticket's result follows, unless there is no room for its token ids."""
+        """The request's answer has ended; the ticket's result follows, an error where its token ids find no room."""
         size = _ID * len(ticket.request.tokens)
         with self._changed:
             if self._fits(self._ids, size):

@@ -48,7 +48,7 @@ class Shard:
         first = {name: self._ends.get(name, 0) for name in names.values()}
         for key, name in names.items():
             self._arrays.setdefault(name, []).append(rows.arrays[key])
-            self._ends[name] = self._ends.get(name, 0) + rows.arrays[key].shape[0]
+            self._ends[name] = first[name] + rows.arrays[key].shape[0]
             self._about[name] = {"kind": rows.kind, **rows.about, "array": key}
         piece = {"request": request, "choice": choice, "rows": len(rows), "first": first}
         piece |= {"positions": rows.positions, "tokens": rows.tokens}  # lists would take four times the memory

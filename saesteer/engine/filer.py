@@ -54,6 +54,14 @@ class Step(NamedTuple):
     lengths: list[int]  # by file, how many rows
 
 
+def join(spans: list[Span], span: Span) -> None:
+    """Append positions; those behind the last ones become one span with these."""
+    if spans and spans[-1][1] == span[0]:
+        spans[-1] = spans[-1][0], span[1]
+    else:
+        spans.append(span)
+
+
 class _Part:
     """Of the memory, until all of its rows are written."""
 
@@ -95,10 +103,7 @@ class _File:
         run.pieces.append(piece)
         run.end += piece.hi - piece.lo
         self.dealt += 1
-        if self.spans and self.spans[-1][1] == span[0]:
-            self.spans[-1] = self.spans[-1][0], span[1]
-        else:
-            self.spans.append(span)
+        join(self.spans, span)
 
     def write(self, memory: memoryview, runs: Iterable[_Run]) -> None:
         """Write them, neighbours by one call. A file that is not there any more has nobody who wants it.

@@ -70,6 +70,23 @@ def path_of(file: int) -> str:
     return os.readlink(f"/proc/self/fd/{file}")
 
 
+def children() -> set[int]:
+    """Processes that this thread has begun and that have not ended."""
+    return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
+
+
+def steps_of_copies(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each copy has brought home, as the writer gets them."""
+    put, several = Writer.put, list[int]()
+
+    def counted(self: Writer, *given: Any) -> None:
+        several.append(len(given[-1]))
+        put(self, *given)
+
+    patch.setattr(Writer, "put", counted)
+    return several
+
+
 def soon(done: Callable[[], bool]) -> None:
     """Wait until this is so, for a while."""
     end = time.monotonic() + 15

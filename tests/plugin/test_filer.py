@@ -16,12 +16,7 @@ import torch
 from saesteer.engine import filer
 from saesteer.engine.spool import Asked, Writer
 from saesteer.engine.staging import Staging
-from tests.plugin.filers import PUT, Device, filing, sinks_in, soon
-
-
-def children() -> set[int]:
-    """Processes that this one has begun and that have not ended."""
-    return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
+from tests.plugin.filers import PUT, Device, children, filing, sinks_in, soon
 
 
 def test_it_writes(tmp_path: Path) -> None:

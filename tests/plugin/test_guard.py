@@ -30,6 +30,7 @@ ASKING: list[Any] = [
     {"extra_body": {"saesteer": STEERED}},
     {"extra_body": {"vllm_xargs": {"saesteer": STEERED}}},
     {"extra_body": {"extra_args": {"saesteer": STEERED}}},
+    {"extra_args": {"vllm_xargs": {"saesteer": STEERED}}},
 ]
 PLAIN: list[Any] = [
     {"prompt": "saesteer"},

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from base64 import b64decode
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 
 from tests.apart import hear, tell
 from tests.plugin.conftest import Dictionaries, engine_options, preemptions
+from tests.plugin.filers import children
 from tests.plugin.test_reads import OPTIONS, READS, add, ask, text
 
 pytestmark = pytest.mark.slow
@@ -201,8 +201,7 @@ class Still:
 
     def __init__(self) -> None:
         # Its own child: engines beside this one have such a process, too.
-        mine = (file.read_text().split() for file in Path("/proc/self/task").glob("*/children"))
-        names = {int(one): Path(f"/proc/{one}/cmdline").read_bytes() for one in chain.from_iterable(mine)}
+        names = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in children()}
         [self._process] = [number for number, name in names.items() if b"saesteer.engine.filer" in name]
         os.kill(self._process, signal.SIGSTOP)
 

@@ -30,7 +30,6 @@ from saesteer.engine.filer import put
 from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import SPOOLS, Sinks, address
-from saesteer.engine.spool import Writer
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Reported, Rows
@@ -38,7 +37,7 @@ from saesteer.planning.plan import END, Catalog, Readout, Window
 from saesteer.plugin.door.admission import Door, without_ours
 from saesteer.plugin.results.kept import Limits, Results
 from saesteer.plugin.results.spools import Layout, Spool
-from tests.plugin.filers import PUT, in_this_process, path_of
+from tests.plugin.filers import PUT, in_this_process, path_of, steps_of_copies
 from tests.plugin.test_read_rows import inside, windows
 
 WIDTH, STEP = 3, 16
@@ -207,13 +206,7 @@ def test_rows_of_a_step_that_leaves_its_process_wait_for_no_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process they come home together, when somebody asks."""
-    written, several = Writer.put, list[int]()
-
-    def counted(self: Writer, *given: Any) -> None:
-        several.append(len(given[-1]))
-        written(self, *given)
-
-    monkeypatch.setattr(Writer, "put", counted)
+    several = steps_of_copies(monkeypatch)
     steps, sinks = Steps([(0, END)]), sinks_of(spool_of(results(tmp_path)))
     brought = [steps.run(sinks, at, at + 1) for at in range(3)]
     assert not several

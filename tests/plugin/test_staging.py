@@ -25,7 +25,7 @@ from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Filed, Staging
 from tests.apart import hear, tell
-from tests.plugin.filers import filing, in_this_process, sinks_in, soon
+from tests.plugin.filers import filing, in_this_process, sinks_in, soon, steps_of_copies
 
 FILES, ROWS = 3, 12
 WIDTHS = {torch.bfloat16: 3, torch.float32: 5}  # of what files of a dtype have; the last file is the other one's
@@ -101,13 +101,7 @@ def test_who_asks_has_all_rows_up_to_the_step(tmp_path: Path, steps: list[Any], 
 
 def test_one_copy_brings_several_steps_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When somebody asks, and when the buffer is full."""
-    put, several = Writer.put, list[int]()
-
-    def counted(self: Writer, *given: Any) -> None:
-        several.append(len(given[-1]))
-        put(self, *given)
-
-    monkeypatch.setattr(Writer, "put", counted)
+    several = steps_of_copies(monkeypatch)
     monkeypatch.setattr(staging, "PAUSE", 20)
     in_this_process(monkeypatch)
     row = WIDTHS[KINDS[0]] * KINDS[0].itemsize

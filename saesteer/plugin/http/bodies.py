@@ -18,6 +18,7 @@ from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
+from saesteer.plugin.http.routes import INSIDE, NO_FIELDS
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.results.reads import Unsent
@@ -25,7 +26,6 @@ from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
 _NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
-_NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM reads elsewhere
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
 
@@ -43,11 +43,11 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
     Raises:
         SpecRefused: ``extra_body``, which the OpenAI SDK unpacks and others send as it is, or the like has one.
     """
-    for name in _NO_FIELDS:
+    for name in NO_FIELDS:
         held = body.get(name)
         if not isinstance(held, Mapping):
             continue
-        inner = (held, *(held.get(one) for one in ("vllm_xargs", "extra_args")))
+        inner = (held, *(held.get(one) for one in INSIDE))
         if any(isinstance(one, Mapping) and KEY in one for one in inner):
             message = f"stands in {name}, which is no field of a body; expected it beside the model"
             raise SpecRefused(SpecError(message, field=KEY, code="unknown_field"))

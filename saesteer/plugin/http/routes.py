@@ -38,18 +38,10 @@ _WORD = KEY.encode()
 # A body with the key contains one of these: the word, one of its letters as \u0073, or the zeros of UTF-16.
 _MARKS = (_WORD, b"\\u006", b"\\u007", b"\0")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM's bodies hold elsewhere
+INSIDE = ("vllm_xargs", "extra_args")  # where a spec may stand in these
 # Where vLLM's bodies hold what travels to the engine with the prompt, and where clients think that they do.
-_PLACES: tuple[tuple[str, ...], ...] = (
-    (),
-    ("vllm_xargs",),
-    ("extra_body",),
-    ("extra_body", "vllm_xargs"),
-    ("extra_body", "extra_args"),
-    ("extra_args",),
-    ("sampling_params",),
-    ("sampling_params", "vllm_xargs"),
-    ("sampling_params", "extra_args"),
-)
+_PLACES = ((), ("vllm_xargs",), *((name, *more) for name in NO_FIELDS for more in ((), *((one,) for one in INSIDE))))
 
 
 def path_of(scope: Scope) -> str:

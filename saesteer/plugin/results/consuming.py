@@ -173,7 +173,8 @@ def settle(output: Any, late: set[str]) -> None:
         try:
             fields[name] = result.result(0 if name in late else ANSWER_SECONDS)
         except (ConsumerError, TimeoutError) as exc:
-            late |= {name} if isinstance(exc, TimeoutError) else set()
+            if isinstance(exc, TimeoutError):
+                late.add(name)
             _fail(output, name, exc)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought
-from saesteer.engine.filer import Span
+from saesteer.engine.filer import Span, join
 from saesteer.engine.spool import Owed
 from saesteer.planning.answers import WORDS
 from saesteer.plugin.results import sending
@@ -58,8 +58,9 @@ def send(
             waiting.setdefault(name, []).extend(blobs)
         for name, told in brought.told().items():
             own = filed.setdefault(name, {})
-            for number, spans in told:
-                _join(own.setdefault(number, []), spans)
+            for number, spans in told:  # of one position in each step: of a long answer there would be thousands
+                for span in spans:
+                    join(own.setdefault(number, []), span)
         owed = brought.owed(ending)
         for name in owed.keys() - ended:
             waiting.setdefault(name, []).extend(owed.pop(name).told())
@@ -74,15 +75,6 @@ def send(
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
     return owed
-
-
-def _join(before: list[Span], spans: Sequence[Span]) -> None:
-    """Each step tells of one position: of a long answer there would be thousands."""
-    for lo, hi in spans:
-        if before and before[-1][1] == lo:
-            before[-1] = before[-1][0], hi
-        else:
-            before.append((lo, hi))
 
 
 def _put(output: Any, blobs: Sequence[Blob]) -> None:
