@@ -237,7 +237,8 @@ def test_a_thread_that_fails_with_rows_is_told_and_not_waited_for(
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_are_those_of_their_step_however_late_the_device_is(tmp_path: Path, kind: str) -> None:
     """Written by a process. The next step overwrites its tensor, and some files are asked for in each step."""
-    device, names, sites, width, steps = torch.device(kind), "abcdefgh", 16, 2560, 40
+    device = CPU if kind == "cpu" else torch.device(kind, 0)  # as a worker has it, with a number
+    names, sites, width, steps = "abcdefgh", 16, 2560, 40
     side = torch.cuda.Stream(device) if kind == "cuda" else None  # type: ignore[no-untyped-call]
     given, draw, count = torch.Generator().manual_seed(1), random.Random(1), len(names)
     sent = torch.randint(-99, 99, (steps, count * sites, width), generator=given, dtype=torch.int16)
