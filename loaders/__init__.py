@@ -34,7 +34,7 @@ from saesteer.loaders.formats import (
 )
 from saesteer.loaders.neuronpedia import sources_at
 
-__all__ = ["FORMATS", "describe", "load"]
+__all__ = ["FORMATS", "describe", "is_as_loaded", "load"]
 
 # By name. The first format that accepts the files wins, so the least strict is last.
 FORMATS: dict[str, Format] = {
@@ -95,6 +95,21 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
     path = fetch(place)
     name, found = choose(path, site)
     return told(place, path, facts(found, name, hashed=hashed), site)
+
+
+def is_as_loaded(info: CoderInfo) -> bool:
+    """Whether a dictionary's place has the files that were loaded. Values of max_act may have come since.
+
+    Args:
+        info: of a dictionary that was loaded whole.
+
+    Raises:
+        LoadError: as ``describe``.
+    """
+    path = fetch(info.source, again=True)
+    name, found = choose(path, info.site_in)
+    now = facts(found, name)
+    return info.fingerprint in (now.fingerprint, max_act.known(path, now, info.site_in).fingerprint)
 
 
 def told(place: str | Path, path: Path, info: CoderInfo, site: str | None) -> CoderInfo:

@@ -48,12 +48,13 @@ def _first_line(exc: Exception) -> str:
     return (str(exc).strip() or type(exc).__name__).splitlines()[0]
 
 
-def fetch(place: str | Path) -> Path:
+def fetch(place: str | Path, *, again: bool = False) -> Path:
     """The local file or folder that a place names; a hub id is downloaded into the hub's own cache.
 
     Args:
         place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``; or
             ``np:MODEL/SOURCE`` for a place on the hub.
+        again: it was fetched before, so the hub's cache has it, and the hub is not asked.
 
     Raises:
         LoadError: it is neither, this user may not read it, or the hub does not deliver it.
@@ -64,9 +65,9 @@ def fetch(place: str | Path) -> Path:
         return path
     base, mark, name = str(place).rpartition("#")
     if mark and "/" not in name and is_id(base) and not Path(base).exists():
-        return download(f"{base}/{name}.safetensors")  # alone: a set may hold 100 GB
+        return download(f"{base}/{name}.safetensors", again=again)  # alone: a set may hold 100 GB
     if mark and base:
-        folder = fetch(base)
+        folder = fetch(base, again=again)
         chosen = folder / f"{name}.safetensors"
         if "/" in name or not chosen.is_file():
             have = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none"
@@ -74,7 +75,7 @@ def fetch(place: str | Path) -> Path:
         return chosen
     if isinstance(place, Path) or "*" in place or not is_id(place):
         raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
-    return download(place)
+    return download(place, again=again)
 
 
 def there(path: Path) -> bool:

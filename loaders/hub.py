@@ -31,8 +31,12 @@ def is_id(place: str) -> bool:
     return bool(_ID.fullmatch(place))
 
 
-def download(place: str) -> Path:
+def download(place: str, *, again: bool = False) -> Path:
     """The local copy of ``org/repo[/sub/folder]`` or of a file there, in the hub's own cache.
+
+    Args:
+        place: the place.
+        again: it was downloaded before, and the hub is not asked.
 
     Raises:
         LoadError: the hub does not deliver it, or the place looks like a local one.
@@ -44,13 +48,14 @@ def download(place: str) -> Path:
     prefix = f"{folder}/" if folder else ""
     # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
     names = [name for name in _names() if name.endswith((".json", ".yaml")) or not is_file]
-    patterns = list(dict.fromkeys(_together(inside) * is_file + [prefix + name for name in names]))
+    patterns = [*dict.fromkeys(_together(inside) * is_file + [prefix + name for name in names] + _above(folder))]
     with _answering(place):
         from huggingface_hub import snapshot_download
 
         # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
         crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
-        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing))
+        given: dict[str, Any] = {"local_files_only": True} if again else {}
+        root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing, **given))
     found = root / inside
     if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
         return found
@@ -146,13 +151,18 @@ def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     for name in listed:
         if name.rpartition("/")[2] in config or name.endswith("_cfg.json"):
             beside.setdefault(name.rpartition("/")[0], []).append(name)
-    return [
-        (
-            f"{repo}/{one}" if one else repo,
-            [*beside.get(one if files[0] != one else one.rpartition("/")[0], ()), *files],
-        )
-        for one, files in chosen.items()
-    ]
+    found, there = [], set(listed)
+    for one, files in chosen.items():
+        folder = one if files[0] != one else one.rpartition("/")[0]
+        above = [name for name in _above(folder) if name in there]
+        found.append((f"{repo}/{one}" if one else repo, [*above, *beside.get(folder, ()), *files]))
+    return found
+
+
+def _above(folder: str) -> list[str]:
+    """The settings of a run, which name its model: one folder above a dictionary's, or two."""
+    parts = folder.split("/") if folder else []
+    return ["/".join([*parts[:depth], "config.json"]) for depth in range(max(0, len(parts) - 2), len(parts))]
 
 
 def _together(name: str) -> list[str]:

@@ -40,12 +40,13 @@ def draft(place: Path) -> Draft | None:
 
 def _from_path(parts: tuple[str, ...]) -> tuple[tuple[str | None, str | None], str | None]:
     """((site_in, site_out), model), each None if the path does not show it."""
-    found = [match for part in parts if (match := _REPOSITORY.search(part))]
+    found = [(number, match) for number, part in enumerate(parts) if (match := _REPOSITORY.search(part))]
     if not found:
         return (None, None), None
-    size, tuning, kind = found[-1].groups()
+    number, match = found[-1]
+    size, tuning, kind = match.groups()
     model = f"google/gemma-2-{size}{'-it' if tuning == 'it' else ''}"
-    if "embedding" in parts and kind == "res":
+    if "embedding" in parts[number:] and kind == "res":
         return ("embed", "embed"), model
     layers = [int(match[1]) for part in parts if (match := re.fullmatch(r"layer_(\d+)", part))]
     if not layers:

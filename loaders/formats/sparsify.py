@@ -7,7 +7,7 @@ signed, in old files: no relu, the k largest of |p|. A transcoder from before Fe
 config and did subtract b_dec, as today's library still does with such a file; then its place's name says what it is.
 
 An SAE reads and writes the output of the module, a transcoder reads its input and writes its output. Whether mlp_out is
-the output of the module mlp depends on the model: its name is looked for in ../config.json and in the path.
+the output of the module mlp depends on the model: its name is looked for in ../config.json and in the run's name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def draft(place: Path) -> Draft | None:
     if name not in _ACTIVATIONS:
         raise wrong(config, "activation", repr(name), f"one of {', '.join(_ACTIVATIONS)}")
     transcode = flag(config, cfg, "transcode", default=False)
-    old = "transcode" not in cfg and "transcoder" in str(folder.absolute())
     width = Axis("d_in", whole_number(config, cfg, "d_in"))
     features = whole_number(config, cfg, "num_latents", at_least=0) if cfg.get("num_latents") else 0
     features = features or width.size * whole_number(config, cfg, "expansion_factor")
     module = folder.parent if re.fullmatch(r"seed\d+", folder.name) else folder  # runs of several seeds: layers.3/seed1
+    old = "transcode" not in cfg and "transcoder" in _run(module)
     run = module.parent / "config.json"
     model = text(run, read_json(run), "model") if run.is_file() else None
     return Draft(
@@ -57,8 +57,15 @@ def draft(place: Path) -> Draft | None:
     )
 
 
+def _run(module: Path) -> str:
+    """The name of the module's run, and of its repository in the hub's cache. Folders above may have any name."""
+    above = module.absolute().parts[:-1]
+    begins = [number for number, part in enumerate(above) if part.startswith("models--")]
+    return "/".join(above[begins[-1] if begins else -1 :])
+
+
 def _sites(folder: Path, model: str | None, transcoder: bool) -> Sites:
-    written = aliases.from_module_output(folder.name, model or str(folder.absolute()))
+    written = aliases.from_module_output(folder.name, model or _run(folder))
     if not transcoder or written is None:
         return written, written
     kind, _, layer = written.partition(".")

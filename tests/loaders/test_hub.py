@@ -15,10 +15,11 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, neuronpedia
+from saesteer.loaders.files import fetch
 from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
-from tests.loaders.formats import circuit_tracer, qwen_scope
+from tests.loaders.formats import circuit_tracer, qwen_scope, sparsify
 from tests.loaders.hub import Hub, serving
 from tests.loaders.test_files import FakeHub
 from tests.loaders.test_sets import scope
@@ -101,6 +102,24 @@ def test_a_dictionary_alone_stays_a_hub_id(fake_hub: FakeHub) -> None:
     assert opened(place).infos["gs"].source == place
     qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (4, 12))
     assert opened("org/qwen@12").infos["gs"].site_in == "resid_post.12"
+
+
+def test_what_was_fetched_before_is_found_without_asking_the_hub(fake_hub: FakeHub) -> None:
+    scope(fake_hub.root / "google", 3)
+    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
+    first = fetch(place)
+    asked = len(fake_hub.fetched)  # type: ignore[attr-defined]
+    assert fetch(place, again=True) == first
+    assert len(fake_hub.fetched) == asked  # type: ignore[attr-defined]
+    with pytest.raises(LoadError):
+        fetch("google/another/layer_3", again=True)
+
+
+def test_the_settings_of_a_run_come_with_its_dictionary(fake_hub: FakeHub) -> None:
+    sparsify.write(fake_hub.root / "org" / "saes" / "run" / "h.3.mlp", sparsify.ARRAYS, model="openai-community/gpt2")
+    info = describe("org/saes/run/h.3.mlp")
+    assert (info.site_out, info.model) == ("mlp_out.3", "openai-community/gpt2")
+    assert "run/config.json" in given(fake_hub)
 
 
 def test_a_source_of_neuronpedia_is_a_place_on_the_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

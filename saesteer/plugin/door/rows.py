@@ -5,10 +5,14 @@ plan then finds them among the store's recent rows, and only looks at their file
 loop waits, ``fetch`` reads them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from saesteer.config.row_store import RowStore
 from saesteer.dictionaries.rows import FeatureRow
@@ -57,6 +61,18 @@ class Fetching:
             except LoadError as exc:
                 _refuse(exc, one, at)
         return found
+
+    def decoders(self, name: str, features: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Decoder rows [d] of features of a dictionary here, which is no cross-layer transcoder.
+
+        Raises:
+            LoadError: its file has changed or vanished since it was opened, or holds a wrong number.
+        """
+        return [self._store.row(name, one, torch.float32).rows[1] for one in features]
+
+    def check_file(self, name: str) -> None:
+        """Raises LoadError if the file of a dictionary here has changed or vanished since it was opened."""
+        self._store.check(name)
 
     def check(self, rows: Collection[tuple[Feature, str]]) -> None:
         """Refuses rows whose files have changed or vanished since they were opened.

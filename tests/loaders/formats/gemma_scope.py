@@ -47,6 +47,13 @@ def cases() -> list[Case]:
             sites("mlp_in_pregain.19", "mlp_out.19"),
         ),
         case("embedding", "gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6", D, False, sites("embed", "embed")),
+        case(
+            "below-embedding",
+            "embedding/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_6",
+            D,
+            False,
+            sites("resid_post.3", "resid_post.3"),
+        ),
         case("no-layer", "gemma-scope-2b-pt-res/copied", D, False, sites(None, None)),
         case("no-name", "some/layer_4/folder", D, False, sites(None, None, None)),
         case("lower-case", "some/folder", D, True, sites(None, None, None), scaling_factor=np.ones(F, np.float32)),

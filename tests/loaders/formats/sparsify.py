@@ -68,6 +68,8 @@ def cases() -> list[Case]:
         case("elsewhere", f"{LLAMA}/embed_tokens", (None, None)),
         case("transcoder", f"{LLAMA}/layers.3.mlp", through, transcode=True),
         case("among-transcoders", f"transcoders/{LLAMA}/layers.3.mlp", mlp, transcode=False),
+        case("old-among-transcoders", f"transcoders/{LLAMA}/layers.3.mlp", mlp),
+        case("below-llamas", "llamas/sae-glm-4-9b/layers.3.mlp", ("mlp_out_raw.3", "mlp_out_raw.3")),
         case("old-transcoder", "skip-transcoder-Llama-3.2-1B-131k/layers.3.mlp", through),
     ]
 

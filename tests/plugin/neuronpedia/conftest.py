@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -14,6 +15,7 @@ from fastapi.testclient import TestClient
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.plugin.door.rows import Fetching
 from tests.plugin.neuronpedia.asking import KEY
 from tests.plugin.neuronpedia.stand_in import StandIn
 from tests.plugin.test_guard import app_of_vllm
@@ -26,10 +28,11 @@ def engine(model_dir: str) -> StandIn:
     mlp = str(next(DEMO_SAE.parent.glob("*l12*.safetensors")))
     places = {"demo": str(DEMO_SAE), "mlp": mlp, "stored": f"rows:{DEMO_SAE}"}
     config = {"dictionaries": places, "inline_rows": 2, "sites": ["resid_post.3"], "reads": ["resid_post.3"]}
-    held = Assets.open(SaesteerConfig.from_json(config)).catalog(width=576, layers=30)
+    assets = Assets.open(SaesteerConfig.from_json(config))
+    held = assets.catalog(width=576, layers=30)
     addresses = {"np:smollm2/15-demo-res": "demo", "np:smollm2/12-demo-mlp": "mlp"}
     catalog = replace(held, addresses=addresses, origins={})
-    return StandIn(catalog, AutoTokenizer.from_pretrained(model_dir))
+    return StandIn(catalog, AutoTokenizer.from_pretrained(model_dir), Fetching(assets.rows, torch.float32))
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,9 @@ def stream(site: str, position: int) -> Any:
 class StandIn:
     """What Neuronpedia's routes call of ``AsyncLLM``."""
 
-    def __init__(self, catalog: Catalog, tokenizer: Any) -> None:
+    def __init__(self, catalog: Catalog, tokenizer: Any, fetching: Any) -> None:
         self.catalog, self.tokenizer = catalog, tokenizer
+        self.input_processor = Namespace(saesteer_door=Namespace(fetching=fetching))
         self.asked: list[Namespace] = []
         self.closed = 0
         self.spoilt: float | None = None  # what the tensors and feature 5 of the last position, and logprobs, become

@@ -1,16 +1,20 @@
 """Decoder rows out of files, of dictionaries whose features are ranked as well, and TransformerLens' names of sites."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.config.decoders import decoder_row, hook_of_site, nearest, site_of_hook
+from saesteer.config.decoders import Decoders, hook_of_site, nearest, site_of_hook
+from saesteer.dictionaries.coder import SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import describe, load
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from tests.plugin.conftest import random_coder
 
@@ -20,17 +24,68 @@ def test_rows_and_neighbours(activation: Any, tmp_path: Path) -> None:
     file = tmp_path / "d.safetensors"
     own.write(file, random_coder(activation, 3))
     info, rows = describe(file), load(file).w_dec.float().numpy()
-    np.testing.assert_array_equal(decoder_row(info, 5), rows[5])
-    assert decoder_row(info, 5).base is None, "a view would keep the matrix"
+    decoders = Decoders()
+    assert (decoders.alone(info, [5, 3]) is None) == (activation == "topk"), "whose features need the others"
+    for ask, features in ((decoders.whole, [5, 3, 5]), (decoders.alone, [3, 5])):
+        found = ask(info, features)
+        assert found is not None
+        np.testing.assert_array_equal(found, rows[features])
+        assert all(row.base is None for row in found), "a view would keep the matrix"
     unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     wanted = np.argsort(-(unit @ unit[5]), kind="stable")[:6].tolist()
-    found = nearest(info, 3 * rows[5], 6)
-    assert [feature for feature, _ in found] == wanted
-    assert found[0][1] == pytest.approx(1.0, abs=1e-5)
+    near = nearest(info, 3 * rows[5], 6)
+    assert [feature for feature, _ in near] == wanted
+    assert near[0][1] == pytest.approx(1.0, abs=1e-5)
     assert [cosine for _, cosine in nearest(info, 0 * rows[5], 2)] == [0.0, 0.0]
     file.unlink()
     with pytest.raises(LoadError):
-        decoder_row(info, 6)
+        decoders.whole(info, [6])
+    assert decoders.alone(info, [6]) is None
+
+
+def test_a_file_is_read_once_for_all_features_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Path] = []
+
+    def counted(path: Path, **more: Any) -> SparseCoder:
+        loads.append(path)
+        return load(path, **more)
+
+    monkeypatch.setattr(f"{Decoders.__module__}.load", counted)
+    coder = random_coder("jumprelu", 3)
+    arrays: dict[str, Any] = {"W_enc": coder.w_enc.T, "b_enc": coder.b_enc, "W_dec": coder.w_dec, "b_dec": coder.b_dec}
+    arrays["threshold"] = torch.ones(coder.info.features)
+    np.savez_compressed(tmp_path / "params.npz", **{name: one.float().numpy() for name, one in arrays.items()})
+    info, decoders = describe(tmp_path, site="resid_post.3"), Decoders()
+    assert decoders.alone(info, [1, 2, 3]) is None
+    np.testing.assert_array_equal(decoders.whole(info, [1, 2, 3]), coder.w_dec[1:4].float().numpy())
+    assert decoders.alone(info, [3, 2]) is not None
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("activation", ["jumprelu", "topk"])
+def test_rows_of_other_files_than_were_loaded_are_refused(activation: Any, tmp_path: Path) -> None:
+    file = tmp_path / "d.safetensors"
+    own.write(file, random_coder(activation, 3))
+    info, decoders = describe(file), Decoders()
+    [kept] = decoders.whole(info, [5])
+    own.write(file, random_coder(activation, 4))
+    assert decoders.whole(info, [5])[0] is kept
+    asks: list[Callable[[], Any]] = [lambda: decoders.whole(info, [6]), lambda: nearest(info, kept, 3)]
+    if activation == "jumprelu":
+        asks.append(lambda: decoders.alone(info, [5, 6]))
+    for ask in asks:
+        with pytest.raises(LoadError, match="has changed since the server opened it"):
+            ask()
+
+
+def test_max_act_that_came_since_changes_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "d.safetensors"
+    coder = random_coder("jumprelu", 3)
+    own.write(file, replace(coder, max_act=None, info=replace(coder.info, has_max_act=False)))
+    before = describe(file)
+    max_act.write(file, alone(file), torch.ones(coder.info.features), tokens=None)
+    assert describe(file).fingerprint != before.fingerprint
+    assert Decoders().alone(before, [5]) is not None
 
 
 def test_hooks_and_sites() -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import uvicorn
 from fastapi.testclient import TestClient
 
+from saesteer.config.decoders import Decoders
 from saesteer.plugin.http.neuronpedia.host import Host
 from tests.plugin.neuronpedia.asking import ALL, CHAT, COMPLETION, SINGLE, TEXT
 from tests.plugin.neuronpedia.stand_in import StandIn
@@ -84,7 +85,7 @@ def test_a_file_that_is_read_for_nobody_is_still_the_only_one() -> None:
         return reading
 
     async def ask() -> None:
-        host = Host(SimpleNamespace(), SimpleNamespace(), None, asyncio.Lock())  # type: ignore[arg-type]
+        host = Host(SimpleNamespace(), SimpleNamespace(), None, None, Decoders(), asyncio.Lock())  # type: ignore[arg-type]
         first, second = (asyncio.create_task(host.whole_file(read)) for _ in range(2))
         start = time.monotonic()
         while not reading and time.monotonic() < start + 20:

@@ -16,12 +16,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 from saesteer.config.config import KEY
-from saesteer.config.decoders import decoder_row
-from saesteer.dictionaries.coder import RANKED, CoderInfo
+from saesteer.config.decoders import Decoders, nearest
+from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import LoadError, SpecError
 from saesteer.language.fields import fail
 from saesteer.planning.lookup import check_feature
 from saesteer.planning.plan import Catalog
+from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, check_finite
 
 P = ParamSpec("P")
@@ -35,6 +36,8 @@ class Host:
     engine: Any  # vLLM's client of its engine
     catalog: Catalog
     template: str | None  # the operator's chat template: a file or the text itself
+    fetching: Fetching | None  # dictionaries that are served by rows
+    decoders: Decoders  # of the others
     reading: asyncio.Lock  # of whole files, one at a time
 
     @property
@@ -154,25 +157,45 @@ class Host:
                 check_finite(values, f"features of {place.source} at token {row['position']}")
         return rows
 
-    async def row_of(self, place: Place, index: int, at: str) -> NDArray[np.float32]:
-        """The decoder row of a feature, [d].
+    async def rows_of(self, place: Place, named: Mapping[str, int]) -> list[NDArray[np.float32]]:
+        """The decoder rows of features, [d] each.
 
         Args:
-            place: its dictionary.
-            index: its number.
-            at: where the request names it.
+            place: their dictionary.
+            named: their numbers, by where the request names them.
 
         Raises:
-            SpecError: there is no such feature, it writes several rows, or the file cannot be read.
+            SpecError: there is no such feature, it writes several rows, or the file has changed or cannot be read.
         """
         info = place.info
         assert isinstance(info, CoderInfo)
-        if info.targets is not None:
-            fail(at, "not_served", "is of a cross-layer transcoder, whose features have several rows, expected another")
-        if index < 0:
-            fail(f"{at}.index", "out_of_range", f"got {index}, expected the number of a feature")
-        check_feature(place.source, info, index, f"{at}.index")
-        return await (self.whole_file if info.activation in RANKED else in_thread)(decoder_row, info, index)
+        for at, index in named.items():
+            if info.targets is not None:
+                message = "is of a cross-layer transcoder, whose features have several rows, expected another"
+                fail(at, "not_served", message)
+            if index < 0:
+                fail(f"{at}.index", "out_of_range", f"got {index}, expected the number of a feature")
+            check_feature(place.source, info, index, f"{at}.index")
+        features = [*named.values()]
+        if info.by_rows:
+            assert self.fetching is not None
+            return await in_thread(self.fetching.decoders, place.key, features)
+        found = await in_thread(self.decoders.alone, info, features)
+        return await self.whole_file(self.decoders.whole, info, features) if found is None else found
+
+    async def nearest(self, place: Place, vector: NDArray[np.float32], most: int) -> list[tuple[int, float]]:
+        """As of ``decoders.nearest``.
+
+        Raises:
+            SpecError: the file has changed, or cannot be read.
+        """
+        info = place.info
+        assert isinstance(info, CoderInfo)
+        found = await self.whole_file(nearest, info, vector, most)
+        if info.by_rows:
+            assert self.fetching is not None
+            await in_thread(self.fetching.check_file, place.key)
+        return found
 
     async def whole_file(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads a whole file, in a thread, while no other does: a dictionary takes as much memory as its file."""

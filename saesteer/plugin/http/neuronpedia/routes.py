@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from saesteer.config.decoders import hook_of_site, nearest
+from saesteer.config.decoders import Decoders, hook_of_site
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
@@ -58,7 +58,7 @@ def add_neuronpedia(app: FastAPI, args: Any) -> None:
         app: vLLM's.
         args: vLLM's; it adds the middleware that stands there outside of its own check of keys.
     """
-    app.state.saesteer_reading = asyncio.Lock()
+    app.state.saesteer_decoders = Decoders(), asyncio.Lock()
     args.middleware = [*args.middleware, keys.MIDDLEWARE]
     app.include_router(router)
 
@@ -66,7 +66,8 @@ def add_neuronpedia(app: FastAPI, args: Any) -> None:
 async def _host(request: Request) -> Host:
     state = request.app.state
     admin = state.saesteer_admin
-    return Host(admin.engine, admin.names.catalog, state.args.chat_template, state.saesteer_reading)
+    fetching = admin.engine.input_processor.saesteer_door.fetching
+    return Host(admin.engine, admin.names.catalog, state.args.chat_template, fetching, *state.saesteer_decoders)
 
 
 _Host = Annotated[Host, Depends(_host)]
@@ -239,7 +240,8 @@ async def raw(host: _Host, asked: activation_shapes.RawRequest) -> activation_sh
 async def sae_vector(host: _Host, asked: shapes.VectorRequest) -> shapes.VectorResponse:
     """And the hook where it is added."""
     place = place_of(host.catalog, asked.source, asked.model)
-    row, site = await host.row_of(place, asked.index, "feature"), place.info.site_out
+    [row] = await host.rows_of(place, {"feature": asked.index})
+    site = place.info.site_out
     hook = hook_of_site(site or "")
     if hook is None:
         fail("source", "not_served", f"writes {site}, which has no name in TransformerLens, expected another")
@@ -251,18 +253,19 @@ async def cossim(host: _Host, asked: shapes.CossimRequest) -> shapes.CossimRespo
     """To a feature of this source or another, or to a vector."""
     if (asked.feature is None) == (asked.vector is None):
         fail("feature", "conflict", "stands next to vector, or both are missing, expected one of the two")
-    info, named = place_of(host.catalog, asked.source, asked.model).info, asked.feature
+    place, named = place_of(host.catalog, asked.source, asked.model), asked.feature
+    info = place.info
     assert isinstance(info, CoderInfo)
     if named is None:
         with np.errstate(over="ignore"):
             vector = np.array(asked.vector, np.float32)
     else:
         other = place_of(host.catalog, named.source, named.model, "feature.source")
-        vector = await host.row_of(other, named.index, "feature")
+        [vector] = await host.rows_of(other, {"feature": named.index})
     if len(vector) != info.d_out or not np.isfinite(vector).all():
         fail("vector", "conflict", f"has {len(vector)} numbers, expected {info.d_out} that float32 holds")
     most = max(1, min(asked.num_results, _MOST_NEIGHBOURS, info.features))
-    near = await host.whole_file(nearest, info, vector, most)
+    near = await host.nearest(place, vector, most)
     found = [
         shapes.CossimFeature(
             feature=shapes.FeatureName(model=asked.model, source=asked.source, index=index), cosine_similarity=cosine

@@ -13,6 +13,7 @@ from saesteer.plugin.http.neuronpedia import shapes
 from saesteer.plugin.http.neuronpedia.host import Host
 from saesteer.plugin.http.neuronpedia.meaning import (
     Json,
+    Place,
     Prompt,
     Steered,
     but_special,
@@ -112,7 +113,7 @@ async def _answers(
 
 async def _edits(host: Host, asked: shapes.Steer, scope: Json) -> list[Json]:
     if asked.vectors is None:
-        given = [await _feature(host, one, f"features[{i}]") for i, one in enumerate(asked.features or ())]
+        given = await _features(host, asked.features or ())
     else:
         given = [_vector(one, f"vectors[{i}]") for i, one in enumerate(asked.vectors)]
     return edits_of(given, asked, scope)
@@ -126,12 +127,20 @@ def _vector(one: shapes.SteerVector, at: str) -> Steered:
         return Steered(site, one.strength, np.array(one.steering_vector, np.float32), at)
 
 
-async def _feature(host: Host, one: shapes.SteerFeature, at: str) -> Steered:
-    place = place_of(host.catalog, one.source, one.model, f"{at}.source")
-    row, site = await host.row_of(place, one.index, at), place.info.site_out
-    if site is None:
-        fail(at, "not_served", "is of a dictionary whose files name no site, expected another")
-    return Steered(site, one.strength, row, at)
+async def _features(host: Host, asked: Sequence[shapes.SteerFeature]) -> list[Steered]:
+    """Those of a dictionary are read together."""
+    found: dict[int, Steered] = {}
+    places: dict[str, tuple[Place, list[int]]] = {}
+    for number, one in enumerate(asked):
+        place = place_of(host.catalog, one.source, one.model, f"features[{number}].source")
+        if place.info.site_out is None:
+            fail(f"features[{number}]", "not_served", "is of a dictionary whose files name no site, expected another")
+        places.setdefault(place.key, (place, []))[1].append(number)
+    for place, numbers in places.values():
+        rows = await host.rows_of(place, {f"features[{number}]": asked[number].index for number in numbers})
+        for number, row in zip(numbers, rows, strict=True):
+            found[number] = Steered(str(place.info.site_out), asked[number].strength, row, f"features[{number}]")
+    return [found[number] for number in range(len(asked))]
 
 
 def _logprobs(host: Host, choice: Any, most: int, before: Sequence[shapes.Logprob]) -> list[shapes.Logprob] | None:
