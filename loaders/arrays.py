@@ -316,7 +316,7 @@ def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -
 
 
 def _open_torch(path: Path) -> Arrays:
-    ends = _members(path)
+    ends = members(path)
     try:
         held = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as exc:
@@ -333,7 +333,7 @@ def _open_torch(path: Path) -> Arrays:
     return Arrays(path, entries, metadata)
 
 
-def _members(path: Path) -> dict[int, int]:
+def members(path: Path) -> dict[int, int]:
     """First byte -> end of what torch.save stored in a file; LoadError for what it never writes."""
     ends = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:

@@ -111,12 +111,21 @@ def read_json(file: Path) -> dict[str, Any]:
     return document
 
 
+class _Plain(yaml.SafeLoader):
+    """Without aliases, by which a kilobyte may stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """As ``read_json``, of a YAML file of at most 1 MB; its tags make nothing but plain values."""
     try:
         if (size := file.stat().st_size) > LARGEST_YAML:
             raise ValueError(f"{size} bytes")
-        document = yaml.safe_load(file.read_bytes())
+        document = yaml.load(file.read_bytes(), _Plain)  # it makes what safe_load does
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
         reason = str(exc).splitlines()[0]
         raise LoadError(f"{file}: not readable as YAML ({reason}); expected keys and values") from exc

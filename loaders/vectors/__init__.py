@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -27,7 +26,7 @@ from safetensors import safe_open
 
 from saesteer.dictionaries.vectors import Function, Vector, VectorSet, vector_set
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import Arrays, open_arrays
+from saesteer.loaders.arrays import Arrays, members, open_arrays
 from saesteer.loaders.files import fetch, readable, wrong
 from saesteer.loaders.vectors import gguf
 
@@ -163,12 +162,12 @@ def _gguf(path: Path) -> dict[str, Array]:
 
 
 def _pt(path: Path) -> dict[str, Array]:
-    with zipfile.ZipFile(path) as archive:
-        packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
-    if packed:  # torch.save compresses nothing, and a small compressed file could fill the memory
-        raise wrong(path, packed[0], "compressed", "what torch.save writes")
+    members(path)  # refuses what is compressed, or would be unpickled for long: a small file could fill the memory
     held = torch.load(path, map_location="cpu", weights_only=True)
     named = held if isinstance(held, Mapping) else {_ONLY: held}
+    claimed = sum(value.numel() * 4 for value in named.values() if isinstance(value, torch.Tensor))
+    if claimed > 2 * MAX_FILE_BYTES:  # views may claim more than their file holds
+        raise wrong(path, "the tensors", f"{claimed} bytes as float32", f"at most {2 * MAX_FILE_BYTES}")
     return {str(key): _from_torch(path, str(key), value) for key, value in named.items()}
 
 
@@ -179,8 +178,6 @@ def _from_torch(path: Path, key: str, value: Any) -> Array:
         raise wrong(path, key, f"a {type(value).__name__}", "a tensor, or a dict of layer: tensor")
     if value.layout != torch.strided or value.device.type != "cpu" or not value.is_floating_point():
         raise wrong(path, key, f"{value.dtype} with layout {value.layout}", "a dense tensor of floats")
-    if value.numel() * 4 > 2 * MAX_FILE_BYTES:  # a view may claim more than its file holds
-        raise wrong(path, key, f"shape {list(value.shape)}", f"at most {MAX_FILE_BYTES} bytes")
     array: Array = value.detach().float().contiguous().numpy()
     return array
 

@@ -62,6 +62,14 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     return fake
 
 
+def test_a_line_of_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    circuit_tracer.write(tmp_path, circuit_tracer.ARRAYS, (3,))
+    lines = ["a0: &a0 x"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model_name: *a11"]))
+    with pytest.raises(LoadError, match=r"config.yaml: not readable as YAML \(it has an alias\)"):
+        describe(tmp_path / "layer_3.safetensors")
+
+
 def test_fake_hub_gives_one_dictionary_of_a_repository(fake_hub: FakeHub) -> None:
     repo = fake_hub.root / "google" / "gemma-scope-2b-pt-res"
     writers.gemma_scope(repo / LEAF, writers.raw())

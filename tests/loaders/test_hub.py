@@ -204,6 +204,17 @@ def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> 
         assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
 
 
+def test_a_header_that_says_that_it_is_the_whole_file_is_not_fetched(hub: Hub, tmp_path: Path) -> None:
+    writers.saelens(hub.root / "org" / "sae", writers.saelens_cfg("jumprelu"), writers.raw())
+    file = hub.root / "org" / "sae" / "sae_weights.safetensors"
+    with file.open("wb") as stream:
+        stream.write((200 << 20).to_bytes(8, "little"))
+        stream.truncate(300 << 20)
+    refused = inspect(hub, "org/sae", tmp_path)
+    assert refused.returncode == 2 and "with a header of 209715200" in refused.stderr
+    assert hub.sent[file.name] < 1 << 20
+
+
 def test_inspect_of_a_source_of_neuronpedia(hub: Hub, tmp_path: Path) -> None:
     inside = "layer_21/width_16k/average_l0_70"
     writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw(features=LARGE))

@@ -229,7 +229,11 @@ WRONG: dict[str, tuple[Write, str]] = {
     "pickled-list": (lambda f: torch_file(f / "v.pt", [T[0]]), "a list; expected a tensor, or a dict"),
     "sparse": (lambda f: torch_file(f / "v.pt", T.to_sparse()), "expected a dense tensor"),
     "torch-ints": (lambda f: torch_file(f / "v.pt", torch.arange(4)), "torch.int64"),
-    "expanded": (lambda f: torch_file(f / "v.pt", T[0, :1].expand(10**9, 10**6)), "shape [1000000000, 1000000]"),
+    "expanded": (lambda f: torch_file(f / "v.pt", T[0, :1].expand(10**9, 10**6)), "4000000000000000 bytes as float32"),
+    "expanded-often": (
+        lambda f: torch_file(f / "v.pt", {f"layer.{n}": T[0, :1].expand(1 << 17) for n in range(300)}),
+        "157286400 bytes as float32; expected at most 134217728",
+    ),
     "bomb": (bomb, "compressed; expected what torch.save writes"),
     "gguf-model": (lambda f: control_vector(f / "v.gguf", {1: A[0]}, "llama"), "general.architecture: 'llama'"),
     "gguf-layer-0": (lambda f: control_vector(f / "v.gguf", {0: A[0]}), "direction.0: no name of a direction"),
