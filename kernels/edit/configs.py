@@ -112,7 +112,7 @@ class Configs:
 
 
 MAX_WIDTH = 8192
-TILED_ABOVE = 512  # tokens of a step; vLLM captures no larger graph, so the host may choose the kernels
+TILED_ABOVE = 512  # tokens of a step, above which vLLM captures no graph by default, so the host may choose the kernels
 RUNS_ABOVE = 256  # tokens of a step, from where on neighbours of a row with many entries are done together
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 

@@ -68,7 +68,7 @@ def edit_triton(
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
     During capture, and in steps of up to TILED_ABOVE tokens, the number of tokens alone says which kernel does a row,
-    so a captured launch serves any work list. Other steps run outside of graphs, where the host's `kinds` choose, too.
+    so a captured launch serves any work list. In other steps the host's `kinds` choose, too.
 
     Args:
         tuned: other launch parameters, for benchmarks.

@@ -76,6 +76,7 @@ class Engine:
         stage: int = 0,
     ) -> None:
         self.is_last = stage == len(stages)  # of the pipeline: it has lm_head, and the output of a step
+        self.answers = True  # whether what requests read leaves this process; else nothing is made of it
         self.max_rows, self._drafts, all_rows = max_rows, drafts, 1 + max_rows * (1 + drafts)
         self.config = config = assets.config
         infos, names = assets.infos, assets.sites(layers, other_widths)
@@ -181,7 +182,7 @@ class Engine:
         wire = decode(admitted["plan"])
         arrows = self.registry.find(wire.digests, admitted["vectors"])
         row = self._rows.make(wire, arrows)
-        row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts)
+        row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts if self.answers)
         return row
 
     def _reading(

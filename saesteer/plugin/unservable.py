@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import UnsupportedError
+from saesteer.kernels.layout import PUBLISHED
 
 # Methods of speculative decoding. Models that guess have layers of their own, which no op is attached to.
 GUESSES = ("ngram", "draft_model", "eagle", "eagle3")
@@ -35,7 +36,12 @@ class Setup(NamedTuple):
     @property
     def staged(self) -> bool:
         """Whether the model is cut into stages of a pipeline."""
-        return bool(self.vllm.parallel_config.pipeline_parallel_size > 1)
+        return self.stages > 1
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return int(self.vllm.parallel_config.pipeline_parallel_size)
 
     @property
     def executor(self) -> str:
@@ -109,6 +115,12 @@ REFUSALS = (
         "Only vLLM's executor for several processes hands over the counts and read-outs of earlier stages.",
         lambda setup: setup.staged and setup.executor != "mp" and setup.executor,
         "add --distributed-executor-backend mp, or use tensor parallelism",
+    ),
+    Refusal(
+        "a pipeline of {} stages",
+        f"The counters of {PUBLISHED} steps are kept, and so many stages have more of them on their way.",
+        lambda setup: setup.stages > PUBLISHED - 2 and setup.stages,
+        "use tensor parallelism for some of it",
     ),
     Refusal(
         "pipeline parallelism and speculative decoding",

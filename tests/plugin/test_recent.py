@@ -2,11 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
+from saesteer.engine.sinks import SPOOLS
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.digests import module_digests
@@ -189,3 +192,30 @@ def test_what_travels_comes_through_the_engines_messages_as_it_is(engine: Engine
     assert sent.extra_args == extra
     row, again = (engine.make_row(one[KEY]) for one in (extra, sent.extra_args))
     assert row is not None and again is not None and row.words.tolist() == again.words.tolist()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_whose_output_nobody_reads_makes_nothing_of_what_is_read(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lack of room would unsteer the request on that rank alone, and nobody would hear of it."""
+
+    def without_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    read = {"probe": "any", "site": "resid_post.1", "scope": {"prompt": True}}
+    steering = steered.Steering(make_engine(tmp_path))
+    steering.engine.answers = answers
+    request = admitted(steering.engine, {"edits": [ADD], "return": {"probes": [read]}}, 4)
+    monkeypatch.setattr("saesteer.engine.engine.probes_of", without_room)
+    assert (steering.add(request) is None) == answers
+    assert list(steering.failed) == ["r"] * answers
+    assert (not answers) == bool(steering.rows)
+
+
+def test_whatever_is_wrong_with_a_request_ends_no_other_one(engine: Engine) -> None:
+    """As when its spools cannot be read: what leaves ``add`` would end the engine."""
+    steering = steered.Steering(engine)
+    request = admitted(engine, {"edits": [ADD]}, 4, **{SPOOLS: 3})
+    assert steering.add(request) is None
+    assert "broken" in steering.failed["r"] and not steering.rows

@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel_config": STAGES, **GUESSES},
         "pipeline parallelism and speculative decoding .* switch one of them off",
     ),
+    "a long pipeline": (
+        {"parallel_config": SimpleNamespace(pipeline_parallel_size=15, distributed_executor_backend="mp")},
+        "a pipeline of 15 stages in this version; use tensor parallelism",
+    ),
     "heads of other kinds": (
         {"speculative_config": SimpleNamespace(method="medusa")},
         "speculative decoding by medusa",

@@ -73,18 +73,18 @@ class Steering:
         self.forget(request.req_id)
         try:
             row = self._row_of(request)
+            if row is not None:
+                self._batch = None
+                self.rows[request.req_id] = row
+                self._cached[request.req_id] = request.num_computed_tokens
+                if request.sampling_params.stop:
+                    self._stops.add(request.req_id)
+                if row.parts:
+                    self._borders[request.req_id] = border_in(request)
+                self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
         except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
             self.fail(request.req_id, exc)
             return None
-        if row is not None:
-            self._batch = None
-            self.rows[request.req_id] = row
-            self._cached[request.req_id] = request.num_computed_tokens
-            if request.sampling_params.stop:
-                self._stops.add(request.req_id)
-            if row.parts:
-                self._borders[request.req_id] = border_in(request)
-            self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
         return row
 
     def _row_of(self, request: Any) -> Row | None:

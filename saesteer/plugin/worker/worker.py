@@ -64,7 +64,10 @@ def attach(worker: Any, assets: Assets) -> None:
     def load_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         worker.saesteer = steering = _build(runner, assets)
-        if worker.is_driver_worker:  # as in counts.py, no other rank reads
+        # As in counts.py, no other rank reads. What a read needs could find no room on one of them, of which nobody would
+        # hear: its request would go on, unsteered on this rank alone.
+        steering.engine.answers = worker.is_driver_worker
+        if steering.engine.answers:
             steering.engine.warm_reads()
         if hasattr(runner, "model_state"):
             _wrap_v2(runner, runner.model_state, steering)
