@@ -64,8 +64,8 @@ def attach(worker: Any, assets: Assets) -> None:
     def load_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         worker.saesteer = steering = _build(runner, assets)
-        # As in counts.py, no other rank reads. What a read needs could find no room on one of them, of which nobody would
-        # hear: its request would go on, unsteered on this rank alone.
+        # As in counts.py, no other rank reads. What a read needs might find no room on one of them, and nobody would
+        # hear of it: its request would go on, unsteered on this rank alone.
         steering.engine.answers = worker.is_driver_worker
         if steering.engine.answers:
             steering.engine.warm_reads()
