@@ -76,6 +76,7 @@ class Draft:
     # Mean lengths of inputs and outputs. The arrays are about inputs and outputs that are scaled to sqrt(d).
     lengths: tuple[float, float] | None = None
     centred: bool = False  # the encoder reads x - mean(x), before it subtracts b_in; only without a norm
+    mean_free: bool = False  # its rows have no mean, so they do so by themselves
     below_zero: Literal["refused", "raised", "kept"] = "refused"  # thresholds below 0; raised: to 0
     order: Tensor | None = None  # [F] int64, the file's row for each row of the dictionary
     # Only of a cross-layer transcoder: what w_dec (and length_out) are for each next layer that its features write.
@@ -279,9 +280,9 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
-    b_enc, threshold = folded.b_enc, folded.threshold
-    w_enc = matrix("w_enc", info.d_in, folded.enc_scale, torch.float32 if draft.centred else wanted)
-    if draft.centred:
+    b_enc, threshold, centring = folded.b_enc, folded.threshold, draft.centred and not draft.mean_free
+    w_enc = matrix("w_enc", info.d_in, folded.enc_scale, torch.float32 if centring else wanted)
+    if centring:
         w_enc, b_enc = folds.centre_input(w_enc, b_enc, vectors.get("b_in"))
         w_enc = w_enc.to(wanted)
     if "b_in" in vectors:

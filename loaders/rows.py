@@ -36,7 +36,7 @@ _NUMBERS = ("b_enc", "threshold", "max_act")
 _HARMLESS = {
     *("weights", "keys", "optional", "ignored", "transposed", "configs", "sizes", "unmistakable", "below_zero"),
     *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model"),
-    *("addresses", "l0", "max_act_gaps"),
+    *("addresses", "l0", "max_act_gaps", "mean_free"),
 }
 
 

@@ -5,9 +5,9 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct, max_act_gaps; and measured, which nothing
-reads. A file without metadata is accepted if it has max_act, as the first ones had, and if F != d, which shows that it
-is not transposed like other formats with the same keys.
+feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct, centred, l0, max_act_gaps; and measured,
+which nothing reads. A file without metadata is accepted if it has max_act, as the first ones had, and if F != d, which
+shows that it is not transposed like other formats with the same keys.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ def _one(file: Path) -> Draft | None:
     if activation != "jumprelu" and "threshold" in index:
         raise wrong(file, "threshold", "there", "one for jumprelu, else none")
     one = "threshold" in index and index["threshold"].shape == (1,)
+    in_norm, centred = (
+        _one_of(file, about, "in_norm", get_args(InNorm), "none"),
+        _is_true(file, about, "centred", "false"),
+    )
+    if centred and in_norm != "none":
+        raise wrong(file, "centred", f"true, with in_norm {in_norm}", "one of the two")
     keys = {"one_threshold" if one else "threshold": "threshold"} if activation == "jumprelu" else {}
     return Draft(
         weights,
@@ -76,15 +82,18 @@ def _one(file: Path) -> Draft | None:
         optional={"max_act": "max_act", "skip": "W_skip"},
         unmistakable=True,
         below_zero="kept",
+        centred=centred,
+        mean_free=True,
         k=_number(file, about, "k") if "k" in about else None,
-        in_norm=_one_of(file, about, "in_norm", get_args(InNorm), "none"),
+        in_norm=in_norm,
         sites=(_site(file, about, "site_in"), _site(file, about, "site_out")),
         feature_unit=_one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
         skip_first=_number(file, about, "skip_first") if "skip_first" in about else 1,
         feature_ids=_feature_ids(file, about),
-        can_reconstruct=_one_of(file, about, "can_reconstruct", ("true", "false"), "true") == "true",
+        can_reconstruct=_is_true(file, about, "can_reconstruct", "true"),
         model=about.get("model"),
         addresses=addresses(about.get("addresses")),
+        l0=_mean(file, about, "l0"),
         max_act_gaps=gaps_in(file, about),
     )
 
@@ -121,10 +130,12 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
         "activation": info.activation,
         "addresses": " ".join(info.addresses) or None,
         "can_reconstruct": json.dumps(info.can_reconstruct),
+        "centred": "true" if info.centred else None,
         "feature_ids": None if info.feature_ids is None else json.dumps(info.feature_ids),
         "feature_unit": info.feature_unit,
         "in_norm": info.in_norm,
         "k": None if info.k is None else str(info.k),
+        "l0": None if info.l0 is None else repr(info.l0),
         GAPS: json.dumps(info.max_act_gaps) if info.max_act_gaps else None,
         "model": info.model,
         "site_in": info.site_in,
@@ -145,6 +156,18 @@ def _one_of(file: Path, about: dict[str, str], key: str, known: tuple[str, ...],
     if value not in known:
         raise wrong(file, key, repr(value), f"one of {', '.join(known)}")
     return value
+
+
+def _is_true(file: Path, about: dict[str, str], key: str, default: str) -> bool:
+    return bool(_one_of(file, about, key, ("true", "false"), default) == "true")
+
+
+def _mean(file: Path, about: dict[str, str], key: str) -> float | None:
+    if key not in about:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,17})?(e[+-]?[0-9]{1,2})?", about[key]):  # as repr has it
+        raise wrong(file, f"__metadata__: {key}", repr(about[key]), "a number of features")
+    return float(about[key])
 
 
 def _site(file: Path, about: dict[str, str], key: str) -> str | None:

@@ -3,8 +3,9 @@
     L0   active features of a token, on average
     FVU  sum |y - y_hat|^2 / sum |y - mean(y)|^2: the fraction of the variance that the reconstruction leaves
 
-y is what the dictionary writes to, or what a transcoder's MLP adds. A dictionary at a wrong site, of a wrong model or
-read in a wrong orientation has another L0 than its files say, and an FVU near 1 or above.
+y is what the dictionary writes to, without each token's mean where the dictionary reads that, or what a transcoder's
+MLP adds. A dictionary at a wrong site, of a wrong model or read in a wrong orientation has another L0 than its files
+say, and an FVU near 1 or above.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ class Figures:
     def add(self, coder: SparseCoder, x: Tensor, y: Tensor) -> None:
         """Count tokens: x [tokens, d_in] is read, and y [tokens, d_out] is what the reconstruction is compared with."""
         f, wide = coder.encode(x), y.double()
+        if coder.info.centred:
+            wide -= wide.mean(1, keepdim=True)
         self.tokens += len(x)
         self.active += int((f != 0).sum())
         self.left += float((coder.decode(f, like=x).double() - wide).square().sum())

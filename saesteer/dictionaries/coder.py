@@ -62,6 +62,7 @@ class CoderInfo:
     model: str | None = None  # the language model that it was trained on, if the files say
     addresses: tuple[str, ...] = ()  # MODEL/SOURCE at Neuronpedia, as far as its files or its place say it
     skip: bool = False  # y += x @ w_skip.T as well
+    centred: bool = False  # it reads x - mean(x), as its encoder does by itself, and makes that
     l0: float | None = None  # active features of a token, as whoever trained it measured, if the files say
     stored_dtype: str = "float32"  # of the weight matrices in the file
     bytes_on_disk: int = 0

@@ -176,6 +176,19 @@ def test_calibrate_and_features_take_every_dictionary_of_a_set(
     assert "gs, at resid_post.0" in said and "gs, at resid_post.2" in said
 
 
+def test_of_a_centred_stream_the_mean_is_nobodys_to_explain() -> None:
+    """The encoder's rows have no mean, so x - mean(x) is all that it can know."""
+    eye = torch.eye(4) - 0.25
+    info = CoderInfo(format="saesteer", d_in=4, d_out=4, features=8, activation="relu", centred=True)
+    rows = torch.cat([eye, -eye])
+    coder = SparseCoder(w_enc=rows, b_enc=torch.zeros(8), w_dec=rows, b_dec=torch.zeros(4), info=info)
+    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0)) + 5 * torch.arange(100)[:, None]
+    found, without = measure.Figures(), measure.Figures()
+    found.add(coder, x, x)
+    without.add(replace(coder, info=replace(info, centred=False)), x, x)
+    assert found.fvu < 1e-6 < 0.9 < without.fvu
+
+
 def test_a_dictionary_by_rows_is_read_whole(
     model: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
