@@ -133,6 +133,8 @@ def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
         raise ConfigError(f"{flag} {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
     if not text.strip():
         raise ConfigError(f"{flag} {file}: is empty, expected a text")
+    if "\0" in text:  # where SQLite, in which labels stand, ends a text
+        raise ConfigError(f"{flag} {file}: has a NUL character, expected a text")
     return text
 
 

@@ -176,7 +176,6 @@ def convert(
         str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
     ],
     target: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new .safetensors file.")] = None,
-    _rows: Annotated[bool, typer.Option("--rows", help="Write row by row, as it does in any case.")] = True,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
     ] = None,
@@ -191,6 +190,8 @@ def convert(
 
         from saesteer.commands import foreign
 
+        if target is not None or dtype is not None:
+            raise ConfigError("convert --from prints a spec, and takes neither FILE nor --dtype")
         found = foreign.run(form, Path(place))
         for note in found.notes:
             typer.echo(note, err=True)
@@ -294,6 +295,8 @@ def find(
         how, sides = choose(backend), (positive, negative)
         run_contrast(Console(), model, config, *sides, most=limit, max_tokens=max_tokens, as_json=as_json, backend=how)
     elif not contrast:
+        if backend is not None or model != "demo":
+            raise ConfigError("find takes --model and --backend with --positive and --negative: labels need no model")
         run(Console(), config, words, feature=feature, most=limit, as_json=as_json)
     else:
         raise ConfigError("find needs both --positive FILE and --negative FILE, or neither")

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import DICTIONARIES
+from saesteer.commands.written import printable
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
@@ -182,7 +183,7 @@ def _context(example: Example) -> Text:
 
 def plain(text: str) -> Text:
     """Text from a label file, in which nothing speaks to the terminal."""
-    return Text("".join(letter if letter.isprintable() else "·" for letter in text))
+    return Text(printable(text))
 
 
 def _tokens(tokens: tuple[str, ...]) -> str:

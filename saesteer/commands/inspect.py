@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from saesteer.commands.written import printable
 from saesteer.config.assets import in_words, sited, unserved
 from saesteer.config.config import DictionarySource
 from saesteer.config.sets import check_set, opened
@@ -41,7 +42,7 @@ def report(place: str | Path) -> str:
     else:
         lines = _dictionary_or_vectors(place)
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in lines)
 
 
 def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Files that commands write when their work is done. Knows nothing of what is in them."""
+"""What commands write when their work is done: files, and words to a terminal. Knows nothing of what is in them."""
 
 from pathlib import Path
 
@@ -17,6 +17,11 @@ def check_folder(flag: str, file: Path | None) -> None:
     """
     if file is not None and not file.expanduser().absolute().parent.is_dir():
         raise ConfigError(f"{flag} {file}: its folder does not exist")
+
+
+def printable(text: str) -> str:
+    """Text out of a file that anybody may have made, in which nothing speaks to the terminal or begins a line."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
 def write(flag: str, file: Path, text: str) -> None:

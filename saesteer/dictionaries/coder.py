@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,15 @@ ROWS_AT_ONCE = 16384  # rows widened to fp32 at a time: a 10 GB bf16 dictionary 
 def blocks(rows: int) -> Iterator[slice]:
     """All rows of a matrix, ROWS_AT_ONCE at a time."""
     return (slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE))
+
+
+class _Ids(tuple[int, ...]):
+    """The features of a file, in the order of its rows."""
+
+    @cached_property
+    def rows(self) -> Mapping[int, int]:
+        """The row of each."""
+        return {feature: row for row, feature in enumerate(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,7 @@ class CoderInfo:
         assert len(gaps) % 2 == 0 and all(one < next_ for one, next_ in pairwise(gaps)), "gaps that are not ascending"
         assert self.targets is None or (self.targets > 0 and not self.can_reconstruct), self.targets
         if self.feature_ids is not None:
+            object.__setattr__(self, "feature_ids", _Ids(self.feature_ids))
             assert len(self.feature_ids) == self.features == len(set(self.feature_ids)), "one distinct id a row"
             assert self.activation not in RANKED, "ranking inside a subset of the features is wrong"
 
@@ -128,7 +139,8 @@ class CoderInfo:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""
         if self.feature_ids is None:
             return feature if 0 <= feature < self.features else None
-        return self.feature_ids.index(feature) if feature in self.feature_ids else None
+        assert isinstance(self.feature_ids, _Ids)
+        return self.feature_ids.rows.get(feature)
 
     def to_json(self) -> dict[str, object]:
         """A JSON object with every field."""

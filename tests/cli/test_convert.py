@@ -22,7 +22,7 @@ NAMES = ("w_enc", "b_enc", "w_dec", "b_dec", "threshold")
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_copy_is_the_dictionary_and_its_rows_are_read_at_once(dtype: str | None, tmp_path: Path) -> None:
     place, target = writers.gemma_scope(tmp_path / "layer_3", writers.raw()), tmp_path / "copy.safetensors"
-    words = ["convert", "--rows", str(place), str(target)] + (["--dtype", dtype] if dtype else [])
+    words = ["convert", str(place), str(target)] + (["--dtype", dtype] if dtype else [])
     said = CliRunner().invoke(app, words, catch_exceptions=False).output
     assert said == f"{target}: 40 features of gemma_scope, {target.stat().st_size / 1e6:.1f} MB\n"
     whole, copy = load(place, dtype=torch.bfloat16 if dtype else None), load(target)

@@ -291,6 +291,8 @@ def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
         (["find"], "expected words to look for"),
         (["find", "--positive", "x"], "needs both --positive FILE and --negative FILE, or neither"),
         (["find", "ocean", "--feature", "3"], "find takes one of WORDS, --feature, or --positive with --negative"),
+        (["find", "ocean", "--backend", "hf"], "find takes --model and --backend with --positive and --negative"),
+        (["find", "ocean", "--model", "m"], "find takes --model and --backend with --positive and --negative"),
         (["find", "ocean", "--positive", "x", "--negative", "x"], "find takes one of WORDS, --feature, or --positive"),
         (["find", "--feature", "99999"], "--feature 99999: dictionary 'demo' has features 0 to 9215; --feature"),
     ],

@@ -173,12 +173,14 @@ def test_a_text_without_a_token_that_counts_leaves_the_earlier_file(
 def test_calibrate_is_refused_in_one_sentence(place: str, text: Path, tmp_path: Path) -> None:
     config = read_settings([f"d={place}@resid_post.15"])
     (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "ended").write_text("one\0two")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"file": Path("/no/such")}, r"--text-file /no/such: cannot be read \(No such file"),
         ({"file": tmp_path}, "cannot be read"),
         ({"file": tmp_path / "binary"}, "expected a text in UTF-8"),
         ({"file": tmp_path / "empty"}, "is empty"),
+        ({"file": tmp_path / "ended"}, "has a NUL character"),
         ({"max_tokens": 0}, "--max-tokens is 0"),
         ({"config": SaesteerConfig()}, "needs a dictionary"),
     ]

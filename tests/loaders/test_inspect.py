@@ -277,3 +277,15 @@ def test_no_more_than_headers_are_read_of_a_large_file(write: Callable[[Path], P
 
 def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_nothing_in_a_file_speaks_to_the_terminal(tmp_path: Path) -> None:
+    info = load(writers.gemma_scope(tmp_path / "one", writers.raw())).info
+    coder = load(tmp_path / "one")
+    own.write(
+        tmp_path / "x.safetensors", replace(coder, info=replace(info, model="gpt2\nmax_act  known\x1b]0;own\x07"))
+    )
+    said = report(tmp_path / "x.safetensors")
+    assert all(line.isprintable() for line in said.splitlines())
+    assert not any(line.startswith("max_act  known") for line in said.splitlines())
+    assert "gpt2·max_act  known·]0;own·" in said
