@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
-	@echo "make test-slow the tests on real engines, an hour or more on two cores; make test-all runs both"
+	@echo "make test-slow the tests on real engines, half an hour on two cores, three times that on a busy machine; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
 	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PROCESSES=1, PYTHON=..."
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"

@@ -42,7 +42,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,17 @@ def about(commit: str) -> dict[str, Any]:
     return {
         **json.loads(said.stdout.splitlines()[-1]),
         "vllm": vllm_version(),
-        "command": shlex.join(["python", "-m", "bench.modes", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
     }
+
+
+_OF_A_MACHINE = {"--out", "--keep", "--spy", "--budget", "--commit"}  # options with a value
+
+
+def command(words: Sequence[str]) -> str:
+    """What repeats a run, without where its files were and how much time it had."""
+    kept = [word for before, word in pairwise(["", *words]) if not {before, word} & _OF_A_MACHINE]
+    return shlex.join(["python", "-m", "bench.modes", *kept])
 
 
 def gpu_bytes() -> int | None:

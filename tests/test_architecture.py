@@ -170,7 +170,7 @@ def test_nothing_speaks_of_one_machine() -> None:
     """No path that exists on somebody's machine alone."""
     private = re.compile(r"(?<![\w.~])/(?:root|work|home|Users)/\w|\.\./shared")
     texts = [path for path in ROOT.iterdir() if path.suffix in {".md", ".toml"}] + [ROOT / "Makefile", ROOT / ".ci/run"]
-    texts += (ROOT / "docs").glob("*.md")
+    texts += [*(ROOT / "docs").glob("*.md"), *(ROOT / "bench/results").glob("*.jsonl"), ROOT / "bench/LOG.md"]
     notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
     found = [name_of(path) for path in [*PYTHON, *texts, *notebooks] if private.search(path.read_text())]
     assert not found

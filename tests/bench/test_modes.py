@@ -355,3 +355,8 @@ def test_every_mode_runs_on_a_tiny_model(way: str, tmp_path: Path) -> None:
     assert all(row["runs"] == 2 and row[metric]["ms"] > 0 for row in rows for metric in METRICS)
     assert torch.tensor([row[metric]["each_percent"] for row in rows for metric in METRICS]).isfinite().all()
     assert all(name in done.stdout for name in MODES)
+
+
+def test_what_repeats_a_run_names_no_place_of_one_machine() -> None:
+    words = ["--out", "/there", "--modes", "idle", "clamp", "--keep", "/k", "--budget", "90", "--share", "3"]
+    assert modes.command(words) == "python -m bench.modes --modes idle clamp --share 3"
