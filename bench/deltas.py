@@ -69,7 +69,10 @@ def figures(first: Sequence[float], whole: Sequence[float], tokens: int) -> Figu
     return Figures(*(1e3 * statistics.mean(times) for times in (first, rest, whole)))
 
 
-def paired(runs: Sequence[Run], stock: str = "stock") -> dict[str, list[tuple[Figures, Figures]]]:
+_STOCK = "stock"  # mode of the runs that all others are compared with
+
+
+def paired(runs: Sequence[Run]) -> dict[str, list[tuple[Figures, Figures]]]:
     """By mode, the figures of each of its runs, with stock's at the same moment: drawn as a line between the stock runs
     before and after it, so what drifts evenly falls out.
 
@@ -78,10 +81,10 @@ def paired(runs: Sequence[Run], stock: str = "stock") -> dict[str, list[tuple[Fi
     """
     found: dict[str, list[tuple[Figures, Figures]]] = {}
     for place, run in enumerate(runs):
-        if run.mode == stock:
+        if run.mode == _STOCK:
             continue
-        before = next(one for one in reversed(runs[:place]) if one.mode == stock)
-        after = next(one for one in runs[place:] if one.mode == stock)
+        before = next(one for one in reversed(runs[:place]) if one.mode == _STOCK)
+        after = next(one for one in runs[place:] if one.mode == _STOCK)
         part = (run.at - before.at) / (after.at - before.at)
         base = Figures(*(a + part * (b - a) for a, b in zip(before.figures, after.figures, strict=True)))
         found.setdefault(run.mode, []).append((run.figures, base))

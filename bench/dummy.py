@@ -90,12 +90,12 @@ def model_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def dictionary_file(width: int, features: int, parent: Path, seed: int = 0) -> Path:
+def dictionary_file(width: int, features: int, parent: Path) -> Path:
     """A random jumprelu dictionary [features, width] in bf16; decoder rows have unit length."""
-    path = parent / f"random-{width}-{features}-{seed}.safetensors"
+    path = parent / f"random-{width}-{features}.safetensors"
     if path.exists():
         return path
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     w_dec = torch.randn(features, width, generator=draw)
     w_dec /= w_dec.norm(dim=1, keepdim=True)
     info = CoderInfo(

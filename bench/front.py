@@ -99,7 +99,6 @@ class FakeRequest:
     req_id: str
     prompt_token_ids: list[int] = field(default_factory=lambda: [BEGIN] * PROMPT)
     num_computed_tokens: int = 0
-    cache_salt: str | None = None
 
 
 class Front:

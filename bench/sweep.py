@@ -2,8 +2,8 @@
 
     python -m bench.kernels --sweep lone --grid num_warps=4,8 at_once=1,2 programs=2,3 --widths 2304
 
-A field that the grid does not name keeps what kernels/configs.py has; without a grid it is the one below. A combination
-that the compiler refuses, or whose answer is wrong, is said and left out.
+A field that the grid does not name keeps what kernels/edit/configs.py has; without a grid it is the one below. A
+combination that the compiler refuses, or whose answer is wrong, is said and left out.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     def run(
         name: str, _: float, *more: str, marks: str, environment: dict[str, str]
     ) -> tuple[dict[str, Any], list[str]]:
-        assert marks == gpu_tests.ALL
+        assert marks == gpu_tests.WITH_LONG
         both.wait()
         began.append((name, more[-1] if more else "", environment.get("CUDA_VISIBLE_DEVICES")))
         wrong = ["it"] if more[-1:] == ("2/4",) else []
@@ -138,7 +138,7 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_tests, "run", run)
     names = ["tests/kernels/test_a.py", "tests/plugin/test_wide.py", "tests/plugin/test_b.py"]
     end = time.monotonic() + 1000
-    gpu_tests.Machine(names, 2, gpu_tests.ALL, end, lambda row, _: told.append(row), ["6", "7"], names[1:2]).run()
+    gpu_tests.Machine(names, 2, gpu_tests.WITH_LONG, end, lambda row, _: told.append(row), ["6", "7"], names[1:2]).run()
     assert {card for name, _, card in began if name == names[1]} == {None}
     assert {card for name, _, card in began if name != names[1]} == {"6", "7"}
     assert sorted(part for name, part, _ in began if name == names[0]) == ["1/4", "2/4", "3/4", "4/4"]

@@ -1,6 +1,6 @@
 """Runs the tests that a GPU changes, file by file, as far as the time goes, and notes what ran (`make test-gpu`).
 
-A GPU is often there for minutes, and all of these tests take an hour. So the files whose last whole run is oldest come
+All of these tests take an hour, and a run may be shorter. So the files whose last whole run is oldest come
 first, each in a process of its own, and a row for each says what passed, failed, and was not reached at which commit.
 The rows are in gpu_tests.jsonl; `make tables` makes a table of the last ones. Knows pytest's words, and no test.
 
@@ -37,7 +37,7 @@ SEVERAL = re.compile(r"device_count\(\) *(== *1|< *2)\b")  # a file that says wh
 NOT_REACHED = "not reached before"  # why tests/conftest.py skips one whose time is up
 ENDING = 20.0  # seconds of the time that are left for a file to end in, once nothing begins any more
 AT_LEAST = 40.0  # seconds that a file needs to be begun: an engine takes most of them to start
-SHORT, ALL = "not long and not network", "not network and not vision"
+SHORT, WITH_LONG = "not long and not network", "not network and not vision"
 PARTS = 4  # of a file of kernels, if files run side by side: the longest takes over nine minutes by itself
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-rsE", "--no-header", "-p", "no:cacheprovider"]
@@ -159,8 +159,8 @@ class Machine:
         found = {
             "OMP_NUM_THREADS": threads,
             "TORCHINDUCTOR_COMPILE_THREADS": threads,
-            "SAESTEER_TEST_RUNNING": "2",
-        }  # a test may compare two
+            "SAESTEER_TEST_RUNNING": "2",  # a test may compare two engines
+        }
         if self.cards and not wide:
             found["CUDA_VISIBLE_DEVICES"] = self.cards[number % len(self.cards)]
         return found
@@ -227,7 +227,7 @@ def main() -> int:
 
     found = cards() if options.processes > 1 else []
     wide = [name for name in names if len(found) > 1 and needs_several(ROOT, name)]
-    Machine(names, max(1, options.processes), ALL if options.long else SHORT, end, done, found, wide).run()
+    Machine(names, max(1, options.processes), WITH_LONG if options.long else SHORT, end, done, found, wide).run()
     return int(bool(failed))
 
 

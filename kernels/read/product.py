@@ -43,7 +43,7 @@ def serves(x: Tensor, encoder: Encoder, top_k: int) -> bool:
     return x.is_cuda and 0 < len(x) <= ROWS and top_k > 0 and encoder.groups < 2 and not wide
 
 
-def best(x: Tensor, into: Tensor, encoder: Encoder, size: int, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
+def best(x: Tensor, into: Tensor, encoder: Encoder, size: int) -> tuple[Tensor, Tensor]:
     """The products [n, F] fp32, and the largest key of each group of so many features, [n, groups] int64."""
     n, features, groups = len(x), encoder.features, triton.cdiv(encoder.features, size)
     products = torch.empty(n, features, device=x.device)
@@ -63,12 +63,12 @@ def best(x: Tensor, into: Tensor, encoder: Encoder, size: int, tiles: Tiles = TI
         WIDTH=x.shape[1],
         ROWS=ROWS,
         FEATURES=FEATURES,
-        COLUMNS=tiles.columns,
-        STAGES=tiles.stages,
+        COLUMNS=TILES.columns,
+        STAGES=TILES.stages,
         SIZE=size,
         HAS_NORM=encoder.norm != 0,
         MAGNITUDE=encoder.magnitude,
-        num_warps=tiles.warps,
+        num_warps=TILES.warps,
         **UNFUSED,
         **waits,
     )

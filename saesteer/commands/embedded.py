@@ -137,16 +137,18 @@ def _convert(gguf: Path, folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2) + "\n")
 
 
-def bridge(value: float = 2.0) -> dict[str, Any]:
-    """The spec of the demo: the bridge at `value` times the strongest activation observed for it."""
-    edit = {"op": "clamp", "dictionary": DEMO_DICTIONARY, "feature": BRIDGE, "value": value, "unit": "max_act"}
-    return {"edits": [edit]}
+def bridge() -> dict[str, Any]:
+    """The spec of the demo: the bridge at twice the strongest activation observed for it."""
+    return _clamp(DEMO_DICTIONARY, BRIDGE, 2.0)
 
 
-def mlp(value: float = MLP_VALUE) -> dict[str, Any]:
-    """The demo's spec for the transcoder: its feature at `value` times the strongest activation observed for it."""
-    edit = {"op": "clamp", "dictionary": DEMO_MLP, "feature": MLP_FEATURE, "value": value, "unit": "max_act"}
-    return {"edits": [edit]}
+def mlp() -> dict[str, Any]:
+    """The demo's spec for the transcoder: its feature at MLP_VALUE times the strongest activation observed for it."""
+    return _clamp(DEMO_MLP, MLP_FEATURE, MLP_VALUE)
+
+
+def _clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
+    return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": feature, "value": value, "unit": "max_act"}]}
 
 
 def engine_options() -> dict[str, Any]:

@@ -127,11 +127,11 @@ class Captures:
         assert source is not None
         return source
 
-    def _gather(self, all_: Sequence[Read], hidden: Tensor | None) -> list[Tensor]:
+    def _gather(self, reads: Sequence[Read], hidden: Tensor | None) -> list[Tensor]:
         """The rows of each, [n, d]; those of one bank are gathered together."""
         found: dict[int, Tensor] = {}  # by number of what is gathered
-        for bank in dict.fromkeys(one.bank for one in all_):
-            here = [(number, one.chosen) for number, one in enumerate(all_) if one.bank == bank]
+        for bank in dict.fromkeys(one.bank for one in reads):
+            here = [(number, one.chosen) for number, one in enumerate(reads) if one.bank == bank]
             source = self._source(bank, hidden)
             if len(here) == 1:
                 [(number, chosen)] = here
@@ -140,7 +140,7 @@ class Captures:
             x = source.index_select(0, self._known(np.concatenate([chosen for _, chosen in here])))
             sizes = [len(chosen) for _, chosen in here]
             found |= zip((number for number, _ in here), torch.split(x, sizes), strict=True)
-        return [found[number] for number in range(len(all_))]
+        return [found[number] for number in range(len(reads))]
 
     def _known(self, chosen: NDArray[np.int64]) -> Tensor:
         """An index on the device, where steps before often had the same one."""

@@ -43,15 +43,9 @@ _PIECES = 512  # that are written by one call; a system takes 1,024
 Span = tuple[int, int]  # absolute positions [lo, hi)
 
 
-class Step(NamedTuple):
-    """Rows of a step that lie side by side, file by file."""
-
-    lo: int  # where they begin in the memory
-    stride: int  # bytes of a row
-    files: list[int]
-    firsts: list[int]  # by file, which row of it the first of these is
-    positions: list[int]  # of these
-    lengths: list[int]  # by file, how many rows
+# Of rows of a step that lie side by side, file by file: the first byte, and bytes of a row; then by file its number,
+# which row of it is the first of these, their first position, and how many they are.
+Step = tuple[int, int, list[int], list[int], list[int], list[int]]
 
 
 def join(spans: list[Span], span: Span) -> None:
@@ -349,10 +343,8 @@ def main(connection: int, memory: int) -> None:
         connection: to the worker, a socket.
         memory: a file of the memory that both have.
     """
-    for one in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # for which the worker ends, perhaps once its requests have, and then this
+    # The worker ends for these, perhaps once its requests have; then this ends.
+    for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     Filer(Connection(connection), memoryview(mmap(memory, 0)), _begin).run()
 

@@ -134,7 +134,7 @@ class Writer:
         Raises:
             RuntimeError: the process has ended.
         """
-        sent: list[tuple[Any, ...]] = []
+        sent: list[Step] = []
         new: dict[int, tuple[str, int]] = {}
         with self._lock:
             for filing, first, end in steps:
@@ -142,7 +142,7 @@ class Writer:
                 if not self._known.issuperset(files):
                     new |= {sink.number: (sink.path, sink.start) for sink in filing.sinks if self._is_new(sink)}
                 rows = (filing.first.tolist(), filing.positions.tolist(), filing.lengths.tolist())
-                sent.append(tuple(Step(first, (end - first) // sum(rows[-1]), files, *rows)))
+                sent.append((first, (end - first) // sum(rows[-1]), files, *rows))
             self._send("put", copies, lo, hi, sent, new, self._left())
 
     def _is_new(self, sink: Sink) -> bool:

@@ -150,10 +150,10 @@ class Door:
             template = conversation.chat_params.chat_template_kwargs
         parser = self._parser(meaning, template or {})
         border = self._border(meaning.edits_part, parser or {}, ids) if meaning.edits_part else None
-        reads_part = any(one.readout.part for one in meaning.readouts if one.readout.shown)
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
         own = [one for one in meaning.readouts if one.readout.shown]
+        reads_part = any(one.readout.part for one in own)
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
@@ -194,9 +194,8 @@ class Door:
 
     def _border(self, at: str, given: Mapping[str, Any], prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """What ends the reasoning in an answer, and where the prompt has ended it, or END."""
-        if (
-            getattr(self._vllm_config, "speculative_config", None) is not None
-        ):  # a wrong guess would end the reasoning for good
+        # A wrong guess would end the reasoning for good.
+        if getattr(self._vllm_config, "speculative_config", None) is not None:
             message = "names a part of the answer, and this server guesses tokens (speculative decoding)"
             fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
         found = border_of(self._vllm_config, given, prompt)

@@ -89,7 +89,7 @@ class _Held(NamedTuple):
 
 
 def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> None:
-    """Takes the last outputs of requests whose files lack rows out of a step's, and adds those held whose lack none.
+    """Keeps a request's last output out of a step's while its files lack rows; adds kept ones whose files lack none.
 
     Where nobody else would have a step, it waits for them.
 
