@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,19 @@ def fetch(place: str | Path, *, again: bool = False) -> Path:
     if isinstance(place, Path) or "*" in place or not is_id(place):
         raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
     return download(place, again=again)
+
+
+def both(place: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
+    """Two files that stand side by side; None if one is missing.
+
+    Args:
+        place: their folder, or one of the two.
+        names: theirs.
+    """
+    if not place.is_dir() and place.name not in names:
+        return None
+    first, second = ((place if place.is_dir() else place.parent) / name for name in names)
+    return (first, second) if first.is_file() and second.is_file() else None
 
 
 def there(path: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import flag, only, positive, read_json, text, whole_number
+from saesteer.loaders.files import both, flag, only, positive, read_json, text, whole_number
 
 FILES = ("config.json", "sae_weights.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}
@@ -30,9 +30,9 @@ _TAKEN = {
 
 def draft(place: Path) -> Draft | None:
     """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
-    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
-    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+    if (found := both(place, FILES)) is None:
         return None
+    config, file = found
     cfg = read_json(config)
     weights = open_arrays(file)
     if "hook_point_in" not in cfg or not any(key.startswith("encoder.") for key in weights.index):

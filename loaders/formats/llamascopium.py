@@ -21,7 +21,7 @@ from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import flag, only, positive, read_json, text, whole_number, wrong
+from saesteer.loaders.files import both, flag, only, positive, read_json, text, whole_number, wrong
 from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")
@@ -42,9 +42,9 @@ def draft(place: Path) -> Draft | list[Draft] | None:
 
     Raises LoadError.
     """
-    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
-    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+    if (found := both(place, FILES)) is None:
         return None
+    config, file = found
     cfg = read_json(config)
     if "sae_type" not in cfg:
         return None

@@ -26,7 +26,7 @@ from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import flag, read_json, section, text, whole_number, wrong
+from saesteer.loaders.files import both, flag, read_json, section, text, whole_number, wrong
 from saesteer.loaders.neuronpedia import addresses
 
 FILES = ("cfg.json", "sae_weights.safetensors")
@@ -64,9 +64,9 @@ _OLD_NAMES = {
 
 def draft(place: Path) -> Draft | None:
     """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
-    config, file = ((place if place.is_dir() else place.parent) / name for name in FILES)
-    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+    if (found := both(place, FILES)) is None:
         return None
+    config, file = found
     cfg, about = _config(config)
     architecture = text(config, cfg, "architecture")
     if architecture not in _ARCHITECTURES:

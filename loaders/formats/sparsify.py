@@ -19,7 +19,7 @@ from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft, Sites
-from saesteer.loaders.files import flag, read_json, text, whole_number, wrong
+from saesteer.loaders.files import both, flag, read_json, text, whole_number, wrong
 
 FILES = ("cfg.json", "sae.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "W_dec", "b_enc": "encoder.bias", "b_dec": "b_dec"}
@@ -28,10 +28,10 @@ _ACTIVATIONS: dict[str, Activation] = {"topk": "topk", "groupmax": "groupmax"}
 
 def draft(place: Path) -> Draft | None:
     """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
-    folder = place if place.is_dir() else place.parent
-    config, file = (folder / name for name in FILES)
-    if not (place.is_dir() or place.name in FILES) or not config.is_file() or not file.is_file():
+    if (found := both(place, FILES)) is None:
         return None
+    config, file = found
+    folder = file.parent
     cfg = read_json(config)
     name = text(config, cfg, "activation") or "topk"
     if name not in _ACTIVATIONS:
