@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, section, text, whole_number, wrong
+from saesteer.loaders.files import both, read_json, section, text, whole_number, wrong
 
 FILES = ("ae.pt", "config.json")
 _LINEAR = {"w_enc": "encoder.weight", "w_dec": "decoder.weight"}
@@ -57,9 +57,9 @@ _CLASSES = {
 
 def draft(place: Path) -> Draft | None:
     """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
-    file, config = ((place if place.is_dir() else place.parent) / name for name in FILES)
-    if not (place.is_dir() or place.name in FILES) or not file.is_file() or not config.is_file():
+    if (found := both(place, FILES)) is None:
         return None
+    file, config = found
     cfg = read_json(config)
     trainer = section(config, cfg, "trainer")
     name = text(config, trainer, "dict_class")
