@@ -59,11 +59,6 @@ class Captures:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of each step in turn
         self._staging = Staging(device, self._side)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that all captures take."""
-        return sum(bank.nbytes for bank in self._banks.values())
-
     def of(self, site: str) -> dict[str, Tensor]:
         """The fields of a site's Bound; none where nothing is captured."""
         if (site, False) not in self._planes:

@@ -10,9 +10,6 @@ class Sites(NamedTuple):
     edits: frozenset[str] = frozenset()  # with all that an op does
     reads: frozenset[str] = frozenset()  # where tokens are only captured: nothing is encoded, and no step published
 
-    def __or__(self, other: "Sites") -> "Sites":
-        return Sites(self.edits | other.edits, self.reads | other.reads)
-
     def holds(self, needed: "Sites") -> bool:
         """Whether this has all that is needed; whoever may edit at a site may do the rest there."""
         return needed.edits <= self.edits and needed.reads <= self.edits | self.reads

@@ -63,7 +63,7 @@ def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
     at = smallest(enough(sets, here), range(len(sets)))
     assert here.edits <= sets[at].edits and here.reads <= sets[at].edits | sets[at].reads
     assert not any(one.holds(here) for one in sets[:at])
-    assert smallest(enough(sets, here | Sites(frozenset({"mlp_out.9"}))), range(len(sets))) == len(sets) - 1
+    assert smallest(enough(sets, Sites(here.edits | {"mlp_out.9"}, here.reads)), range(len(sets))) == len(sets) - 1
 
 
 @given(some, some, st.integers(1, 4), st.lists(needs, max_size=8), st.sets(st.sampled_from((0, 1, 2, 3))))
