@@ -6,8 +6,6 @@ vLLM's own loop captures them, with stand-ins for CUDA; a real engine on a GPU i
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +78,8 @@ def test_a_batch_replays_a_graph_with_the_ops_of_all_its_requests(
     held = {at for at in captured if at < last} | {last}
     shape = graphs.chosen(choice, {at: {"shape": _Replayed(at, replayed)} for at in held})["shape"]
     shape.replay()
-    needed = reduce(or_, asked, Sites())
+    nothing = frozenset[str]()
+    needed = Sites(nothing.union(*(one.edits for one in asked)), nothing.union(*(one.reads for one in asked)))
     [at] = replayed
     assert sets[at].holds(needed)
     assert not any(sets[smaller].holds(needed) for smaller in held if smaller < at)
