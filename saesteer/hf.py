@@ -56,6 +56,7 @@ class Model:
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
         max_dose: how far edits may move a token at a site, in lengths of the stream; more is scaled down. None: any.
+        max_tokens: of the longest sequence, answer included; memory is set aside for as many. At most the context.
         dtype: the dtype to load the model in; by default float32.
 
     Raises:
@@ -77,6 +78,7 @@ class Model:
         dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
         max_dose: float | None = None,
+        max_tokens: int = 4096,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if isinstance(model, str) or hasattr(model, "__fspath__"):
@@ -110,7 +112,8 @@ class Model:
         text = model.config.get_text_config()
         self._assets = Assets.open(self._config)
         self._assets.refuse_pregain(text)
-        self._context = text.max_position_embeddings
+        self._longest = min(max_tokens, text.max_position_embeddings)
+        self._why = "the model's context" if self._longest == text.max_position_embeddings else "max_tokens"
         self.engine = Engine(
             self._assets,
             width=text.hidden_size,
@@ -120,7 +123,7 @@ class Model:
             dtype=model.dtype,
             device=model.device,
             max_rows=1,
-            max_tokens=self._context,
+            max_tokens=self._longest,
         )
         check_default(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
@@ -147,9 +150,9 @@ class Model:
     ) -> Iterator[tuple[list[int], Plan, Row | None]]:
         """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
         ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        if len(ids) + more > self._context:
+        if len(ids) + more > self._longest:
             asked = f" and max_tokens {more}" if more else ""
-            raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._context}, the model's context")
+            raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._longest}, {self._why}")
         if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
             raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
         planned = plan(spec, self.engine.catalog, prompt_len)
@@ -204,7 +207,8 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
-            ConfigError: as ``encode``; or there are more tokens than the model's context, or fewer than ``prompt_len``.
+            ConfigError: as ``encode``; or there are more tokens than the model's ``max_tokens``, or fewer than
+                ``prompt_len``.
         """
         with self._steered(prompt, steer, prompt_len) as (ids, *_):
             logits: Tensor = self._forward(ids, 0).logits[0]
@@ -217,7 +221,7 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
-            ConfigError: as ``encode``, or the prompt and ``max_tokens`` are more than the model's context.
+            ConfigError: as ``encode``, or the prompt and ``max_tokens`` are more than the model's ``max_tokens``.
         """
         from transformers import DynamicCache
 

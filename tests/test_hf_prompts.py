@@ -76,6 +76,13 @@ def test_no_more_tokens_than_the_models_context(model: hf.Model) -> None:
         model.generate([5] * 62, max_tokens=3)
 
 
+def test_no_more_tokens_than_memory_was_made_for(model: hf.Model) -> None:
+    short = hf.Model(model.model, sites=["resid_post.0"], max_tokens=16)
+    assert short.engine.captures.max_tokens == 16 and len(short.logits([5] * 16)) == 16
+    with refused("got 17 tokens, expected at most 16, max_tokens"):
+        short.logits([5] * 17)
+
+
 def test_a_message_needs_a_chat_template(model: hf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for call, what in ((model.chat_ids, "a message"), (model.encode, "text")):
         with refused(f"this model was given without a tokenizer, expected token ids instead of {what}"):

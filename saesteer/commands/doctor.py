@@ -71,11 +71,11 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
     if not config.dictionaries:
         raise ConfigError(f"doctor needs a dictionary for {model!r}: --dictionary NAME=PLACE[@SITE]")
     check(place, config)
-    options = options or _options()
     dictionaries = config.to_json()["dictionaries"]
     with steps(console, hidden=verbose) as show:
         show("1/6 The Transformers backend")
         oracle = load_model(place, dictionaries)
+        options = options or _options(oracle)
         own = model == DEMO_DICTIONARY and feature is None
         spec = bridge() if own else _choose(oracle, next(iter(dictionaries)), feature)
         asked, chat = batches(spec), bool(getattr(oracle.tokenizer, "chat_template", None))
@@ -280,10 +280,13 @@ def _same(ours: list[Completion], others: list[Completion]) -> bool:
     return [(one.ids, one.logprobs) for one in ours] == [(one.ids, one.logprobs) for one in others]
 
 
-def _options() -> dict[str, Any]:
+def _options(oracle: Any) -> dict[str, Any]:
     import torch
 
-    return {"max_model_len": 2048, "max_num_seqs": 16} | ({} if torch.cuda.is_available() else {"enforce_eager": True})
+    context = oracle.model.config.get_text_config().max_position_embeddings
+    return {"max_model_len": min(2048, context), "max_num_seqs": 16} | (
+        {} if torch.cuda.is_available() else {"enforce_eager": True}
+    )
 
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:

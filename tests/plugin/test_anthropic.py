@@ -155,3 +155,32 @@ def test_a_stream_of_objects_has_it_on_its_chunks() -> None:
 
     assert asyncio.run(read({"saesteer": {}})) == [None, {"features": [1]}, {**SAID, "features": [2]}, None]
     assert asyncio.run(read({})) == [None] * 4
+
+
+@pytest.mark.parametrize(("code", "kind"), [(400, "invalid_request_error"), (503, "api_error"), (507, "api_error")])
+def test_a_stream_that_fails_ends_with_what_is_wrong(code: int, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither as vLLM's complaint that an error is no chunk, nor with its traceback."""
+    deltas = ({"role": "assistant", "content": ""}, {"content": "hi"})
+    said = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "usage": usage}
+    wrong = {"message": "saesteer.edits: too much [dose]", "type": "BadRequestError", "param": None, "code": code}
+
+    async def chunks() -> AsyncIterator[str]:
+        for one in (*(head | part for part in said), {"error": wrong}):
+            yield f"data: {json.dumps(one)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def events() -> list[str]:
+        serving = object.__new__(AnthropicServingMessages)
+        converted = anthropic._stream(AnthropicServingMessages.message_stream_converter)(serving, chunks())
+        return [event async for event in converted]
+
+    *before, last = asyncio.run(events())
+    assert any("hi" in event for event in before) and not any("event: error" in event for event in before)
+    assert last.startswith("event: error\ndata: ")
+    assert json.loads(last.partition("data: ")[2]) == {
+        "type": "error",
+        "error": {"type": kind, "message": wrong["message"]},
+    }
+    assert not caplog.records

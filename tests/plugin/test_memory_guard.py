@@ -37,7 +37,7 @@ def write(file: Path, text: object) -> None:
 def group(folder: Path, most: object, now: int, files: int) -> None:
     write(folder / "memory.max", most)
     write(folder / "memory.current", now)
-    write(folder / "memory.stat", f"anon 5\ninactive_file {files}\n")
+    write(folder / "memory.stat", f"anon 5\ninactive_file {files // 4}\nactive_file {files - files // 4}\n")
 
 
 def test_a_machine(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_version_1(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "12:cpu,cpuacct:/x\n5:memory:/docker/12\n")
     for name, number in (("limit_in_bytes", 4 * GIB), ("usage_in_bytes", 3 * GIB)):
         write(folder / f"memory.{name}", number)
-    write(folder / "memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB}\n")
+    write(folder / "memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB // 2}\ntotal_active_file {GIB // 2}\n")
     assert used(tmp_path) == 0.5
 
 

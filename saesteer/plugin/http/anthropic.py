@@ -7,13 +7,14 @@ completion bring stands on events that follow them: what is read on the next del
     create_messages           a refusal becomes vLLM's error; vLLM would log an exception with its traceback
     create_chat_completion    the request gets the body's field, and its vllm_xargs if vLLM (0.26) drops them
     messages_full_converter   the answer gets what the chat completion says
-    message_stream_converter  the same in a stream, on content_block_delta and message_delta
+    message_stream_converter  the same in a stream, on content_block_delta and message_delta; and what ends it early
 """
 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import create_model
@@ -26,6 +27,7 @@ from saesteer.plugin.wrap import Original, around
 
 _DELTA = "event: content_block_delta\n"
 _END = "event: message_delta\n"  # the one with stop_reason
+_FAILED = 'data: {"error":'  # a chat completion that fails in mid-stream
 
 
 @around
@@ -65,10 +67,14 @@ def _whole(original: Original, self: Any, generator: Any) -> Any:
 async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
     unsent: dict[str, Any] = {}
     ended = False
+    failed: dict[str, Any] | None = None
 
     async def recorded_chunks() -> AsyncGenerator[Any, None]:
-        nonlocal unsent, ended
+        nonlocal unsent, ended, failed
         async for chunk in generator:
+            if isinstance(chunk, str) and chunk.startswith(_FAILED):
+                failed = json.loads(chunk.removeprefix("data: "))["error"]
+                return  # up to 0.32, vLLM takes it for a chunk, and logs that it is none
             piece: Any = getattr(chunk, KEY, None)
             if isinstance(chunk, str) and FIELD in chunk:
                 piece = json.loads(chunk.removeprefix("data: "))[KEY]
@@ -82,6 +88,10 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
             if unsent and event.startswith(_END if ended else _DELTA):
                 event, unsent = with_report(event, unsent), {}
             yield event
+    if failed is not None:
+        kind = "invalid_request_error" if failed["code"] < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+        said = {"type": "error", "error": {"type": kind, "message": failed["message"]}}
+        yield f"event: error\ndata: {json.dumps(said)}\n\n"
 
 
 @around

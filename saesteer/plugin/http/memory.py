@@ -53,9 +53,9 @@ def _groups(root: Path) -> Iterator[float]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, limit, usage, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            top, limit, usage, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            top, files = root / "sys/fs/cgroup/memory", "total_inactive_file"
+            top, prefix = root / "sys/fs/cgroup/memory", "total_"
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
@@ -65,7 +65,10 @@ def _groups(root: Path) -> Iterator[float]:
             if folder.is_relative_to(top):
                 most, now = _text(folder / limit).strip(), _text(folder / usage).strip()
                 if most.isdigit() and now.isdigit() and int(most) > 0:  # "max" is none
-                    yield max(0, int(now) - _facts(folder / "memory.stat").get(files, 0)) / int(most)
+                    facts = _facts(folder / "memory.stat")
+                    # The system gives back what lies on these lists; shared memory lies on others.
+                    cached = facts.get(f"{prefix}inactive_file", 0) + facts.get(f"{prefix}active_file", 0)
+                    yield max(0, int(now) - cached) / int(most)
 
 
 def _facts(file: Path) -> dict[str, int]:
