@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, DictionarySource, SaesteerConfig
@@ -177,6 +179,8 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
         raise ConfigError(
             f"{flag}.NAME cannot be combined with saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
         )
+    if (file := _value(flags, "--config")) is not None and flag[2:] in _names_in(Path(file)):
+        raise ConfigError(f"--config {file} has {flag[2:]}, which saesteer's own part would replace; give it as {flag}")
     merged = _json_object(flag, _value(flags, flag))
     if KEY in merged:
         raise ConfigError(f"{flag} already has {KEY!r}; use --dictionary, --vector, --sites ..., or run vllm serve")
@@ -189,6 +193,15 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
         elif "=" not in word:
             next(words, None)
     return [*kept, flag, json.dumps(merged)]
+
+
+def _names_in(file: Path) -> set[str]:
+    """Of a file of vLLM's arguments, the names; none if it cannot be read, which vLLM says."""
+    try:
+        found = yaml.safe_load(file.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    return {str(name).replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:

@@ -144,6 +144,19 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     assert not [*tmp_path.glob("*/.*")], "the folders can be written to, and nothing is in them"
 
 
+@pytest.mark.parametrize("name", ["additional-config", "additional_config"])
+def test_a_file_of_vllms_arguments_loses_nothing(model: str, become: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """vLLM reads it before the command line, whose --additional-config would replace the file's."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("max-model-len: 64\n")
+    with pytest.raises(Became):
+        serve.serve(model, read_settings([]), ["--config", str(file)])
+    assert "--config" in become["words"]
+    file.write_text(f"max-model-len: 64\n{name}:\n  other: 1\n")
+    with pytest.raises(ConfigError, match="has additional-config, which saesteer's own part would replace"):
+        serve.serve(model, read_settings([]), ["--config", str(file)])
+
+
 @pytest.mark.parametrize(
     "form", [["--additional-config", '{"a": 1}'], ['--additional_config={"a": 1}']], ids=["two", "one"]
 )

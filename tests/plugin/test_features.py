@@ -48,7 +48,6 @@ def client(folder: Path) -> Iterator[TestClient]:
         assets = Assets.open(SaesteerConfig.from_json({"dictionaries": places | {"mlp": _transcoder()}}))
         catalog = assets.catalog(width=576, layers=30)
         app.state.saesteer_admin = Namespace(names=Namespace(catalog=catalog))
-        app.state.saesteer_labels = {}
         yield TestClient(app, headers=KEY)
 
 

@@ -199,7 +199,6 @@ class EndpointPlugin:
         names = getattr(getattr(engine_client, "input_processor", None), "saesteer_names", None)
         if names is not None:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
-            state.saesteer_labels = {}
             state.saesteer_results = engine_client.input_processor.saesteer_door.results
 
 

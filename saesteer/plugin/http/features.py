@@ -4,6 +4,7 @@ They are open to whoever may send requests, so a query is bounded in every respe
 They know no spec.
 """
 
+from functools import lru_cache
 from itertools import islice
 from typing import Annotated, Any
 
@@ -23,6 +24,9 @@ from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
 
 MOST_LISTED = 1000  # dictionaries; a folder of them may hold more
+_place_of = lru_cache(4096)(
+    place_of
+)  # a place on the hub is looked up once; a client may name any site of a dictionary
 _AT = "query"  # where a refusal says that the wrong field is
 
 
@@ -149,13 +153,11 @@ def list_features(
         feature_of(catalog, dictionary, layer, feature, _AT)
     if q is not None and not words_of(q):
         fail(f"{_AT}.q", "out_of_range", f"got {q!r}, expected words")
-    places = state.saesteer_labels  # a place on the hub is looked up once
-    if key not in places:
-        assert isinstance(info, CoderInfo)
-        places[key] = place_of(info)
-    if not places[key].file.is_file():
+    assert isinstance(info, CoderInfo)
+    place = _place_of(info)
+    if not place.file.is_file():
         raise _Missing(f"dictionary {key!r} has no labels, expected one for which `saesteer label` has made them")
-    with places[key].open() as labels:
+    with place.open() as labels:
         if q is not None:
             found = [one.to_json() | {"score": score} for score, one in labels.find(q, limit)]
         else:

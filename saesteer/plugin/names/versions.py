@@ -147,10 +147,14 @@ class Names:
             before = self.hold()
             if given is None:
                 check_gone(name, before.catalog)
-            catalog = changed(before.catalog, *(({own: found}, {}) if kind == "vector" else ({}, {own: found})))
-            if given is not None:
-                check_put(name, catalog, self._layers)
-            catalog, pins = settle(catalog)
+
+            def made() -> tuple[Catalog, Pins]:
+                catalog = changed(before.catalog, *(({own: found}, {}) if kind == "vector" else ({}, {own: found})))
+                if given is not None:
+                    check_put(name, catalog, self._layers)
+                return settle(catalog)
+
+            catalog, pins = await asyncio.to_thread(made)  # thousands of modules take seconds
             self._refuse_without_room(before.pins, pins)
             new = {place: pins[place] for place in pins.keys() - before.pins.keys()}
             unpinned = set(self._stale) - pins.keys() - before.pins.keys()
