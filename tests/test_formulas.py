@@ -330,6 +330,15 @@ def test_doses_by_example(engine: Engine, limited: Engine, name: str) -> None:
     check(limited, {"edits": SPECS[name]}, 5)
 
 
+def test_a_strength_that_no_float32_can_hold_stays_within_its_bounds(engine: Engine) -> None:
+    """Of a token on which the probe finds nothing, infinity would make what is no number."""
+    scale = {"probe": "any", "slope": 3e38, "min": -2.0, "max": 2.0}
+    spec = {"edits": [{"op": "add", "vector": "any", "site": "resid_mid.1", "scale": scale}]}
+    x = torch.zeros(TOKENS, WIDTH)
+    out, (wanted, *_) = forward(engine, [spec], 5, x), expected(spec, 5, x)
+    assert np.abs(out.numpy() - wanted).max() < 1e-4
+
+
 def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:
     """More than 31 conditions in all, fewer at a time."""
     gated = [

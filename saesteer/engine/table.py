@@ -273,7 +273,8 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         size[lines] = np.array([arrow.length for arrow in arrows])[~targets[lines]]
         lines = lines[np.array([arrow.unit.ndim == 1 for arrow in arrows])[~targets[lines]]]
         read = lines[(table[lines, layout.FLAGS] & layout.READ).astype(bool)]
-        floats[read, layout.MUL] *= size[read]
+        product = floats[read, layout.MUL] * size[read]  # in float64
+        floats[read, layout.MUL] = np.clip(product, -FLOAT32_MAX, FLOAT32_MAX)
     if in_units:
         law = floats[:, layout.ADD : layout.HIGH + 1]
         finite = np.isfinite(law)

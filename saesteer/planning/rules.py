@@ -51,7 +51,11 @@ class Rules:
             number, _ = self._measures.setdefault(same, (len(self._measures), found))
             if number == MOST_RULES:
                 message = f"is condition {MOST_RULES + 1} that rules of this request watch"
-                fail(path, "too_many", f"{message}, expected at most {MOST_RULES} different ones")
+                fail(
+                    path,
+                    "too_many",
+                    f"{message}, expected at most {MOST_RULES} that differ in what is read, or in scope",
+                )
             bounds.append((number, *bounds_of(one, self._catalog)))
         op: Any = rule.op
         self._rules.append(Rule(op, at, windows, tuple(bounds), rule.run, rule.scope.part))

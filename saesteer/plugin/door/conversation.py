@@ -63,7 +63,8 @@ class Conversation:
     def told(self, ids: Sequence[int]) -> list[dict[str, Any]] | None:
         """Where the messages stand in the prompt, as answers have it; None if the template cannot tell.
 
-        Tokens behind the last message, which open the answer, are an entry whose role is None.
+        Tokens behind the last message, which open the answer, are an entry whose role is None; it is there without
+        tokens as well, since what is generated is no message's, unless the answer continues the last one.
         """
         if not self._told:
             count = len(self.messages)
@@ -73,7 +74,8 @@ class Conversation:
                 self._told.append(None)
                 return None
             roles: list[str | None] = [*self.roles]
-            if (end := spans[-1][1] if spans else 0) < len(ids):
+            end = spans[-1][1] if spans else 0
+            if end < len(ids) or not self.chat_params.chat_template_kwargs.get("continue_final_message"):
                 spans, roles = [*spans, (end, len(ids))], [*roles, None]
             found = zip(roles, spans, strict=True)
             self._told.append(
