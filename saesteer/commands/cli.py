@@ -363,7 +363,10 @@ def doctor(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded one.")] = "demo",
     dictionary: Dictionaries = None,
     feature: Annotated[
-        int | None, typer.Option("--feature", min=0, help="The feature to clamp; default: the strongest.")
+        int | None,
+        typer.Option(
+            "--feature", min=0, help="The feature to clamp; default: the strongest, and for `demo` the bridge."
+        ),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
