@@ -46,9 +46,10 @@ class Decoders:
         """
         found = self._recent(info, features)
         if found is None and info.activation not in RANKED:
+            _refuse_others(info)
             try:
                 file = open_rows(fetch(info.source, again=True), site=info.site_in)
-            except LoadError:  # a compressed file; or it has gone, which whoever reads it whole says
+            except LoadError:  # a compressed file
                 return None
             rows = [file.row(_row_of(info, one), torch.float32).w_dec[0] for one in features]
             found = self._keep(info, features, rows)
@@ -115,10 +116,11 @@ def _row_of(info: CoderInfo, feature: int) -> int:
 
 
 def _refuse_others(info: CoderInfo) -> None:
-    """Once it is read: then it does not matter when the files were replaced."""
+    """Before something is read, which might have other shapes, and behind it, as files may be replaced meanwhile."""
     if not info.by_rows and not is_as_loaded(info):
         raise changed(info.source)
 
 
 def _whole(info: CoderInfo) -> SparseCoder:
+    _refuse_others(info)
     return load(fetch(info.source, again=True), site=info.site_in)

@@ -191,6 +191,9 @@ class Host:
         """
         info = place.info
         assert isinstance(info, CoderInfo)
+        if info.by_rows:
+            assert self.fetching is not None
+            await in_thread(self.fetching.check_file, place.key)
         found = await self.whole_file(nearest, info, vector, most)
         if info.by_rows:
             assert self.fetching is not None
