@@ -24,9 +24,8 @@ from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
 
 MOST_LISTED = 1000  # dictionaries; a folder of them may hold more
-_place_of = lru_cache(4096)(
-    place_of
-)  # a place on the hub is looked up once; a client may name any site of a dictionary
+# Looked up once, as a place may be on the hub; so many, as clients may name any sites of a dictionary.
+_place_of = lru_cache(4096)(place_of)
 _AT = "query"  # where a refusal says that the wrong field is
 
 
