@@ -91,7 +91,8 @@ def test_all_messages_and_what_opens_the_answer_are_the_prompt() -> None:
     expected = [
         {"role": "user" if n != 1 else "assistant", "index": n, "start": 10 * n, "end": 10 * n + 10} for n in range(3)
     ]
-    assert chat.told(ids) == expected and rendered == [1, 2, 3]
+    nothing = {"role": None, "index": 3, "start": 30, "end": 30}  # is there for what is generated
+    assert chat.told(ids) == [*expected, nothing] and rendered == [1, 2, 3]
     assert chat.told(ids) is chat.told(ids) and len(rendered) == 3, "it is known"
     chat, ids, _ = conversation(3, 10)
     opened = {"role": None, "index": 3, "start": 30, "end": 34}
