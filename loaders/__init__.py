@@ -109,7 +109,8 @@ def is_as_loaded(info: CoderInfo) -> bool:
     path = fetch(info.source, again=True)
     name, found = choose(path, info.site_in)
     now = facts(found, name)
-    return info.fingerprint in (now.fingerprint, max_act.known(path, now, info.site_in).fingerprint)
+    same = info.fingerprint == now.fingerprint
+    return same or info.fingerprint == max_act.known(path, now, info.site_in).fingerprint
 
 
 def told(place: str | Path, path: Path, info: CoderInfo, site: str | None) -> CoderInfo:

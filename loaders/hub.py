@@ -23,7 +23,6 @@ _LAYER_FILE = re.compile(r"(layer_?\d+(\.sae)?|W_enc_\d+)\.(safetensors|pt)")
 _ENCODER = re.compile(r"W_enc_(\d+\.safetensors)\Z")
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
 _BLOCK = 1 << 16  # bytes that one request asks for at least
-_LARGEST_HEADER = 100 << 20  # bytes, of a safetensors file, as arrays.py reads it
 _MEMBER = 1 << 14  # bytes at the beginning of an array in an archive: more than its header has
 
 
@@ -199,8 +198,10 @@ def _copy(place: str, repo: str, name: str, target: Path) -> bool:
 def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:
     """Where the headers of a large file are."""
     if name.endswith(".safetensors"):
+        from saesteer.loaders.arrays import LARGEST_HEADER  # which imports this file
+
         length = int.from_bytes(stream.read(8), "little")
-        return [(0, 8 + length * (length <= _LARGEST_HEADER))]  # whoever reads a longer one refuses it
+        return [(0, 8 + length * (length <= LARGEST_HEADER))]  # whoever reads a longer one refuses it
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
         spans = [(one.header_offset, _MEMBER + min(one.compress_size, _SMALL)) for one in members if _is_small(one)]

@@ -68,10 +68,8 @@ def _one(file: Path) -> Draft | None:
     if activation != "jumprelu" and "threshold" in index:
         raise wrong(file, "threshold", "there", "one for jumprelu, else none")
     one = "threshold" in index and index["threshold"].shape == (1,)
-    in_norm, centred = (
-        _one_of(file, about, "in_norm", get_args(InNorm), "none"),
-        _is_true(file, about, "centred", "false"),
-    )
+    in_norm = _one_of(file, about, "in_norm", get_args(InNorm), "none")
+    centred = _is_true(file, about, "centred", "false")
     if centred and in_norm != "none":
         raise wrong(file, "centred", f"true, with in_norm {in_norm}", "one of the two")
     keys = {"one_threshold" if one else "threshold": "threshold"} if activation == "jumprelu" else {}

@@ -20,14 +20,13 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import FIELD, is_steered, refuse_misplaced, streamed, with_report
+from saesteer.plugin.http.bodies import FIELD, failure, is_steered, refuse_misplaced, streamed, with_report
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 _DELTA = "event: content_block_delta\n"
 _END = "event: message_delta\n"  # the one with stop_reason
-_FAILED = 'data: {"error":'  # a chat completion that fails in mid-stream
 
 
 @around
@@ -72,8 +71,7 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
     async def recorded_chunks() -> AsyncGenerator[Any, None]:
         nonlocal unsent, ended, failed
         async for chunk in generator:
-            if isinstance(chunk, str) and chunk.startswith(_FAILED):
-                failed = json.loads(chunk.removeprefix("data: "))["error"]
+            if (failed := failure(chunk)) is not None:
                 return  # up to 0.32, vLLM takes it for a chunk, and logs that it is none
             piece: Any = getattr(chunk, KEY, None)
             if isinstance(chunk, str) and FIELD in chunk:

@@ -25,6 +25,7 @@ from saesteer.plugin.results.reads import Unsent
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped
+_FAILED = 'data: {"error":'  # what ends the stream of a chat or completion that fails
 _NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 
@@ -32,6 +33,14 @@ _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be esc
 def is_steered(request: Any) -> bool:
     """True if a request of the OpenAI API has a spec, in its body or in vllm_xargs."""
     return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
+
+
+def failure(event: Any) -> dict[str, Any] | None:
+    """The error of an event that ends a stream of a chat or completion with one; None for other events."""
+    if not isinstance(event, str) or not event.startswith(_FAILED):
+        return None
+    error: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
+    return error
 
 
 def refuse_misplaced(body: Mapping[str, Any]) -> None:

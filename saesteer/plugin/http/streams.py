@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from saesteer.plugin.http.bodies import is_steered
+from saesteer.plugin.http.bodies import failure, is_steered
 from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.wrap import Original, around
 
@@ -97,9 +97,8 @@ def _refusal(event: Any) -> dict[str, Any] | None:
         error = json.loads(event.partition("data: ")[2])["error"]
         wrong = error["type"] == "invalid_request_error"
         return {"message": error["message"]} if wrong else None
-    if not event.startswith('data: {"error":'):
+    if (error := failure(event)) is None:
         return None
-    error = json.loads(event.removeprefix("data: "))["error"]
     return {
         "message": error["message"],
         "err_type": error["type"],

@@ -191,14 +191,16 @@ class Host:
         """
         info = place.info
         assert isinstance(info, CoderInfo)
-        if info.by_rows:
-            assert self.fetching is not None
-            await in_thread(self.fetching.check_file, place.key)
+        await self._check(place.key, info)
         found = await self.whole_file(nearest, info, vector, most)
+        await self._check(place.key, info)
+        return found
+
+    async def _check(self, key: str, info: CoderInfo) -> None:
+        """That the file of a dictionary by rows is the one that was opened; ``decoders`` checks the others."""
         if info.by_rows:
             assert self.fetching is not None
-            await in_thread(self.fetching.check_file, place.key)
-        return found
+            await in_thread(self.fetching.check_file, key)
 
     async def whole_file(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads a whole file, in a thread, while no other does: a dictionary takes as much memory as its file."""
