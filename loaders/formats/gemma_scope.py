@@ -17,7 +17,7 @@ from saesteer.loaders.draft import Draft
 
 FILES = ("params.npz",)
 _REPOSITORY = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|att|mlp|transcoders)\Z")
-_L0 = re.compile(r"average_l0_(\d+)")
+_L0 = re.compile(r"average_l0_(\d{1,9})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_in_pregain"}  # where each kind reads
 
 

@@ -13,6 +13,7 @@ shows that it is not transposed like other formats with the same keys.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -163,9 +164,13 @@ def _is_true(file: Path, about: dict[str, str], key: str, default: str) -> bool:
 def _mean(file: Path, about: dict[str, str], key: str) -> float | None:
     if key not in about:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,17})?(e[+-]?[0-9]{1,2})?", about[key]):  # as repr has it
+    try:
+        value = float(about[key])
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
         raise wrong(file, f"__metadata__: {key}", repr(about[key]), "a number of features")
-    return float(about[key])
+    return value
 
 
 def _site(file: Path, about: dict[str, str], key: str) -> str | None:

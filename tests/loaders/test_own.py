@@ -53,7 +53,7 @@ def coders(draw: st.DrawFn) -> SparseCoder:
         can_reconstruct=draw(st.booleans()),
         model=draw(st.none() | st.text(min_size=1, max_size=5)),
         centred=norm == "none" and draw(st.booleans()),
-        l0=draw(st.none() | st.floats(1e-9, 1e9)),
+        l0=draw(st.none() | st.floats(0, allow_infinity=False)),
         max_act_gaps=draw(st.sampled_from([(), (0, 1), (1, 3, 5, 8)])) if has_max_act else (),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))

@@ -78,6 +78,8 @@ def wrong() -> list[Row]:
         row("no-threshold", "threshold: missing", bare, format="saesteer", activation="jumprelu"),
         row("relu-threshold", "threshold: there", tensors, format="saesteer", activation="relu"),
         row("activation", "activation: 'gelu'", tensors, format="saesteer", activation="gelu"),
+        row("l0", "l0: 'nan'; expected a number of features", bare, format="saesteer", activation="relu", l0="nan"),
+        row("no-l0", "l0: 'few'; expected a number of features", bare, format="saesteer", activation="relu", l0="few"),
         row("k", "__metadata__", bare, format="saesteer", activation="topk", k="many"),
         row("large-k", "__metadata__", bare, format="saesteer", activation="topk", k="41"),
         row("site", "site_in: '../x'; expected a site", tensors, format="saesteer", site_in="../x"),
