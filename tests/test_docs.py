@@ -18,7 +18,7 @@ from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import END, Catalog, Plan, plan, windows
-from tests.spec.test_plan import Info, Set
+from tests.spec.catalogs import Info, Set
 from tools import tables
 
 ROOT = Path(__file__).parents[1]

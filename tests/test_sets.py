@@ -19,7 +19,7 @@ from saesteer.loaders import load
 from saesteer.loaders.formats import own
 from tests.rows import row_of
 from tests.small_world import WIDTH, coder
-from tests.spec.test_sets import apart
+from tests.spec.sets import apart
 
 LAYERS = (1, 2)
 

@@ -21,7 +21,7 @@ from saesteer.plugin.door import frontend
 from saesteer.plugin.door.admission import located
 from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
 from saesteer.plugin.results.failures import SpecRefused
-from tests.spec.test_plan import CATALOG
+from tests.spec.catalogs import CATALOG
 
 AT = "saesteer.edits[0].scope.messages"
 

@@ -24,8 +24,8 @@ from saesteer.language.spec import Spec, as_spec, clamp, from_json
 from saesteer.plugin import llm
 from saesteer.plugin.door import frontend
 from saesteer.plugin.door.admission import Door
+from tests.spec.catalogs import CATALOG
 from tests.spec.strategies import copied, specs
-from tests.spec.test_plan import CATALOG
 
 KEY = "saesteer"
 thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

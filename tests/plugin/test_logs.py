@@ -25,7 +25,7 @@ from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results.failures import SpecRefused
 from tests.plugin.conftest import BRIDGE, WIDTH
-from tests.spec.test_plan import CATALOG
+from tests.spec.catalogs import CATALOG
 
 ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
 TEXT = base64.b64encode(ROW.tobytes()).decode()

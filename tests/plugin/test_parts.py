@@ -20,7 +20,7 @@ from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
 from tests.plugin.reasoner import border_in, options, text
 from tests.plugin.test_reads import ask
 from tests.plugin.test_rules import ALWAYS, flag, rule, scores
-from tests.spec.test_readouts import CATALOG
+from tests.spec.reads import CATALOG
 
 OPENS, CLOSES = 1, 2
 CLOSE = 5e-2 if CUDA else 2e-3  # of logprobs

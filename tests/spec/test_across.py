@@ -9,7 +9,8 @@ from saesteer.planning.by_rows import features_of
 from saesteer.planning.plan import Catalog, Feature
 from saesteer.planning.planner import Plan, plan
 from saesteer.planning.runs import contents
-from tests.spec.test_plan import Info, P, refusal
+from tests.spec.catalogs import Info
+from tests.spec.plans import P, refusal
 
 LAYERS = range(5, 8)
 

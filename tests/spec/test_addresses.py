@@ -14,7 +14,7 @@ from saesteer.planning.applied import applied
 from saesteer.planning.plan import Catalog, Origin, Plan
 from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
-from tests.spec.test_plan import Info, Set
+from tests.spec.catalogs import Info, Set
 
 SOURCES = {("own", None): "gemma-2-2b/20-res-16k", ("gs", 15): "gemma-2-2b/15-res", ("gs", 20): "gemma-2-2b/20-res"}
 CATALOG = Catalog(

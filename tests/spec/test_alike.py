@@ -19,7 +19,8 @@ from saesteer.planning.applied import applied
 from saesteer.planning.plan import Clamps
 from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.runs import contents, runs
-from tests.spec.test_kinds import INFOS, SITES, VECTORS
+from tests.spec.kinds import INFOS, SITES, VECTORS
+from tests.spec.plans import refusal_of
 
 FEW = 12  # entries that a request may have
 NUMBERS = st.sampled_from([0, 1, 1.0, -0.0, 2.5, True, "3", None, float("nan"), 1e39])
@@ -109,10 +110,8 @@ def test_the_dictionary_of_an_address_is_not_that_of_the_clamp_behind_it() -> No
     assert (at, code) == ("saesteer.edits[1].dictionary", "wrong_type")
 
 
-def refusal(edits: list[Any]) -> tuple[str | None, str | None, str]:
-    with pytest.raises(SpecError) as caught:
-        from_json({"edits": edits})
-    return caught.value.field, caught.value.code, str(caught.value)
+def refusal(edits: list[Any]) -> tuple[str, str, str]:
+    return refusal_of(lambda: from_json({"edits": edits}))
 
 
 def test_many_alike_are_one_part() -> None:

@@ -41,7 +41,7 @@ from saesteer.planning.digests import module_digests, names_in, users_of
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import Catalog, Plan, plan
-from tests.spec.test_kinds import INFOS, SITES, VECTORS
+from tests.spec.kinds import INFOS, SITES, VECTORS
 
 P = 10
 ANY = 2**31  # more entries than any spec makes

@@ -8,22 +8,11 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import MAX_EDITS, ablate, add, cap, clamp, from_json, reconstruct, use
 from saesteer.planning.plan import MOST_CONDITIONS
 from saesteer.planning.planner import END, Catalog, Change, Direction, Plan, Whole, plan
-from tests.spec.test_plan import Info, Set
+from tests.spec.kinds import INFOS, SITES, VECTORS
+from tests.spec.plans import refusal_of
 
 P = 10
 ALL = ((1, END),)
-INFOS = {
-    "gs15": Info("resid_post.15"),
-    "other15": Info("resid_post.15"),
-    "top15": Info("resid_post.15", activation="topk", k=4),
-    "group15": Info("resid_post.15", activation="groupmax", k=4),
-    "part15": Info("resid_post.15", can_reconstruct=False),
-    "mid16": Info("resid_mid.16"),
-    "norm16": Info("resid_post.16", site_in="mlp_in_pregain.16"),
-    "gs20": Info("resid_post.20"),
-    "pre16": Info("resid_pre.16"),
-}
-VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "early": Set((3,))}
 MODULES: dict[str, Any] = {
     "calm": [ablate("any", "resid_post.15")],
     "deep": [use("calm", 2.0), clamp("gs15", 1, 1.0)],
@@ -36,7 +25,6 @@ MODULES: dict[str, Any] = {
     "loud": [use("calm", 1e30)],
     **{f"m{n}": [use(f"m{n - 1}"), use(f"m{n - 1}")] if n else [] for n in range(40)},
 }
-SITES = frozenset({"resid_post.14", "resid_post.15", "resid_mid.16", "resid_post.16", "resid_post.20", "resid_pre.0"})
 CATALOG = Catalog(
     INFOS, SITES, 200, VECTORS, {name: from_json({"edits": edits}) for name, edits in MODULES.items()}, 4, 2
 )
@@ -47,9 +35,7 @@ def planned(*edits: Any, catalog: Catalog = CATALOG) -> Plan:
 
 
 def refusal(*edits: Any) -> tuple[str, str, str]:
-    with pytest.raises(SpecError) as caught:
-        planned(*edits)
-    return caught.value.field, caught.value.code, str(caught.value)
+    return refusal_of(lambda: planned(*edits))
 
 
 def test_what_each_kind_becomes() -> None:

@@ -14,17 +14,10 @@ from saesteer.language.spec import Spec, clamp, flag, from_json
 from saesteer.planning.messages import named, resolve
 from saesteer.planning.plan import MOST_RULES
 from saesteer.planning.planner import END, Catalog, plan, windows
+from tests.spec.catalogs import CATALOG, Info
+from tests.spec.chats import PROMPT, ROLES, spans
+from tests.spec.scopes import holds
 from tests.spec.strategies import chat_scopes
-from tests.spec.test_plan import CATALOG, Info
-from tests.spec.test_windows import holds
-
-ROLES = ["system", "user", "assistant", "user"]
-ENDS = [8, 14, 21, 28]  # of the messages in the prompt
-PROMPT = 32
-
-
-def spans(runs: Sequence[tuple[int, int]], at: str) -> list[tuple[int, int]]:
-    return [([0, *ENDS][first], ENDS[end - 1]) for first, end in runs]
 
 
 def scope_of(spec: Spec, place: int) -> Scope:

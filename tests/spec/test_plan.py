@@ -1,9 +1,8 @@
 """What a spec means at admission: groups, bands, duplicates, limits, and what is refused."""
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,81 +13,11 @@ from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
 from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.planner import END, Catalog, Change, Feature, Group, Plan, plan, windows
+from tests.spec.catalogs import CATALOG, INFOS, OPEN, Info
+from tests.spec.plans import P, planned, refusal
 from tests.spec.strategies import specs
 
-P = 10
 ALL = ((1, END),)
-
-
-@dataclass(frozen=True)
-class Info:
-    """As much of a dictionary as the plan asks for."""
-
-    site_out: str | None = "resid_post.15"
-    site_in: str | None = None
-    features: int = 100
-    activation: str = "relu"
-    k: int | None = None
-    has_max_act: bool = True
-    skip_first: int = 1
-    can_reconstruct: bool = True
-    feature_ids: tuple[int, ...] | None = None
-    targets: int | None = None
-    in_norm: str = "none"
-    unknown: tuple[int, ...] = ()  # features without a maximum activation
-
-    def knows_max_act(self, feature: int) -> bool:
-        return self.has_max_act and feature not in self.unknown
-
-
-INFOS = {
-    "gs15": Info("resid_post.15"),
-    "pre16": Info("resid_pre.16"),
-    "gs20": Info("resid_post.20", has_max_act=False, skip_first=3),
-    "few": Info("resid_post.7", features=3, feature_ids=(5, 900, 40_000), unknown=(900,)),
-}
-CATALOG = Catalog(INFOS, frozenset({"resid_post.15", "resid_post.20", "resid_post.7"}), 64)
-
-
-class _Everything(dict[str, Any]):
-    """A mapping that holds every name; a stand-in, so that random names are known."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(gs20=value)
-        self.value = value
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> Any:
-        return self.value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Set:
-    """As much of a set of vectors as the plan asks for."""
-
-    layers: tuple[int, ...] | None = None
-    width: int = 4
-    digests: Mapping[int | None, str] = field(default_factory=dict)
-    bias: float = 0.0
-    function: Any = "linear"
-
-
-OPEN = Catalog(_Everything(Info(features=2**31 - 1)), None, 64, _Everything(Set()), {})
-
-
-def planned(*found: Any, catalog: Catalog = CATALOG, prompt_len: int = P) -> tuple[Group, ...]:
-    return plan(Spec(edits=found), catalog, prompt_len).groups
-
-
-def refusal(*found: Any, catalog: Catalog = CATALOG, prompt_len: int = P) -> tuple[str, str, str]:
-    with pytest.raises(SpecError) as caught:
-        planned(*found, catalog=catalog, prompt_len=prompt_len)
-    return caught.value.field, caught.value.code, str(caught.value)
 
 
 def shape(groups: tuple[Group, ...]) -> list[tuple[str, str, list[int]]]:

@@ -1,61 +1,27 @@
 """What reads mean at admission: sites, windows, what must be computed again, how many bytes, and each refusal."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from saesteer.consumers.lines import Logging
 from saesteer.errors import SpecError
 from saesteer.language.edits import Scope
 from saesteer.language.spec import Return, Spec, add, clamp, from_json
 from saesteer.planning.messages import named, resolve
-from saesteer.planning.plan import END, Catalog, Direction, Plan, Readout
+from saesteer.planning.plan import END, Direction, Plan, Readout
 from saesteer.planning.planner import plan
 from saesteer.planning.readouts import captures, readouts
 from saesteer.planning.runs import contents, runs
 from saesteer.planning.windows import windows_of_read
+from tests.spec.catalogs import OPEN
+from tests.spec.chats import PROMPT, ROLES, spans
+from tests.spec.plans import P
+from tests.spec.reads import CATALOG, GENERATED, features, planned
+from tests.spec.scopes import holds, near_scopes
 from tests.spec.strategies import returns
-from tests.spec.test_messages import PROMPT, ROLES, spans
-from tests.spec.test_plan import OPEN, Info, Set
-from tests.spec.test_windows import holds, near_scopes
-
-P = 10
-GENERATED = ((P, END),)
-
-
-@dataclass(frozen=True)
-class Stored(Info):
-    """A dictionary that is served by rows."""
-
-    by_rows: bool = True
-
-
-INFOS = {
-    "gs15": Info("resid_post.15"),
-    "gs20": Info("resid_post.20", skip_first=3),
-    "coder": Info("mlp_out.15", site_in="mlp_in.15"),
-    "pregain": Info("mlp_out.15", site_in="mlp_in_pregain.15"),
-    "few": Info("resid_post.15", features=3, feature_ids=(5, 900, 40_000)),
-    "top15": Info("resid_post.15", activation="topk", k=4),
-    "rows": Stored("resid_post.15"),
-    "clt@5": Stored("mlp_out.15", site_in="mlp_in.15", targets=3),
-    "set@15": Info("resid_post.15"),
-    "set@20": Info("resid_post.20"),
-    "away": Info("resid_post.3"),
-    "unkept": Info("resid_post.16"),
-}
-VECTORS = {"any": Set(), "each": Set((15, 16, 20)), "one": Set((15,)), "wide": Set(width=7), "early": Set((3,))}
-SITES = frozenset({"resid_post.15", "resid_post.20", "resid_mid.15", "mlp_in.15", "z.15", "resid_post.16"})
-KEPT = SITES - {"resid_post.16"}
-MORE: dict[str, Any] = {"sets": {"clt": (5,), "set": (15, 20)}, "consumers": {"logging": Logging({}).check}}
-CATALOG = Catalog(INFOS, SITES, 64, VECTORS, width=4, other_widths={"z": 7}, reads=KEPT, **MORE)
-
-
-def planned(catalog: Catalog = CATALOG, prompt_len: int = P, **wanted: Any) -> tuple[Readout, ...]:
-    return plan(from_json({"return": wanted}), catalog, prompt_len).readouts
 
 
 def one(**wanted: Any) -> Readout:
@@ -159,10 +125,6 @@ def test_every_site_is_kept_where_nothing_else_is_said() -> None:
 
 def test_a_handle_takes_the_place_of_the_numbers() -> None:
     assert [planned(**tensor(**{"as": how}))[0].inline for how in ("inline", "handle")] == [True, False]
-
-
-def features(**more: Any) -> dict[str, Any]:
-    return {"features": [{"dictionary": "gs15", **more}]}
 
 
 def probe(**more: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
 from saesteer.language.spec import InlineVector, Spec, add, cap, clamp, reconstruct, use
 from saesteer.planning.planner import Catalog, Direction, Feature, Plan, Whole, plan
-from tests.spec.test_plan import CATALOG, Info, P, Set, refusal
+from tests.spec.catalogs import CATALOG, Info, Set
+from tests.spec.plans import P, refusal
 
 
 def test_an_output_site_without_an_op_takes_one_group_of_additions() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from saesteer.errors import SpecError
 from saesteer.planning.plan import END, Readout
 from saesteer.planning.readouts import declared, first_recomputed, refuse_above, together
-from tests.spec.test_readouts import CATALOG, KEPT, P, features, planned
+from tests.spec.plans import P
+from tests.spec.reads import CATALOG, KEPT, features, planned
 
 
 def test_the_first_position_that_is_computed_again() -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.errors import SpecError
 from saesteer.language.rules import Rule as Wanted
 from saesteer.language.rules import Watched
 from saesteer.language.spec import Gate, Scope, Spec, Stop, clamp, flag, from_json, stop
@@ -17,7 +16,8 @@ from saesteer.planning.planner import plan
 from saesteer.planning.readouts import first_recomputed
 from saesteer.planning.rules import Fired, Watch, flags
 from saesteer.planning.runs import contents, runs
-from tests.spec.test_readouts import CATALOG, GENERATED, P
+from tests.spec.plans import P, refusal_of
+from tests.spec.reads import CATALOG, GENERATED
 
 AT = "saesteer.edits[0]"
 RISK = {"probe": "one", "above": 0.5}
@@ -30,9 +30,7 @@ def planned(*edits: Any, catalog: Any = CATALOG, **more: Any) -> Plan:
 
 
 def refusal(*edits: Any, **more: Any) -> tuple[str, str, str]:
-    with pytest.raises(SpecError) as caught:
-        planned(*edits, **more)
-    return caught.value.field, caught.value.code, str(caught.value)
+    return refusal_of(lambda: planned(*edits, **more))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from saesteer.planning.messages import resolve
 from saesteer.planning.plan import Catalog, Plan, member
 from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
-from tests.spec.test_plan import Info
+from tests.spec.catalogs import Info
+from tests.spec.sets import apart
 
 LAYERS = (7, 15, 20)
 SITES = {
@@ -42,16 +43,6 @@ def edits(draw: st.DrawFn) -> dict[str, Any]:
         del where["feature"]
         return {"op": "reconstruct", **where, "error": draw(st.sampled_from(["keep", "drop"])), "when": gates}
     return {"op": "clamp", **where, "value": draw(values), "mode": "add", "when": gates}
-
-
-def apart(value: Any) -> Any:
-    """The same request for a server that has each dictionary under a name of its own."""
-    if isinstance(value, list):
-        return [apart(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: apart(one) for key, one in value.items()}
-    return found | {"dictionary": f"{found['dictionary']}-{found.pop('layer')}"} if "layer" in found else found
 
 
 def told(spec: dict[str, Any], catalog: Catalog) -> Plan | str:
