@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saesteer.kernels.layout import BARE
 from tests.kernels.harness import TOKEN, Call, Path, State, kinds_of, work_of
-from tests.kernels.tables import Groups, make_positions, make_table, write_row
+from tests.kernels.tables import Entry, Groups, make_positions, make_table, write_row
 
 WIDTH = 8
 Run = Callable[..., State]
@@ -84,3 +84,6 @@ def ramp(*firsts: float) -> Rows:
 def along(*values: float) -> Rows:
     """Encoder rows that read these multiples of element 0."""
     return [[value, *[0.0] * (WIDTH - 1)] for value in values]
+
+
+NOTHING = [Entry(7, shift=1.0, hi=0)] * 8  # fills a group up, so that another kernel form takes it

@@ -13,7 +13,6 @@ from saesteer.kernels.layout import BARE
 from tests.kernels.harness import (
     GPU,
     IN_RUNS,
-    SPANS,
     TILED,
     TOKEN,
     Call,
@@ -26,10 +25,8 @@ from tests.kernels.harness import (
     work_of,
 )
 from tests.kernels.requests import Wish
+from tests.kernels.shapes import DRAWN, PATHS, SHAPES, Shape
 from tests.kernels.tables import Entry, make_positions, make_table, write_row
-from tests.kernels.test_edit import DRAWN, SHAPES, Shape
-
-PATHS = [TOKEN, IN_RUNS, TILED, *([SPANS] if GPU else [])]
 
 
 def alone(case: Case, site: int, path: Path, row: int, skip: int, together: State, before: State) -> None:

@@ -16,12 +16,12 @@ from saesteer.kernels import layout
 from saesteer.kernels.edit.configs import EditConfig, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from tests.kernels.exact import WIDTH, Run, along, edit
+from tests.kernels.calls import FORMS
+from tests.kernels.exact import NOTHING, WIDTH, Run, along, edit
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Case, Path, State, a_world, bits, check
 from tests.kernels.requests import Wish
+from tests.kernels.shapes import DRAWN, SHAPES, Shape
 from tests.kernels.tables import Entry, Groups
-from tests.kernels.test_edit import DRAWN, FORMS, SHAPES, Shape
-from tests.kernels.test_exact import NOTHING
 
 # Rows of each kind: the first are measured and limited, the last are not, and stand between.
 COMPANY = [

@@ -10,27 +10,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer.kernels.edit.configs import EditConfig, block, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
+from tests.kernels.calls import FORMS
 from tests.kernels.harness import GPU, IN_RUNS, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish
+from tests.kernels.shapes import DRAWN, DTYPES, MOST_EDITS, PATHS, SHAPES, WIDTHS, Shape
 
-# The interpreter has no bf16 to speak of: its dot is wrong, and fp32 is cut off instead of rounded.
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if GPU else [])]
-MOST_EDITS, WIDEST = (1024, 8192) if GPU else (40, 600)
-# Few on a GPU, where each is compiled.
-WIDTHS = [1, 37, 130, 576, 2304, 5376, 8191, 8192] if GPU else [1, 2, 3, 17, 37, 64, 127, 130, 576]
 KINDS = ["none", "elsewhere", "clamps", "list", "dense"]
 # Doses are not measured, measured, or held to limits that many tokens reach, some, and none.
 LIMITS = st.sampled_from([None, None, 0.0, 0.02, 0.2, 1e6])
 RUNS = [1, 2, 3, 63, 64, 65, 130]  # tokens of one request in a step: items are cut from them
 
-# The edit kernel on items costs the interpreter seconds, for it looks at every place of every item.
-PATHS = pytest.mark.parametrize("path", [TOKEN, IN_RUNS, TILED, *([SPANS] if GPU else [])], ids=str)
-FORMS = pytest.mark.parametrize("form", [BARE, NORMED, PAIR], ids=["bare", "normed", "pair"])
+EACH_PATH = pytest.mark.parametrize("path", PATHS, ids=str)
 TYPED = pytest.mark.parametrize(
     ("dtype", "form"),
     [(dtype, form) for dtype in DTYPES for form in (BARE, NORMED, PAIR)]
@@ -53,32 +48,6 @@ def wishes(draw: st.DrawFn, longest: int) -> Wish:
 
 def steps(longest: int) -> st.SearchStrategy[list[Wish]]:
     return st.lists(wishes(longest), min_size=0, max_size=3)
-
-
-DRAWN = settings(
-    max_examples=100 if GPU else 15,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # the numbers come from a seed: there is little to shrink, and the interpreter is slow
-    report_multiple_bugs=False,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-# Width, dtype and form: few together on a GPU, where every choice is compiled.
-COMPILED = [
-    (1, torch.float32, BARE),
-    (37, torch.bfloat16, NORMED),
-    (130, torch.float32, PAIR),
-    (576, torch.float16, NORMED),
-    (2304, torch.bfloat16, NORMED),
-    (5376, torch.bfloat16, PAIR),
-    (8192, torch.float16, BARE),
-]
-ANY_SHAPE = st.tuples(
-    st.sampled_from(WIDTHS) | st.integers(1, WIDEST), st.sampled_from(DTYPES), st.sampled_from([BARE, NORMED, PAIR])
-)
-SHAPES = st.sampled_from(COMPILED) if GPU else ANY_SHAPE
-Shape = tuple[int, torch.dtype, int]
 
 
 @DRAWN
@@ -121,7 +90,7 @@ def test_programs_that_share_a_turn(dtype: torch.dtype, form: int) -> None:
 
 
 @FORMS
-@PATHS
+@EACH_PATH
 def test_lists_on_items(path: Path, form: int) -> None:
     wished = [Wish("list", 7, 9), Wish("list", 5, 3, True), Wish("elsewhere", 1, 2), Wish("clamps", 12, 4)]
     assert check(wished, path, width=130, dtype=torch.float16, form=form, seed=form) > 4
@@ -143,7 +112,7 @@ def test_programs_that_share_a_token(edits: int, gated: bool) -> None:
 
 
 @FORMS
-@PATHS
+@EACH_PATH
 @pytest.mark.parametrize("seed", range(8 if GPU else 2), ids="seed{}".format)
 def test_whole_dictionaries(path: Path, form: int, seed: int) -> None:
     """Ranks and reconstructions; a dictionary for each request."""
@@ -151,7 +120,7 @@ def test_whole_dictionaries(path: Path, form: int, seed: int) -> None:
     check(wished, path, width=64, dtype=torch.float32, form=form, seed=100 * form + seed)
 
 
-@PATHS
+@EACH_PATH
 @pytest.mark.parametrize("seed", [1, 2, 3] if GPU else [3], ids="seed{}".format)
 def test_more_tokens_than_are_encoded_at_once(path: Path, seed: int) -> None:
     """Scratch has room for TILE tokens: the rest takes other rounds, and items lie across their borders."""
@@ -185,7 +154,7 @@ def test_every_way_to_launch_lone_entries(warps: int, at_once: int, form: int) -
 
 
 @TYPED
-@PATHS
+@EACH_PATH
 def test_many_edits(dtype: torch.dtype, path: Path, form: int) -> None:
     wished = [Wish("clamps", MOST_EDITS, 2), Wish("clamps", 9, 3), Wish("list", min(MOST_EDITS, 200), 1)]
     check(wished, path, width=WIDTHS[-1] if GPU else 64, dtype=dtype, form=form, seed=form + 1)

@@ -12,13 +12,12 @@ from torch import Tensor
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
-from tests.kernels.exact import WIDTH, Run, along, edit, ramp
+from tests.kernels.exact import NOTHING, WIDTH, Run, along, edit, ramp
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Call, Path, State, bits, kinds_of, work_of
 from tests.kernels.tables import Entry, Groups, make_positions, make_table, make_work
 
 ONE = along(1.0)  # a token
 PATHS = [TOKEN, TILED, *([SPANS] if GPU else [])]  # the interpreter takes seconds for the last
-NOTHING = [Entry(7, shift=1.0, hi=0)] * 8  # fills a group up, so that another kernel form takes it
 
 
 @pytest.fixture(params=[0, 8], ids=["few", "many"])

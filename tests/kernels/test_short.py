@@ -24,11 +24,8 @@ from tests.kernels.exact import Run, along, ramp
 from tests.kernels.harness import (
     EPS,
     GPU,
-    IN_RUNS,
     NEAR,
     OFFSET,
-    SPANS,
-    TILED,
     TOKEN,
     Call,
     Path,
@@ -37,10 +34,9 @@ from tests.kernels.harness import (
     kinds_of,
     work_of,
 )
+from tests.kernels.shapes import DRAWN, PATHS, SHAPES, Shape
 from tests.kernels.tables import Entry, assert_as_accurate, make_positions, make_table
-from tests.kernels.test_edit import DRAWN, SHAPES, Shape
 
-PATHS = [TOKEN, IN_RUNS, TILED, *([SPANS] if GPU else [])]
 REGISTERS, SLOTS, START = 5, 9, 3
 Listed = Sequence[tuple[int, int, int]]
 REAL = st.floats(-3, 3, width=32)
