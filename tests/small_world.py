@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[Any, int | None, Any, str]] = {
     "heads": ("jumprelu", None, "none", "z.2"),
     "best heads": ("topk", 3, "l2_sqrt_d", "z.2"),
 }
+CLAMP = {"op": "clamp", "dictionary": "rect", "feature": 3, "value": 1.5}
 CALM = {"edits": [{"op": "ablate", "vector": "any", "site": "resid_mid.1"},
                   {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}]}  # fmt: skip
 MODULES = {

@@ -22,9 +22,10 @@ from saesteer.plugin.door.rows import Fetching
 from tests import tiny
 from tests.formulas import Dict, World
 from tests.loaders import across
+from tests.small_engine import forward, make_engine
+from tests.small_truth import expected as truth_of
+from tests.small_truth import world
 from tests.small_world import FEATURES, KINDS, MODULES, TOKENS, WIDTH, edits, features, gates, strengths, values
-from tests.test_formulas import expected as truth_of
-from tests.test_formulas import forward, make_engine, world
 
 # Layer 1 reads mlp_in.1 and writes mlp_out.1, which the op of the sum does, and mlp_out.2; layer 2 writes mlp_out.2.
 CLT = across.layers(2, FEATURES, WIDTH, seed=70)

@@ -18,22 +18,12 @@ from saesteer.kernels import layout
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.planning.windows import inside, of_part
+from tests.parts import CLOSES, EDITS, PROMPT, TOKENS, explicit
 from tests.rows import row_of
+from tests.small_engine import make_engine
 from tests.small_world import NARROW, WIDTH
-from tests.test_formulas import make_engine
 
-PROMPT, TOKENS, CLOSES = 4, 12, 9
 PARTS = ["reasoning", "answer"]
-EDITS: list[dict[str, Any]] = [
-    {"op": "add", "vector": "any", "site": ["resid_mid.1", "resid_post.2"]},
-    {"op": "clamp", "dictionary": "jump", "feature": 3, "value": 2.5, "when": {"probe": "one", "above": 0.0}},
-    {"op": "clamp", "dictionary": "across", "feature": 5, "value": 1.5},
-    {"op": "clamp", "dictionary": "best", "feature": 1, "value": 2.0},
-    {"op": "cap", "vector": "each", "site": "resid_post.2", "max": 0.5},
-    {"op": "ablate", "vector": "any", "site": "mlp_in.2"},
-    {"op": "reconstruct", "dictionary": "rect"},
-    {"op": "add", "vector": "any", "site": "resid_mid.2", "scale": {"dictionary": "rect", "feature": 2}},
-]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +44,6 @@ def step(engine: Engine, row: int, content: Any, x: torch.Tensor, start: int, id
     for site in NARROW:
         engine.edit(engine.sites[site], stream)
     return stream
-
-
-def explicit(edit: dict[str, Any], part: str, border: int) -> dict[str, Any] | None:
-    """The edit with the positions of the part; None where these are none."""
-    low, high = of_part(part, border)  # type: ignore[arg-type]
-    low, high = max(low, PROMPT), min(high, TOKENS)
-    return {**edit, "scope": {"positions": [[low, high]]}} if low < high else None
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread
@@ -20,18 +19,18 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.dictionaries.coder import RANKED
-from saesteer.engine.engine import Engine, Row
+from saesteer.engine.engine import Engine
 from saesteer.errors import LoadError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
-from tests.small_world import CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
-from tests.test_formulas import forward, make_engine
+from tests.front import making
+from tests.small_engine import forward, make_engine
+from tests.small_world import CLAMP, CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
 
 # A module of the small world reconstructs by jump.
 SERVED = [name for name, kind in KINDS.items() if kind[0] not in RANKED and name != "jump"]
-CLAMP = {"op": "clamp", "dictionary": "rect", "feature": 3, "value": 1.5}
 
 
 def assets_of(folder: Path, **changes: Any) -> Assets:
@@ -39,16 +38,6 @@ def assets_of(folder: Path, **changes: Any) -> Assets:
     rows = {name: "rows:" if name in SERVED else "" for name in KINDS}
     places = {name: f"{rows[name]}{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()}
     return Assets.open(SaesteerConfig.from_json({"dictionaries": places, "sites": SITES, "inline_rows": 64, **changes}))
-
-
-def making(assets: Assets) -> Callable[[Engine, Any, int], Row | None]:
-    """What a server's front end does with a request, and what its worker makes of that."""
-
-    def row_of(engine: Engine, spec: Any, prompt_len: int) -> Row | None:
-        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
-        return engine.make_row(door.meaning(from_json(spec), engine.catalog, prompt_len).admitted)
-
-    return row_of
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
+from tests.front import making
 from tests.loaders import writers
-from tests.small_world import CODERS, HEADS, SITES, TOKENS, WIDTH
-from tests.test_by_rows import CLAMP, making
-from tests.test_formulas import forward
+from tests.small_engine import forward
+from tests.small_world import CLAMP, CODERS, HEADS, SITES, TOKENS, WIDTH
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from saesteer.engine.wire import decode, encode
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
+from tests.small_engine import make_engine
 from tests.small_world import CODERS, TOKENS, edits
-from tests.test_formulas import make_engine
 
 NUMBERS = ("value", "scale", "strength", "min", "max")
 

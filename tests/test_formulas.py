@@ -1,9 +1,6 @@
 """Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
 
 from base64 import b64encode
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,176 +9,35 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from saesteer.config.assets import Assets
-from saesteer.config.config import SaesteerConfig
 from saesteer.engine.doses import sites_of
-from saesteer.engine.engine import Engine, Row
+from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
 from saesteer.language.sites import parse
 from saesteer.language.spec import from_json
-from saesteer.loaders.formats import own
 from saesteer.planning.planner import plan
-from tests.formulas import Dict, Token, World, flat
+from tests.formulas import flat
 from tests.kernels.doses import judge_doses
-from tests.kernels.truth import dosed
 from tests.rows import row_of
+from tests.small_engine import forward, make_engine
+from tests.small_truth import expected
 from tests.small_world import (
-    BIASES,
-    CODERS,
-    DOWN,
-    HEADS,
     INLINE,
     INLINE_WIDE,
     KINDS,
     MODULES,
     NARROW,
     SITES,
-    STEP,
     TOKENS,
-    UP,
-    VECTORS,
     WHOLE,
     WIDTH,
     edits,
 )
 
 
-def world() -> World:
-    def of(name: str) -> Dict:
-        one = CODERS[name]
-        arrays: dict[str, Any] = {
-            key: getattr(one, key) for key in ("w_enc", "b_enc", "w_dec", "b_dec", "threshold", "max_act", "w_skip")
-        }
-        reads, _, site = KINDS[name][3].rpartition(":")
-        arrays_of: Any = {key: None if value is None else value.double().numpy() for key, value in arrays.items()}
-        return Dict(
-            site=site,
-            reads=(reads or site).replace("mlp_in_pregain", "resid_mid"),
-            activation=one.info.activation,
-            k=one.info.k or 0,
-            in_norm="l2_sqrt_d" if "pregain" in reads else one.info.in_norm,
-            skip_first=one.info.skip_first,
-            **arrays_of,
-        )
-
-    wide = {name: {layer: row.astype(np.float64) for layer, row in rows.items()} for name, rows in VECTORS.items()}
-    return World(SITES, {name: of(name) for name in KINDS}, wide, BIASES, MODULES)
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tmp_path_factory.mktemp("formulas"))
-
-
-def make_engine(folder: Path, *, stages: tuple[int, ...] = (), stage: int = 0, **changes: Any) -> Engine:
-    from safetensors.numpy import save_file
-
-    for name, one in CODERS.items():
-        own.write(folder / f"{name}.safetensors", one)
-    for name, rows in VECTORS.items():
-        if None in rows:
-            np.save(folder / f"{name}.npy", rows[None])
-        else:
-            save_file({f"layer.{layer}": row for layer, row in rows.items()}, folder / f"{name}.vec.safetensors")
-    places = {
-        name: f"{folder}/{name}" + (".npy" if None in rows else ".vec.safetensors") for name, rows in VECTORS.items()
-    }
-    config = SaesteerConfig.from_json(
-        {
-            "dictionaries": {name: f"{folder}/{name}.safetensors@{kind[3]}" for name, kind in KINDS.items()},
-            "vectors": {name: {"path": place, "bias": BIASES[name]} for name, place in places.items()},
-            "modules": MODULES,
-            "sites": SITES,
-            "inline_rows": 2,
-        }
-        | changes
-    )
-    size: dict[str, Any] = {"width": WIDTH, "other_widths": {"z": HEADS}, "layers": 4, "max_rows": 4, "max_tokens": 64}
-    size |= {"stages": stages, "stage": stage}
-    return Engine(Assets.open(config), dtype=torch.float32, device=torch.device("cpu"), **size)
-
-
-def forward(
-    engine: Engine,
-    specs: list[Any],
-    prompt_len: int,
-    x: torch.Tensor,
-    row_of: Callable[..., Row | None] = row_of,
-    later: Sequence[Engine] = (),
-) -> torch.Tensor:
-    """Requests of TOKENS tokens each through all sites, with a layer of a model in between.
-
-    The sites may be those of an engine and of ``later`` stages.
-    """
-    here: dict[str, Callable[[torch.Tensor], None]] = {}
-    for one in (engine, *later):
-        kinds = np.zeros(len(one.places.sites), dtype=np.int32)
-        for row, spec in enumerate(specs, 1):
-            content = None if spec is None else row_of(one, spec, prompt_len)
-            if content is not None:
-                kinds |= content.kinds
-            one.fill(row, content)
-        starts = torch.arange(len(specs) + 1, dtype=torch.int32) * TOKENS
-        positions = torch.arange(TOKENS).repeat(len(specs))
-        one.positions[: len(positions)] = positions
-        one.schedule(torch.arange(len(specs)), 1, starts, len(specs), len(positions), kinds)
-        here |= {name: partial(one.edit, site) for name, site in one.sites.items()}
-    part = None
-    for site in SITES:
-        if site.startswith("mlp_in"):
-            part = x / 2 + 0.1
-            here[site](part)
-            part = torch.tanh(part @ STEP)
-            continue
-        if site.startswith("z"):
-            part = x @ UP
-            here[site](part)
-            part = torch.tanh(part @ DOWN)
-            continue
-        if site.startswith("mlp_out"):
-            assert part is not None
-            here[site](part)
-            continue
-        x = x + (torch.tanh(x @ STEP) if part is None else part)
-        part = None
-        here[site](x)
-    return x
-
-
-def expected(
-    spec: Any, prompt_len: int, x: torch.Tensor, limit: float = 0.0, here: World | None = None
-) -> tuple[Any, Any, Any]:
-    """x after all sites, which tokens have been near no bound, and the doses at each site, NaN of tokens not edited."""
-    here, step, up, down = here or world(), *(one.double().numpy() for one in (STEP, UP, DOWN))
-    out, sure, doses = [], [], np.full((len(x), len(SITES)), np.nan)
-    for t, row in enumerate(x.double().numpy()):
-        token = Token(here, t, prompt_len)
-        part = None
-        for at, site in enumerate(SITES):
-            was = row + np.tanh(row @ step) if part is None else row + part
-            here_in = was
-            added = "attn_out" if site.startswith("resid_mid") else "mlp_out"
-            if site.startswith(("mlp_in", "z")):
-                was = here_in = row @ up if site.startswith("z") else row / 2 + 0.1
-            elif site.startswith("mlp_out"):
-                was = here_in = part
-            elif part is not None and f"{added}.{site[-1]}" not in SITES:  # this op adds what edits there add
-                here_in = row + token.visit(f"{added}.{site[-1]}", spec["edits"], part)
-            y = token.visit(site, spec["edits"], here_in)
-            if (y != was).any():
-                (y,), (doses[t, at],) = dosed(was[None], y[None], limit)
-            if site.startswith("mlp_in"):
-                part = np.tanh(y @ step)
-            elif site.startswith("z"):
-                part = np.tanh(y @ down)
-            elif site.startswith("mlp_out"):
-                part = y
-            else:
-                row, part = y, None
-        out.append(row)
-        sure.append(token.sure)
-    return np.array(out), np.array(sure), doses
 
 
 @settings(

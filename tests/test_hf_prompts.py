@@ -14,7 +14,7 @@ from saesteer.dictionaries.active import strongest
 from saesteer.errors import ConfigError
 from saesteer.loaders.formats import own
 from tests import small_world
-from tests.test_hf_reads import IDS, SITE, made_with
+from tests.hf_models import IDS, SITE, made_with
 
 EXPECTED = "expected a flat list of at least one token id from 0 to 63"
 

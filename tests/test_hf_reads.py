@@ -15,33 +15,14 @@ from saesteer import hf
 from saesteer.errors import ConfigError, SpecError
 from saesteer.loaders.formats import own
 from tests import small_world
+from tests.hf_models import BIAS, IDS, SITE, V, made_with
 
-WIDTH = small_world.WIDTH
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-SITE = "resid_post.1"
-V = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
 ADD = {"op": "add", "vector": V.tolist(), "site": SITE, "scale": 3.0}
-BIAS = -0.25
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
     return made_with(tmp_path_factory.mktemp("reads"))
-
-
-def made_with(folder: Path, besides: Any = None, **more: Any) -> hf.Model:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    dictionaries = dict(besides or {})
-    for name in ("jump", "top"):
-        own.write(folder / f"{name}.safetensors", small_world.CODERS[name])
-        dictionaries[name] = f"{folder}/{name}.safetensors@{SITE}"
-    save_file({"layer.1": V, "bias": torch.tensor([BIAS])}, folder / "probe.safetensors")
-    torch.manual_seed(1)
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
-    made = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=64))
-    vectors = {"probe": str(folder / "probe.safetensors")}
-    return hf.Model(made, dictionaries=dictionaries, vectors=vectors, reads=["resid_mid.2"], **more)
 
 
 def tensor(entry: dict[str, Any]) -> Tensor:

@@ -12,70 +12,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saesteer.config.assets import Assets
 from saesteer.config.config import DictionarySource, SaesteerConfig
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, SpecError
-from saesteer.loaders.formats import own
+from tests.formulas import within
+from tests.one_site import CODERS, FEATURES, PLACES, TOKENS, WIDTH, make_engine
 from tests.rows import row_of
-
-WIDTH, FEATURES, TOKENS = 24, 10, 20
-PLACES = {"jump": ("jumprelu", "resid_post.1"), "rect": ("relu", "resid_post.1"), "top": ("topk", "resid_post.1")}
-
-
-def coder(activation: Any, seed: int) -> SparseCoder:
-    draw = torch.Generator().manual_seed(seed)
-    info = CoderInfo(
-        "saesteer",
-        WIDTH,
-        WIDTH,
-        FEATURES,
-        activation,
-        3 if activation == "topk" else None,
-        "none",
-        None,
-        None,
-        "raw",
-        True,
-        1,
-        "t",
-        "",
-    )
-    return SparseCoder(
-        w_enc=torch.randn(FEATURES, WIDTH, generator=draw) / 4,
-        b_enc=torch.randn(FEATURES, generator=draw) * 0.1,
-        w_dec=torch.randn(FEATURES, WIDTH, generator=draw),
-        b_dec=torch.zeros(WIDTH),
-        info=info,
-        threshold=torch.rand(FEATURES, generator=draw) if activation == "jumprelu" else None,
-        max_act=torch.rand(FEATURES, generator=draw) + 1,
-    )
-
-
-CODERS = {name: coder(activation, seed) for seed, (name, (activation, _)) in enumerate(PLACES.items())}
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tmp_path_factory.mktemp("coders"))
-
-
-def make_engine(folder: Path, sites: dict[str, str] | None = None, **options: Any) -> Engine:
-    for name, one in CODERS.items():
-        own.write(folder / f"{name}.safetensors", one)
-    sources = {
-        name: DictionarySource(f"{folder}/{name}.safetensors", (sites or {}).get(name, site))
-        for name, (_, site) in PLACES.items()
-    }
-    size: dict[str, Any] = {
-        "width": WIDTH,
-        "layers": 4,
-        "dtype": torch.float32,
-        "max_rows": 4,
-        "max_tokens": 64,
-    } | options
-    return Engine(Assets.open(SaesteerConfig(sources, max_edits=64)), device=torch.device("cpu"), **size)
 
 
 def edit(engine: Engine, specs: list[Any], prompt_len: int, x: torch.Tensor) -> torch.Tensor:
@@ -138,23 +85,6 @@ def transcription(spec: Any, prompt_len: int, x: np.ndarray) -> np.ndarray:
                     changed[i] = min(changed[i], v)
             x[t] = x[t] + (changed - f) @ w_dec
     return x
-
-
-def within(scope: Any, t: int, prompt_len: int) -> bool:
-    scope = scope or {}
-    prompt, generated = scope.get("prompt"), scope.get("generated")
-    prompt = (not generated if generated is not None else True) if prompt is None else prompt
-    generated = (not scope["prompt"] if scope.get("prompt") is not None else True) if generated is None else generated
-    if not (prompt if t < prompt_len else generated) or t < scope.get("skip_first", 0):
-        return False
-    if "positions" not in scope:
-        return t > 0
-    for a, b in scope["positions"]:
-        if b is None:  # open after a start in the prompt's count, the prompt's end after one counted from there
-            b = prompt_len if a < 0 else 10**9
-        if (a + prompt_len if a < 0 else a) <= t < (b + prompt_len if b < 0 else b):
-            return True
-    return False
 
 
 values = st.floats(-4, 4, width=32).filter(lambda v: abs(v) > 0.01)

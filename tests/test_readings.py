@@ -20,8 +20,8 @@ from saesteer.kernels import ops
 from saesteer.kernels.read.features import Encoder, read_features_ref
 from saesteer.kernels.read.rows import Probes
 from saesteer.planning.plan import END
+from tests.one_site import CODERS, TOKENS, WIDTH, make_engine
 from tests.rows import row_of
-from tests.test_meaning import CODERS, TOKENS, WIDTH, make_engine
 
 MAX_TOKENS = 24
 WIDTHS = {"a": 4, "b": 4, "wide": 6, "c": 4}

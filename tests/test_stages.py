@@ -16,8 +16,8 @@ from saesteer.language.sites import order
 from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
 from tests.rows import row_of
+from tests.small_engine import forward, make_engine
 from tests.small_world import SITES, TOKENS, WIDTH, edits
-from tests.test_formulas import forward, make_engine
 
 CUTS = [(2,), (1, 3)]  # where the later stages of a model of four layers begin
 # A read-out of several sites in one, and with what needs no site.

@@ -30,8 +30,8 @@ from saesteer.loaders import load
 from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
 from tests.rows import row_of
+from tests.small_engine import make_engine
 from tests.small_world import CODERS, KINDS, TOKENS, WIDTH
-from tests.test_formulas import make_engine
 
 KNOWN = (BRIDGE, OCEAN, GOLD, FRENCH)
 DRAW = np.random.default_rng(0)

@@ -28,8 +28,8 @@ from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache, reasoning
 from saesteer.plugin.door import admission
 from tests.rows import row_of
+from tests.small_engine import make_engine
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
-from tests.test_formulas import make_engine
 
 TOKENS, BLOCK = 32, 4
 

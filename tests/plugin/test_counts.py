@@ -23,7 +23,7 @@ from saesteer.planning.digests import digest_of
 from saesteer.planning.planner import Catalog, Direction, plan
 from saesteer.plugin.results import counts
 from saesteer.plugin.worker.steering import Steering  # needs vLLM
-from tests.test_meaning import CODERS, PLACES, TOKENS, WIDTH, make_engine
+from tests.one_site import CODERS, PLACES, TOKENS, WIDTH, make_engine
 
 INFOS = {name: replace(CODERS[name].info, site_in=site, site_out=site) for name, (_, site) in PLACES.items()}
 CATALOG = Catalog(INFOS, sites=None, max_entries=64, vectors={"v": from_inline((1.0,) * WIDTH)})

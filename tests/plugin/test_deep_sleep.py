@@ -19,8 +19,8 @@ from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Segment
 from saesteer.plugin.worker.layers import Op
 from tests.rows import row_of
+from tests.small_engine import make_engine
 from tests.small_world import HEADS, SITES, TOKENS, WIDTH
-from tests.test_formulas import make_engine
 
 PROMPT = 4
 SPECS: list[dict[str, Any]] = [

@@ -17,8 +17,8 @@ from saesteer.plugin.results import counts, failures
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.worker.worker import _wrap_v1, _wrap_v2
 from tests.plugin.test_recent import admitted
+from tests.small_engine import make_engine
 from tests.small_world import NARROW, WIDTH
-from tests.test_formulas import make_engine
 
 # Vectors of three names at one site, where requests may bring two.
 NAMED = [{"op": "add", "vector": name, "site": "resid_post.1"} for name in ("any", "each", "one")]

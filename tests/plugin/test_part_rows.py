@@ -23,10 +23,10 @@ from saesteer.plugin import reasoning
 from saesteer.plugin.door import admission
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.worker.worker import _wrap_v1, _wrap_v2
+from tests.parts import CLOSES, EDITS, explicit
 from tests.rows import row_of
+from tests.small_engine import make_engine
 from tests.small_world import NARROW, WIDTH
-from tests.test_answer_parts import CLOSES, EDITS, explicit
-from tests.test_formulas import make_engine
 
 PROMPT, TOKENS = 4, 12  # of each request, as in test_answer_parts.py
 UNKNOWN = -1  # a token that was sampled in the last step: the host learns it while the next one runs

@@ -24,8 +24,8 @@ from saesteer.planning.planner import plan
 from saesteer.plugin.door import admission
 from saesteer.plugin.prefix_cache import FIRST, first_read
 from saesteer.plugin.worker import steering as steered  # needs vLLM
+from tests.small_engine import make_engine
 from tests.small_world import TOKENS, WIDTH, edits
-from tests.test_formulas import make_engine
 
 ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}
 

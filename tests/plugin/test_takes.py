@@ -21,9 +21,9 @@ from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import SPOOLS, Sink, address
 from saesteer.planning.windows import rank
 from saesteer.plugin.worker.steering import Steering
+from tests.one_site import WIDTH, make_engine
 from tests.plugin.test_recent import admitted
 from tests.plugin.test_spools import filed
-from tests.test_meaning import WIDTH, make_engine
 
 NAMES = ("a", "b", "c", "d")
 SITE = "resid_post.1"

@@ -22,8 +22,8 @@ from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
 from tests.apart import hear
 from tests.plugin.test_recent import ADD, admitted
+from tests.small_engine import make_engine
 from tests.small_world import WIDTH
-from tests.test_formulas import make_engine
 
 SPEC = {"edits": [ADD]}
 OTHER = {"edits": [{**ADD, "vector": [2.0, *[1.0] * (WIDTH - 1)]}]}
