@@ -19,7 +19,7 @@ from saesteer.client.client import Client
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE
 from saesteer.errors import RequestRefused, ServerError
 from saesteer.loaders import load
-from tests.loaders.test_vectors import control_vector
+from tests.loaders.control_vectors import control_vector
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A hub on this machine: serves a folder of repositories over HTTP as huggingface_hub asks for it, and counts bytes."""
+"""Hubs on this machine, each a folder of repositories: one over HTTP, which counts bytes, and one without a server."""
 
 import json
 import re
@@ -9,6 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+from huggingface_hub.utils._paths import filter_repo_objects
 
 SHA = "0" * 40
 
@@ -104,3 +107,25 @@ def serving(root: Path) -> Iterator[Hub]:
         finally:
             hub.shutdown()
             thread.join()
+
+
+class FakeHub:
+    """Stands in for the hub: a folder per repository; gives, and records, only what the patterns allow."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.given: list[str] = []
+
+    def snapshot_download(self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        source = self.root / repo
+        if not source.is_dir():
+            raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}\nmore lines")
+        names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
+        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True, exist_ok=True)
+        for name in self.given:
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (snapshot / name).exists():  # the real one downloads once, too
+                (snapshot / name).write_bytes((source / name).read_bytes())
+        return str(snapshot)

@@ -14,7 +14,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from huggingface_hub.utils._paths import filter_repo_objects
 
 from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
@@ -28,31 +27,10 @@ from tests.loaders import writers
 from tests.loaders.case import Case
 from tests.loaders.every import every_case
 from tests.loaders.formats import circuit_tracer, connor_rob, llama_scope, qwen_scope
+from tests.loaders.hub import FakeHub
 
 LEAF = "layer_20/width_16k/average_l0_71"
 WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}
-
-
-class FakeHub:
-    """Stands in for the hub: a folder per repository; gives, and records, only what the patterns allow."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.given: list[str] = []
-
-    def snapshot_download(self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        source = self.root / repo
-        if not source.is_dir():
-            raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}\nmore lines")
-        names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
-        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
-        snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / "abc"
-        snapshot.mkdir(parents=True, exist_ok=True)
-        for name in self.given:
-            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-            if not (snapshot / name).exists():  # the real one downloads once, too
-                (snapshot / name).write_bytes((source / name).read_bytes())
-        return str(snapshot)
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from saesteer.config.assets import Assets
-from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, neuronpedia
 from saesteer.loaders.files import fetch
@@ -20,9 +18,8 @@ from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
 from tests.loaders.formats import circuit_tracer, qwen_scope, sparsify
-from tests.loaders.hub import Hub, serving
-from tests.loaders.test_files import FakeHub
-from tests.loaders.test_sets import scope
+from tests.loaders.hub import FakeHub, Hub, serving
+from tests.loaders.sets import opened, scope
 
 LARGE = 70_000  # features, so that files are larger than what is fetched whole
 
@@ -50,10 +47,6 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
     return fake
-
-
-def opened(place: str) -> Assets:
-    return Assets.open(read_settings([f"gs={place}"]))
 
 
 def given(hub: Any) -> set[str]:

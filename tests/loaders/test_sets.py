@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +16,9 @@ from saesteer.loaders import arrays, load
 from saesteer.loaders.sets import layer_in
 from tests.loaders import writers
 from tests.loaders.formats import apollo, circuit_tracer, connor_rob, qwen_scope
+from tests.loaders.sets import opened, scope
 
 PLT = {**circuit_tracer.ARRAYS, "W_dec": writers.raw()["W_dec"], "b_dec": writers.raw()["b_dec"]}
-
-
-def scope(root: Path, *layers: int, width: str = "16k", **more: Any) -> Path:
-    """A repository of Gemma Scope 1, each layer in a folder of its own, with other values."""
-    repo = root / "gemma-scope-2b-pt-res"
-    for layer in layers:
-        made = writers.raw(seed=layer, **more)
-        writers.gemma_scope(repo / f"layer_{layer}" / f"width_{width}" / f"average_l0_{60 + layer}", made)
-    return repo
 
 
 def saelens(root: Path, *layers: int, architecture: str = "standard", kind: str = "hook_resid_post") -> Path:
@@ -40,10 +31,6 @@ def saelens(root: Path, *layers: int, architecture: str = "standard", kind: str 
 
 def manifest(root: Path, *layers: tuple[int, str]) -> Path:
     return writers.manifest(root, writers.manifest_tensors(writers.raw(), writers.SEEN), layers=layers)
-
-
-def opened(place: str | Path) -> Assets:
-    return Assets.open(read_settings([f"gs={place}"]))
 
 
 WHOLE: list[tuple[Callable[[Path], Path], str, tuple[int, ...], tuple[str, ...]]] = [

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from saesteer.errors import LoadError
 from saesteer.language.inline import InlineVector
 from saesteer.loaders import vectors as files
 from saesteer.loaders.vectors import read_vectors
+from tests.loaders.control_vectors import control_vector
 
 D = 6
 A = np.random.default_rng(0).normal(size=(3, D)).astype(np.float32)
@@ -34,22 +34,6 @@ def tensors(file: Path, **named: Any) -> Path:
 
 def npy(file: Path, array: Any) -> Path:
     np.save(file, array)
-    return file
-
-
-def control_vector(file: Path, directions: dict[int, Any], architecture: str = "controlvector") -> Path:
-    """As llama.cpp's cvector-generator and repeng write it."""
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_string(f"{architecture}.model_hint", "llama")
-    writer.add_uint32(f"{architecture}.layer_count", len(directions))
-    writer.add_array("tokenizer.words", ["a", "bc", ""])
-    writer.add_array("numbers", [1.5, 2.5])
-    for layer, direction in directions.items():
-        writer.add_tensor(f"direction.{layer}", direction)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
     return file
 
 
