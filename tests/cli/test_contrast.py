@@ -1,9 +1,6 @@
 """`saesteer vector` and `saesteer probe`: formulas, files and refusals; where it says slow, on the real model."""
 
 import json
-import os
-import subprocess
-import sys
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from saesteer.commands import contrast, separation
 from saesteer.commands.separation import Direction, Rows, Separation, split
 from saesteer.errors import ConfigError
 from saesteer.loaders.vectors import read_vectors
+from tests.cli.commands import saesteer
 
 D, SITES = 12, ("resid_post.3", "resid_post.5")
 GENERATOR = np.random.default_rng(0)
@@ -217,15 +215,6 @@ def test_limits_are_told_with_their_numbers(
     with monkeypatch.context() as patched:
         patched.setattr(contrast, "MAX_TOKENS", 3)
         refused("positive: line 1 has 4 tokens, expected 2 to 3")
-
-
-WIDE = {**os.environ, "COLUMNS": "200"}
-
-
-def saesteer(*words: str, before: str = "") -> "subprocess.CompletedProcess[str]":
-    code = f"{before}\nfrom saesteer.commands.cli import main\nmain()"
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
 
 
 def test_without_scikit_learn_it_says_what_to_install(files: tuple[Path, Path], tmp_path: Path) -> None:

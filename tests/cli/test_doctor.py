@@ -11,7 +11,7 @@ from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, _choose, 
 from saesteer.errors import ConfigError
 from saesteer.plugin import job
 from saesteer.plugin.job import Batch, Completion
-from tests.cli.test_paths import coder
+from tests.cli.coders import coder
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
 

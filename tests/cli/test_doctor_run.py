@@ -14,7 +14,7 @@ from saesteer.commands.doctor import TOKENS
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Batch, Completion
-from tests.cli.test_paths import STREAMS, coder
+from tests.cli.coders import STREAMS, coder
 
 LOGITS = torch.tensor([4.0, 3, 2, 1, 0, -1, -2, -3])
 CONFIG = SaesteerConfig().changed({"dictionaries": {"demo": "x.safetensors"}})

@@ -2,14 +2,11 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,78 +22,21 @@ from saesteer.labels.store import About, Entry, Labels, Spot
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
-from saesteer.planning.plan import Catalog
+from tests.cli.commands import ENVIRONMENT, saesteer
+from tests.cli.stand_ins import Oracle, small
 
-WIDE = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 TEXT = "\n\nold bridge by sea\n" * 30
-
-
-class Tokenizer:
-    """One token for each letter, 1 at the beginning."""
-
-    bos_token_id = 1
-
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
-        ids = [ord(letter) % 50 + 2 for letter in text]
-        spans = [(at, at + 1) for at in range(len(text))]
-        return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids, offset_mapping=spans)
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join("\n" if one == 12 else "x" for one in ids)  # no other letter of these texts has this token
-
-    def batch_decode(self, ids: list[list[int]]) -> list[str]:
-        return [f"token{one}" for [one] in ids]
-
-
-class Oracle:
-    """A model whose stream is a fixed random row for each token."""
-
-    def __init__(self, place: str) -> None:
-        self.tokenizer = Tokenizer()
-        self._coder = load(place)
-        self.rows = torch.randn(64, self._coder.info.d_in, generator=torch.Generator().manual_seed(0))
-        shape = SimpleNamespace(max_position_embeddings=101)
-        self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
-        self.engine = SimpleNamespace(catalog=Catalog({}, None, 1))
-
-    def coder(self, name: str, layer: None) -> Any:
-        return self._coder
-
-    def layers_of(self, name: str) -> tuple[None]:
-        return (None,)
-
-    def info(self, name: str, layer: None) -> Any:
-        return replace(self._coder.info, site_in="resid_post.15", site_out="resid_post.15")
-
-    def streams(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        return {"resid_post.15": self.rows[torch.tensor(ids)]}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     """A small dictionary of features 100 to 139, whose decoder rows are 3 long."""
-    draw = torch.Generator().manual_seed(1)
-    coder = load(DEMO_SAE)
-    ids = tuple(range(100, 140))
-    info = replace(coder.info, features=40, d_in=24, d_out=24, feature_ids=ids, has_max_act=False, skip_first=3)
-    info = replace(info, can_reconstruct=False)
-    small = replace(
-        coder,
-        info=info,
-        w_enc=torch.randn(40, 24, generator=draw),
-        w_dec=3 * torch.nn.functional.normalize(torch.randn(40, 24, generator=draw)),
-        b_enc=torch.cat([torch.zeros(38), torch.full((2,), -1000.0)]),
-        b_dec=torch.zeros(24),
-        threshold=torch.full((40,), 0.5),
-        max_act=None,
-    )
-    own.write(tmp_path / "small.safetensors", small)
-    return str(tmp_path / "small.safetensors")
+    return small(tmp_path, long=3.0, feature_ids=tuple(range(100, 140)), can_reconstruct=False)
 
 
 @pytest.fixture
 def oracle(place: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
-    found = Oracle(place)
+    found = Oracle(place, positions=101, lines=True)
     for user in ("label", "features"):  # which find imports it from, when it is needed
         opening = f"saesteer.commands.{user}.open_model"
         monkeypatch.setattr(opening, lambda model, config: (found, list(config.dictionaries)))
@@ -279,11 +219,6 @@ def test_mistakes(place: str, tmp_path: Path) -> None:
         find.run(Console(), config, "bridge", feature=None, most=3, as_json=False)
 
 
-def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "saesteer", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -323,7 +258,11 @@ def test_where_nothing_is_found_a_dictionary_is_named() -> None:
 def test_a_search_is_quick_and_loads_no_torch() -> None:
     code = "import sys; from saesteer.commands.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-c", code, "find", "golden gate"], capture_output=True, text=True, env=WIDE, check=False
+        [sys.executable, "-c", code, "find", "golden gate"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     start = time.monotonic()

@@ -21,7 +21,8 @@ from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, load
 from saesteer.loaders.formats import own
-from tests.cli.test_reading import Tokenizer, saesteer
+from tests.cli.commands import saesteer
+from tests.cli.stand_ins import Tokenizer
 from tests.loaders import across, writers
 
 WIDTH, LAYERS, FEATURES = 24, 3, 40
@@ -35,12 +36,6 @@ def model() -> Any:
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     sizes |= {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 128}
     return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_text("The old bridge is long.\n" * 100)
-    return tmp_path / "text"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Mistakes on the command line, as a user makes them: one sentence on stderr, exit code 2, no traceback."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +9,7 @@ import pytest
 
 from saesteer import __version__
 from saesteer.commands.embedded import DEMO_SAE
-
-# Whatever the machine can reach: an unknown hub id is looked up in the cache alone, at once.
-OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
-
-
-def saesteer(*words: str, before: str = "") -> "subprocess.CompletedProcess[str]":
-    code = f"{before}\nfrom saesteer.commands.cli import main\nmain()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=OFFLINE, timeout=120, check=False
-    )
+from tests.cli.commands import ENVIRONMENT, saesteer
 
 
 @pytest.fixture
@@ -127,7 +117,7 @@ def test_the_hub_logs_no_retries() -> None:
         "try: main()\nfinally:\n import logging\n from huggingface_hub import snapshot_download\n"
         " assert not logging.getLogger('huggingface_hub').isEnabledFor(logging.WARNING)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=OFFLINE, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from saesteer.commands import doctor, fits
 from saesteer.commands.doctor import ROUNDS, TOKENS, TURNS, conversation, turns
 from saesteer.commands.paths import Candidate, Paths, agree, table, tolerance, verdict
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Completion
+from tests.cli.coders import STREAMS, WIDTH, coder
 
 ALLOWED = 0.1
 LOGPROBS = st.lists(st.floats(-12, 0), min_size=5, max_size=5)
@@ -131,37 +131,6 @@ def test_each_fault_of_a_conversation_is_seen(second: dict[str, Any], names: lis
     if "seconds" in second:
         answers[1 + len(TURNS)] = answers[1]
     assert failed(answers) == names
-
-
-WIDTH = 4
-
-
-def coder(**changes: Any) -> tuple[SparseCoder, CoderInfo]:
-    """One that writes what it reads, each number by two features."""
-    eye = torch.eye(WIDTH)
-    info = CoderInfo(
-        format="saesteer",
-        d_in=WIDTH,
-        d_out=WIDTH,
-        features=2 * WIDTH,
-        activation="relu",
-        k=None,
-        in_norm="none",
-        site_in="resid_post.3",
-        site_out="resid_post.3",
-        feature_unit="raw",
-        has_max_act=False,
-        skip_first=1,
-        source="test",
-        fingerprint="",
-        **{name: value for name, value in changes.items() if name == "l0"},
-    )
-    both = torch.cat([eye, -eye])
-    weights = {"w_enc": both, "b_enc": torch.zeros(2 * WIDTH), "w_dec": both.clone(), "b_dec": torch.zeros(WIDTH)}
-    return SparseCoder(**{**weights, **{k: v for k, v in changes.items() if k != "l0"}}, info=info), info
-
-
-STREAMS = [{"resid_post.3": torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(seed))} for seed in (1, 2)]
 
 
 def odd(**changes: Any) -> list[str]:

@@ -1,16 +1,12 @@
 """`saesteer features` and `saesteer calibrate`: on a stand-in for the model, and where it says slow on the real one."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,75 +20,15 @@ from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
-from saesteer.planning.plan import Catalog
+from tests.cli.commands import saesteer
+from tests.cli.stand_ins import Oracle, Tokenizer, small
 from tests.loaders.formats import apollo
-
-WIDE = {**os.environ, "COLUMNS": "200"}
-
-
-class Tokenizer:
-    """One token for each letter, 1 at the beginning."""
-
-    bos_token_id = 1
-
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
-        ids = [ord(letter) % 50 + 2 for letter in text]
-        return SimpleNamespace(input_ids=[1, *ids] if add_special_tokens else ids)
-
-    def decode(self, ids: list[int]) -> str:
-        return "x" * len(ids)
-
-
-class Oracle:
-    """A model whose stream is a fixed random row for each token, and that remembers what it was asked to read."""
-
-    def __init__(self, place: str) -> None:
-        self.tokenizer = Tokenizer()
-        self._coder = load(place)
-        self.rows = torch.randn(64, self._coder.info.d_in, generator=torch.Generator().manual_seed(0))
-        self.read: list[list[int]] = []
-        shape = SimpleNamespace(max_position_embeddings=2048)
-        self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: shape))
-        self.engine = SimpleNamespace(catalog=Catalog({}, None, 1))
-
-    def coder(self, name: str, layer: None) -> Any:
-        return self._coder
-
-    def layers_of(self, name: str) -> tuple[None]:
-        return (None,)
-
-    def info(self, name: str, layer: None) -> Any:
-        return replace(self._coder.info, site_in="resid_post.15")
-
-    def streams(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        self.read.append(list(ids))
-        return {"resid_post.15": self.rows[torch.tensor(ids)]}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     """A small dictionary without max_act."""
-    draw = torch.Generator().manual_seed(1)
-    coder = load(DEMO_SAE)
-    info = replace(coder.info, features=40, d_in=24, d_out=24, has_max_act=False, skip_first=3)
-    small = replace(
-        coder,
-        info=info,
-        w_enc=torch.randn(40, 24, generator=draw),
-        w_dec=torch.randn(40, 24, generator=draw),
-        b_enc=torch.cat([torch.zeros(38), torch.full((2,), -1000.0)]),
-        b_dec=torch.zeros(24),
-        threshold=torch.full((40,), 0.5),
-        max_act=None,
-    )
-    own.write(tmp_path / "small.safetensors", small)
-    return str(tmp_path / "small.safetensors")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_text("The old bridge is long.\n" * 100)
-    return tmp_path / "text"
+    return small(tmp_path)
 
 
 def test_largest_activations_are_found_saved_and_used(
@@ -284,11 +220,6 @@ def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_pat
     with pytest.raises(ConfigError, match="--backend sglang: expected vllm or hf"):
         features.choose("sglang")
     assert features.choose("hf") == "hf"
-
-
-def saesteer(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "saesteer", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=WIDE, timeout=600, check=False)
 
 
 @pytest.mark.slow
