@@ -1,6 +1,5 @@
 """What the clients' admin methods send, and make of the answers; the real routes are in plugin/test_admin.py."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 
 import saesteer
-from saesteer.client.client import AsyncClient, Client
 from saesteer.errors import RequestRefused, SpecError
 from saesteer.language.spec import InlineVector
+from tests.client.both import both_clients, call
 
 ADD = saesteer.add("a/b", "resid_post.3", 2.0)
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [
@@ -36,21 +35,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [
 ]
 
 
-def call(answer: Any, method: str, *words: Any, asynchronous: bool, **fields: Any) -> Any:
-    transport = httpx.MockTransport(answer)
-    keys: dict[str, Any] = {"api_key": "usual", "admin_key": "admin"}
-    if not asynchronous:
-        with Client("http://host", transport=transport, **keys) as client:
-            return getattr(client, method)(*words, **fields)
-
-    async def wait() -> Any:
-        async with AsyncClient("http://host", transport=transport, **keys) as client:
-            return await getattr(client, method)(*words, **fields)
-
-    return asyncio.run(wait())
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both_clients
 @pytest.mark.parametrize(("method", "words", "fields", "verb", "path", "body"), CALLS, ids=[one[0] for one in CALLS])
 def test_each_sends_its_words_with_the_admins_key(
     method: str, words: Any, fields: Any, verb: str, path: str, body: Any, asynchronous: bool
@@ -72,7 +57,7 @@ def test_each_sends_its_words_with_the_admins_key(
         assert found["replaced"] is True
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both_clients
 def test_refusals(asynchronous: bool) -> None:
     told = {"error": {"message": "no room", "type": "ConflictError", "param": None, "code": "no_room"}}
     with pytest.raises(RequestRefused, match="no room") as caught:

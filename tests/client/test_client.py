@@ -20,6 +20,7 @@ import pytest
 import saesteer
 from saesteer.client.client import Answer, AsyncClient, Client, Piece
 from saesteer.errors import RequestRefused, SaesteerError, ServerError, SpecError
+from tests.client.both import both_clients
 
 CLAMP = {"op": "clamp", "dictionary": "demo", "feature": 3, "value": 2.0}
 APPLIED = [{"edit": 0, "site": "resid_post.15"}]
@@ -136,9 +137,6 @@ def ask(server: StandIn, method: str, *words: Any, asynchronous: bool, **fields:
             return [piece async for piece in found] if method.startswith("stream") else await found
 
     return asyncio.run(wait())
-
-
-both_clients = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 @both_clients

@@ -1,29 +1,15 @@
 """What the clients' `features` sends, and makes of the answer; the real route is in plugin/test_features.py."""
 
-import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
-from saesteer.client.client import AsyncClient, Client
 from saesteer.errors import RequestRefused
+from tests.client.both import both_clients, call
 
 
-def call(answer: Any, *words: Any, asynchronous: bool, **fields: Any) -> Any:
-    transport = httpx.MockTransport(answer)
-    if not asynchronous:
-        with Client("http://host", transport=transport, api_key="usual", admin_key="admin") as client:
-            return client.features(*words, **fields)
-
-    async def wait() -> Any:
-        async with AsyncClient("http://host", transport=transport, api_key="usual", admin_key="admin") as client:
-            return await client.features(*words, **fields)
-
-    return asyncio.run(wait())
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both_clients
 @pytest.mark.parametrize(
     ("words", "fields", "query"),
     [
@@ -39,15 +25,15 @@ def test_it_sends_its_words_with_the_usual_key(words: Any, fields: Any, query: A
         seen.append(request)
         return httpx.Response(200, json={"dictionary": "demo", "features": [{"feature": 3497}]})
 
-    assert call(answer, *words, asynchronous=asynchronous, **fields) == [{"feature": 3497}]
+    assert call(answer, "features", *words, asynchronous=asynchronous, **fields) == [{"feature": 3497}]
     [request] = seen
     assert (request.method, request.url.path, dict(request.url.params)) == ("GET", "/v1/saesteer/features", query)
     assert request.headers["Authorization"] == "Bearer usual"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both_clients
 def test_refusals(asynchronous: bool) -> None:
     told = {"message": "no labels", "type": "NotFoundError", "param": "query.dictionary", "code": "not_served"}
     with pytest.raises(RequestRefused, match="no labels") as caught:
-        call(lambda _: httpx.Response(404, json={"error": told}), "d", "x", asynchronous=asynchronous)
+        call(lambda _: httpx.Response(404, json={"error": told}), "features", "d", "x", asynchronous=asynchronous)
     assert (caught.value.status, caught.value.code, caught.value.field) == (404, "not_served", "query.dictionary")

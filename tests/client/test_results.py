@@ -1,6 +1,5 @@
 """Fetched results and the rows of chat messages, from made-up answers. Starts no server."""
 
-import asyncio
 import json
 from base64 import b64encode
 from itertools import pairwise
@@ -12,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.client import Answer, AsyncClient, Capture, Client, numbers
+from saesteer.client import Answer, Capture, Client, numbers
 from saesteer.client.client import Piece
 from saesteer.errors import RequestRefused, ServerError, SpecError
+from tests.client.both import both_clients, call
 
 SITE = "resid_post.3"
 NAMES = {"float32": ("F32", "<f4"), "float16": ("F16", "<f2")}
@@ -70,40 +70,25 @@ class Server:
         return httpx.Response(200, content=content)
 
 
-def ask(server: Server, method: str, *words: Any, asynchronous: bool) -> Any:
-    if not asynchronous:
-        with Client("http://host", transport=server.transport) as client:
-            return getattr(client, method)(*words)
-
-    async def wait() -> Any:
-        async with AsyncClient("http://host", transport=server.transport) as client:
-            return await getattr(client, method)(*words)
-
-    return asyncio.run(wait())
-
-
-both_clients = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
 @both_clients
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_fetched_numbers_are_those_of_an_inline_answer(dtype: str, asynchronous: bool) -> None:
     server = Server(a=file(rows([1, 2]), dtype), b=file(rows([7]), dtype))
     for _ in range(2):
-        found = ask(server, "fetch", ["b", "a"], asynchronous=asynchronous)
+        found = call(server.answer, "fetch", ["b", "a"], asynchronous=asynchronous)
         assert [one.tolist() for one in found] == [numbers(inline(at)).tolist() for at in ([7], [1, 2])]
         assert {one.dtype for one in found} == {np.dtype(np.float32)}
-    assert ask(server, "delete_result", "a", asynchronous=asynchronous) is None
+    assert call(server.answer, "delete_result", "a", asynchronous=asynchronous) is None
     for method, words in (("fetch", ["a"]), ("delete_result", "a")):
         with pytest.raises(RequestRefused) as caught:
-            ask(server, method, words, asynchronous=asynchronous)
+            call(server.answer, method, words, asynchronous=asynchronous)
         assert (caught.value.status, caught.value.code) == (404, "unknown_name")
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\x02" + b"\0" * 7 + b"{}", file(rows([1]))[:-1]])
 def test_what_is_no_result_is_an_error(content: bytes) -> None:
     with pytest.raises(ServerError, match=r"no result|sent 1 numbers"):
-        ask(Server(a=content), "fetch", ["a"], asynchronous=False)
+        call(Server(a=content).answer, "fetch", ["a"], asynchronous=False)
 
 
 def test_a_handle_of_a_server_is_not_read_by_itself() -> None:
@@ -149,7 +134,7 @@ def test_a_capture_fetches_what_has_handles(asynchronous: bool) -> None:
         handled([0, 3], "b", reduce="mean"),
     ]
     server = Server(a=file(rows([0, 1, 2])))
-    found = ask(server, "capture", answer(entries, conversation([2, 1])), asynchronous=asynchronous)
+    found = call(server.answer, "capture", answer(entries, conversation([2, 1])), asynchronous=asynchronous)
     assert found.message(0, SITE).tolist() == rows([0, 1]).tolist()
     assert found.message(1, SITE, at="after").tolist() == rows([2]).tolist()
     assert found.message(0, SITE, at="after").shape == (0, 2)
