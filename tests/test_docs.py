@@ -18,7 +18,9 @@ from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import END, Catalog, Plan, plan, windows
+from tests.markdown import blocks
 from tests.spec.catalogs import Info, Set
+from tests.spec.chats import ENDS, ROLES
 from tools import tables
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,6 @@ READS = (ROOT / "docs/reads-and-rules.md").read_text()
 REQUESTS = (ROOT / "docs/requests.md").read_text() + READS
 START = (ROOT / "docs/start.md").read_text()
 
-ROLES, ENDS = ["system", "user", "assistant", "user"], [8, 14, 21, 28]  # of the messages in the prompt
 PROMPT = 34
 # What docs/requests.md says that its server has.
 CATALOG = Catalog(
@@ -47,10 +48,6 @@ CATALOG = Catalog(
     sets={"scope": (9, 17, 22), "clt": tuple(range(8))},
     addresses={"np:gemma-2-2b/20-gemmascope-res-16k": "gs20"},
 )
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def planned(spec: Spec) -> Plan:
