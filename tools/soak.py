@@ -1,6 +1,6 @@
 """Loads a real server for as long as it is told, and says what of it did not last (`make soak`). Knows no engine.
 
-The requests, the aborts and the changes of names are those of tests/plugin/test_soak.py, with reads on top. They come
+The requests, the aborts and the changes of names are those of tests/plugin/soaking.py, with reads on top. They come
 in rounds, 16 at once. After each round nobody asks for anything: then the worker holds nothing, a plain and a steered
 answer are the first ones to the bit, and what is read by a handle is there and goes. It runs by hand, before a
 release: an hour shows growth that a test of minutes cannot tell from what libraries keep in the beginning.
@@ -23,7 +23,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import Catalog
 from saesteer.planning.planner import plan
-from tests.plugin import test_soak as storm
+from tests.plugin import soaking as storm
 from tests.plugin.conftest import BRIDGE, PROMPTS, flags_of, write_dictionaries
 from tests.plugin.serving import Served, served
 

@@ -8,42 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.consumers import Array, Consumer, Rows
+from saesteer.consumers import Array, Rows
 from saesteer.consumers.feed import Feed
-from saesteer.consumers.feed import ticket as made
 from saesteer.consumers.lines import Logging
-from saesteer.consumers.runner import Runner, Ticket
 from saesteer.planning.plan import CAPTURE
 from tests.consumers.rows import SITE, readout, request, rows, token, value
-
-
-class Direct(Runner):
-    """A runner without a thread."""
-
-    def __init__(self, name: str = "it") -> None:
-        super().__init__(name, Consumer({}))
-        self.said: list[tuple[Ticket, Any]] = []
-
-    def put(self, ticket: Ticket, rows: Rows, *, wait: bool = False) -> None:
-        self.said.append((ticket, rows))
-
-    def end(self, ticket: Ticket) -> None:
-        self.said.append((ticket, "end"))
-
-    def drop(self, ticket: Ticket) -> None:
-        self.said.append((ticket, "drop"))
-
-    @property
-    def positions(self) -> list[int]:
-        return [int(at) for _, one in self.said if isinstance(one, Rows) for at in one.positions]
-
-
-def ticket() -> Ticket:
-    return made("a", 0, None, 10)
-
-
-def tokens(lo: int, hi: int) -> list[int]:
-    return [token(at) for at in range(lo, hi)]
+from tests.consumers.runners import Direct, ticket, tokens
 
 
 def blob(number: int, *spans: tuple[int, int]) -> list[Any]:

@@ -25,3 +25,10 @@ class Client:
     def delete(self) -> None:
         """Take v away."""
         asyncio.run(self.names.delete(self, "vector", "v"))
+
+
+class Puts(dict[Any, int]):
+    """Which change has put a name, for any name."""
+
+    def __missing__(self, _: Any) -> int:
+        return 0

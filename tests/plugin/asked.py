@@ -80,3 +80,24 @@ def tiny_llama(folder: Path) -> str:
         )
         LlamaForCausalLM(config).save_pretrained(folder / "model")
     return str(folder / "model")
+
+
+def factor(name: str) -> float:
+    """By which the two models' weights differ."""
+    return 1.25 if "norm" in name else -1.0 if "down_proj" in name else 1.0
+
+
+def other_llama(folder: Path) -> str:
+    """A model of the same form, with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    if not (folder / "other").exists():
+        source = Path(tiny_llama(folder))
+        (folder / "other").mkdir()
+        for path in source.iterdir():
+            if path.suffix == ".safetensors":
+                weights = {name: factor(name) * one for name, one in load_file(path).items()}
+                save_file(weights, folder / "other" / path.name, metadata={"format": "pt"})
+            else:
+                (folder / "other" / path.name).write_bytes(path.read_bytes())
+    return str(folder / "other")

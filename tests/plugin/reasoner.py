@@ -9,7 +9,7 @@ from saesteer.consumers import register
 from saesteer.planning.plan import END
 from tests.plugin.conftest import LONG_PROMPT
 from tests.plugin.judge import Judge
-from tests.plugin.test_reads import BLOCK
+from tests.plugin.read_requests import BLOCK
 
 PLUGIN = """
 from vllm.reasoning import ReasoningParser, ReasoningParserManager

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from saesteer.plugin.job import Completion
+
 
 def plain(said: Any) -> dict[str, Any]:
     """An answer's fields with the numbers of its tensors; tokens from the prefix cache count as edited."""
@@ -43,3 +45,8 @@ def same(found: Any, expected: Any, noise: float, at: str = "") -> None:
         assert found == pytest.approx(expected, rel=noise, abs=noise), at
     else:
         assert found == expected, at
+
+
+def bits(answers: list[Completion]) -> list[Any]:
+    """Tokens and logprobs."""
+    return [(answer.ids, answer.logprobs) for answer in answers]

@@ -22,7 +22,7 @@ from saesteer.plugin.names import board
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
-from tests.plugin.test_names import SPEC, Workers, start
+from tests.plugin.names import SPEC, Workers, start
 
 
 def servers(folder: Path, count: int = 3, rows: int = 4) -> list[Names]:

@@ -12,28 +12,27 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from safetensors import safe_open
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.client import numbers
 from saesteer.consumers import register
-from saesteer.consumers.shards import shards
 from saesteer.errors import PromptsFailed, SpecError
 from tests.plugin.conftest import CUDA, LONG_PROMPT, Dictionaries, engine_options, preemptions
 from tests.plugin.judge import Judge, install
+from tests.plugin.read_requests import ask, text
+from tests.plugin.results import fill_the_disk
 from tests.plugin.serving import events_of, served
-from tests.plugin.test_kept import fill_the_disk
-from tests.plugin.test_reads import ask, text
+from tests.plugin.stored import SITE, Rows, captured, tensors_in, written
 from tests.shared import Shared
 
 pytestmark = pytest.mark.slow
 
 BLOCK = 16 if CUDA else 32
-SITE = "resid_post.20"
 # As in test_reads: prompts are computed in chunks, and a crowd preempts.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 OPTIONS |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
 READ: dict[str, Any] = {"activations": [{"site": SITE}], "probes": ["probe"]}
-Rows = dict[int, tuple[int, bytes]]  # by position: the token's id and the row
 
 
 @pytest.fixture(scope="module")
@@ -69,35 +68,6 @@ def llm(served_dir: str, dictionaries: Dictionaries, folder: Path, shared: Share
     found = shared.get(f"consumers {folder}", started)
     assert found.reset_prefix_cache()
     return found
-
-
-def written(folder: Path, site: str = SITE) -> dict[tuple[str, int], Rows]:
-    """The rows of the activations at a site in shards, by request and choice; none is there twice."""
-    found: dict[tuple[str, int], Rows] = {}
-    for tensors, about in shards(folder):
-        with safe_open(tensors, "np") as file:
-            for piece in about["pieces"]:
-                for name, first in piece["first"].items():
-                    told = about["tensors"][name]
-                    if (told["kind"], told["site"]) != ("activation", site):
-                        continue
-                    rows = file.get_slice(name)[first : first + piece["rows"]]
-                    mine = found.setdefault((piece["request"], piece["choice"]), {})
-                    for row, at, token in zip(rows, piece["positions"], piece["tokens"], strict=True):
-                        assert at not in mine
-                        mine[at] = token, row.tobytes()
-    return found
-
-
-def captured(llm: Any, folder: Path, site: str = SITE) -> dict[tuple[str, int], Rows]:
-    """What has been captured, once that has been written."""
-    [runner] = [
-        one for one in llm.llm_engine.input_processor.saesteer_door.consumers.capturing if one.name == "capture"
-    ]
-    while runner._queue or runner._held:
-        time.sleep(0.01)
-    runner.consumer._publish(runner.consumer._captured)
-    return written(folder / "captured", site)
 
 
 def told(output: Any, choice: Any) -> Rows:
@@ -210,19 +180,6 @@ def test_a_prompt_that_fails_leaves_the_others_their_answers(llm: Any, why: str,
             if "handle" in entry:
                 entry["handle"].delete()
     assert results.sweep() == [], "those that failed keep none"
-
-
-def tensors_in(shard: Path) -> dict[str, tuple[list[int], bytes]]:
-    """What a shard of one answer has: by the tensor's name, positions and rows."""
-    found: dict[str, tuple[list[int], bytes]] = {}
-    for tensors, about in shards(shard):
-        with safe_open(tensors, "np") as file:
-            for piece in about["pieces"]:
-                for name, first in piece["first"].items():
-                    positions, rows = found.get(name, ([], b""))
-                    more = file.get_slice(name)[first : first + piece["rows"]]
-                    found[name] = [*positions, *piece["positions"]], rows + more.tobytes()
-    return found
 
 
 def test_one_that_raises_fails_its_request_alone(llm: Any) -> None:

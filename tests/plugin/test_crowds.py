@@ -24,8 +24,8 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import OPS
 from tests.apart import hear, tell
 from tests.plugin.conftest import PROMPTS, Dictionaries, engine_options, generate
-from tests.plugin.test_parity import drawn, random_edit
-from tests.plugin.test_requests import same
+from tests.plugin.parity import same
+from tests.plugin.random_edits import drawn, random_edit
 from tests.rows import row_of
 
 pytestmark = pytest.mark.slow

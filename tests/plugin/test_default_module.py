@@ -10,7 +10,7 @@ from vllm.sampling_params import BeamSearchParams
 from saesteer import LLM, hf
 from saesteer.errors import SpecError
 from tests.plugin.conftest import BRIDGE, MODULES, OCEAN, PROMPTS, Dictionaries, engine_options, generate
-from tests.plugin.test_parity import TOLERANCE, compare
+from tests.plugin.parity import TOLERANCE, compare
 
 pytestmark = pytest.mark.slow
 

@@ -9,15 +9,14 @@ import pytest
 
 from saesteer import PromptsFailed, SpecError, hf
 from saesteer.dictionaries.vectors import from_inline
+from tests.plugin.admin import Puts
 from tests.plugin.conftest import BRIDGE, LONG_PROMPT, PROMPTS, WIDTH, generate
+from tests.plugin.doses import LATE, LIMIT, STRONG
 from tests.plugin.serving import CUDA
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 1.0
 CLOSE = 2e-2 if CUDA else 1e-3  # logprobs in batches of other sizes; a GPU rounds products of float32 to tf32
-STRONG = {**BRIDGE, "value": 20.0}  # a dose of 4 to 6, ten times that of BRIDGE
-LATE = {**STRONG, "scope": {"positions": [[12, None]]}}  # in the middle of an answer
 EARLY = {**STRONG, "scope": {"positions": [[1, 3]]}}  # in the first block of a prompt
 
 
@@ -179,13 +178,6 @@ def lost(llm: Any) -> Iterator[None]:
         vectors = {**known.catalog.vectors, "lost": from_inline(tuple(ROW))}
         patch.setattr(known, "_now", replace(known._now, catalog=replace(known.catalog, vectors=vectors), puts=Puts()))
         yield
-
-
-class Puts(dict[Any, int]):
-    """Which change has put a name, for any name."""
-
-    def __missing__(self, _: Any) -> int:
-        return 0
 
 
 def test_names_that_are_gone_fail_their_request_alone(refusing: Any) -> None:

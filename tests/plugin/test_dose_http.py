@@ -17,8 +17,8 @@ import pytest
 from saesteer.client.client import Client
 from saesteer.errors import RequestRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS, WIDTH
+from tests.plugin.doses import LATE, LIMIT, STRONG
 from tests.plugin.serving import events_of, served
-from tests.plugin.test_dose import LATE, LIMIT, STRONG
 
 pytestmark = pytest.mark.slow
 

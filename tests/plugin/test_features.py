@@ -20,7 +20,7 @@ from saesteer.commands.embedded import BRIDGE, DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.language.fields import CODES
-from tests.plugin.test_guard import app_of_vllm
+from tests.plugin.apps import app_of_vllm
 
 ROUTE = "/v1/saesteer/features"
 KEY = {"Authorization": "Bearer usual"}

@@ -19,7 +19,7 @@ from saesteer.engine.spool import Owed
 from saesteer.engine.staging import Filed
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.reads import READ
-from tests.plugin.test_read_rows import PROBE, brought, output
+from tests.plugin.blobs import PROBE, brought, output
 
 NAMES = ("a", "b", "c")
 

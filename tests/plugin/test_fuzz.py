@@ -20,10 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core import NotSet
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 from saesteer.language.fields import CODES
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, MODULES, OCEAN, VECTORS, WIDTH
-from tests.plugin.test_messages import TURNS
 from tests.plugin.test_routes import app, ask
+from tests.plugin.turns import TURNS
 from tests.spec.strategies import mutations
 
 # Hypothesis shows what failed however long it is.

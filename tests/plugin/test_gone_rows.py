@@ -16,7 +16,7 @@ from saesteer.kernels import ops
 from saesteer.plugin.results import counts, failures
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.worker.worker import _wrap_v1, _wrap_v2
-from tests.plugin.test_recent import admitted
+from tests.plugin.admitted import admitted
 from tests.small_engine import make_engine
 from tests.small_world import NARROW, WIDTH
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,9 +14,10 @@ from fastapi import FastAPI, Form, Request, UploadFile, WebSocket
 from fastapi.testclient import TestClient
 
 from saesteer.errors import ConfigError
-from saesteer.plugin import contract, register
+from saesteer.plugin import contract
 from saesteer.plugin.http import routes
 from saesteer.plugin.http.routes import SERVED, Guard
+from tests.plugin.apps import app_of_vllm, ask
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.vllm_routes import POST
 
@@ -42,38 +42,8 @@ PLAIN: list[Any] = [
 ]
 
 
-def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
-    """vLLM's own, with the routes of every task and of developers."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    try:
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # before 0.32
-        from vllm.entrypoints.openai.api_server import build_app
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-
-    register()
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    monkeypatch.setenv("SAESTEER_ADMIN_KEY", key)
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "x", *flags])
-    args.additional_config = {"saesteer": {}} if additional is None else additional
-    args.enable_fault_tolerance = args.enable_scale_out = True
-    tasks = ("generate", "render", "transcription", "realtime", "embed", "classify")
-    model = Namespace(get_pooling_task=lambda _: "embed", hf_config=Namespace(num_labels=1))
-    return build_app(args, tasks, model)
-
-
 def posts(app: Any) -> list[str]:
     return sorted({route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())})
-
-
-def ask(app: Any, path: str, **sent: Any) -> httpx.Response:
-    async def wait() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://host") as client:
-            return await client.post(path, **sent)
-
-    return asyncio.run(wait())
 
 
 def assert_refused(response: httpx.Response, *words: str) -> None:

@@ -23,7 +23,7 @@ from saesteer.plugin.results import counts
 from saesteer.plugin.results.reads import READ
 from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
-from tests.plugin.test_recent import admitted
+from tests.plugin.admitted import admitted
 
 WIDTH, SITE, PROMPT, TOKENS = 6, "resid_post.1", 4, 12
 SPEC = {

@@ -250,7 +250,7 @@ def _together(
 
 def _files(llm: Any, folder: Path, outputs: Any) -> list[Any]:
     """Of each answer, what the filesystem has: by tensor, positions and numbers."""
-    from tests.plugin.test_consumers import tensors_in
+    from tests.plugin.stored import tensors_in
 
     found = []
     for output in outputs:

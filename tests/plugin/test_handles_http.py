@@ -16,7 +16,7 @@ import pytest
 from saesteer.client import Client, numbers
 from tests.plugin.conftest import CUDA, LONG_PROMPT
 from tests.plugin.test_applied_http import metric
-from tests.plugin.test_messages import TURNS
+from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from saesteer.errors import UnsupportedError
 from saesteer.plugin.results import counts, failures, health
 from saesteer.plugin.results.health import RUN, Health, attach, collapses, look
-from tests.plugin.test_failures import Front, Scheduler, failing, running
+from tests.plugin.fronts import Front, Scheduler, failing, running
 
 INF, NAN = float("inf"), float("nan")
 ROW = st.lists(st.sampled_from([0.0, 1.0, -3.5, 6e4]), min_size=3, max_size=3)

@@ -10,6 +10,7 @@ import pytest
 
 from saesteer.plugin.job import Batch, Completion, run
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Dictionaries, engine_options
+from tests.plugin.said import bits
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +55,6 @@ def ours(served_dir: str, dictionaries: Dictionaries) -> dict[str, list[Completi
     batches = [Batch(PROMPTS, steer, max_tokens=16, ignore_eos=True, fresh=True) for steer in steers.values()]
     answers = run(served_dir, batches, dictionaries=dictionaries.arguments, options=engine_options())
     return dict(zip(steers, answers, strict=True))
-
-
-def bits(answers: list[Completion]) -> list[Any]:
-    """Tokens and logprobs."""
-    return [(answer.ids, answer.logprobs) for answer in answers]
 
 
 @pytest.mark.parametrize("batch", ["before", "clean", "idle", "reading"])

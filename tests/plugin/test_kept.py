@@ -35,21 +35,17 @@ from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results import consuming, counts, failures
-from saesteer.plugin.results.kept import Handle, Limits, Results, Room
-from saesteer.plugin.results.spools import Layout, Spool
-from tests.plugin.test_guard import app_of_vllm
-from tests.plugin.test_read_rows import blob, readout
+from saesteer.plugin.results.kept import Handle, Results, Room
+from saesteer.plugin.results.spools import Layout
+from tests.plugin.apps import app_of_vllm
+from tests.plugin.blobs import blob, readout
+from tests.plugin.results import files, fill_the_disk, results, state
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
 ABOUT = {"site": "resid_post.3", "at": "before", "layers": [3]}
 ENTRY = {**ABOUT, "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
 DATA = np.arange(6, dtype="<f4").tobytes()
-
-
-def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
-    folder.mkdir(exist_ok=True)
-    return Results(Limits(number, size, seconds), folder)
 
 
 def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
@@ -62,10 +58,6 @@ def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
 def kept(found: Results) -> str:
     [room] = found.promise([len(DATA)])
     return room.keep(ENTRY, DATA)
-
-
-def files(found: Results) -> list[str]:
-    return [path.name for path in found.folder.iterdir() if path.name != "lock"]
 
 
 def code(caught: pytest.ExceptionInfo[SpecError]) -> tuple[str, str]:
@@ -222,11 +214,6 @@ def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
     assert len(files(found)) == len(rooms)
 
 
-def fill_the_disk(room: Room | Spool) -> None:
-    room._path.unlink()
-    room._path.symlink_to("/dev/full")
-
-
 def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     found = results(tmp_path)
     [room] = found.promise([10])
@@ -337,22 +324,6 @@ def test_handles_are_texts_in_every_body(tmp_path: Path) -> None:
     handle = kept(results(tmp_path))
     said = {"saesteer": {"activations": [{"handle": handle}]}}
     assert json.loads(Body(**said).model_dump_json()) == json.loads(json.dumps(said)) == said
-
-
-class State(SimpleNamespace):
-    """As much of vLLM's state of one choice as ends it."""
-
-    def ends(self, reason: Any) -> Any:
-        made = counts._telling(lambda *_: SimpleNamespace())(self, [], reason)
-        return getattr(made, "saesteer", None)
-
-
-def state(answer: counts.Report) -> State:
-    text = SimpleNamespace(num_output_tokens=lambda: 1)
-    made = State(saesteer=answer, prompt_len=2, num_cached_tokens=0, detokenizer=text)
-    assert answer.read is not None
-    answer.read.add([blob(0, answer.readouts[0].readout, [(0, 2)])])
-    return made
 
 
 def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) -> None:

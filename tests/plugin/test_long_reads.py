@@ -22,7 +22,7 @@ from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog, Direction
 from saesteer.planning.readouts import in_answers
 from saesteer.plugin.door.admission import Door
-from tests.plugin.test_read_rows import numbers, readout
+from tests.plugin.blobs import numbers, readout
 
 PROMPT, WIDTH = 40, 1024
 STARTS = (0, 10, 30)

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 from saesteer.plugin.http.memory import MemoryGuard, _is_work, used
 from saesteer.plugin.http.routes import SERVED
 from saesteer.plugin.results import metrics
-from tests.plugin.test_guard import app_of_vllm, ask
+from tests.plugin.apps import app_of_vllm, ask
 from tests.plugin.vllm_routes import POST
 
 GIB = 1 << 30

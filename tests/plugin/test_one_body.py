@@ -23,7 +23,7 @@ from saesteer.plugin.door.admission import Door
 from saesteer.plugin.http import bodies, streams
 from saesteer.plugin.results import consuming, failures
 from saesteer.plugin.results.kept import Results
-from tests.plugin.test_kept import State, files, results, state
+from tests.plugin.results import State, files, results, state
 
 SPEC = from_json({"return": {"activations": [{"site": "resid_post.3", "as": "handle"}]}})
 CATALOG = Catalog({}, frozenset({"resid_post.3"}), 64, width=3)

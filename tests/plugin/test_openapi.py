@@ -10,8 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.plugin.http import openapi
 from saesteer.plugin.http.routes import SERVED
+from tests.plugin.apps import app_of_vllm
 from tests.plugin.conftest import BRIDGE
-from tests.plugin.test_guard import app_of_vllm
 from tests.spec.strategies import specs
 
 

@@ -17,9 +17,9 @@ from saesteer.plugin.door import admission, conversation, frontend
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
 from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
+from tests.plugin.read_requests import ask
 from tests.plugin.reasoner import border_in, options, text
-from tests.plugin.test_reads import ask
-from tests.plugin.test_rules import ALWAYS, flag, rule, scores
+from tests.plugin.rule_requests import ALWAYS, flag, rule, scores
 from tests.spec.reads import CATALOG
 
 OPENS, CLOSES = 1, 2

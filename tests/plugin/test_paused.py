@@ -32,12 +32,12 @@ from tests.plugin.asked import (
     RULE,
     WIDTH,
     add,
+    other_llama,
     tiny_llama,
 )
 from tests.plugin.conftest import ADMIN_KEY, CUDA
 from tests.plugin.said import same
 from tests.plugin.serving import Served, served
-from tests.plugin.test_reload import other_llama
 from tests.plugin.weights import BACKEND, EXTENSION, parts_of
 
 pytestmark = pytest.mark.slow

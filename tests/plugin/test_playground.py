@@ -17,8 +17,8 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.plugin.http import features
 from saesteer.plugin.http.playground import FILES, FOLDER, PREFIX
+from tests.plugin.apps import app_of_vllm
 from tests.plugin.conftest import random_coder
-from tests.plugin.test_guard import app_of_vllm
 
 STORED = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 OURS = [path for path in STORED if "vendor" not in path.parts]

@@ -11,7 +11,7 @@ import pytest
 from saesteer.client import numbers
 from tests.plugin.conftest import ADMIN_KEY, PROMPTS, WIDTH
 from tests.plugin.serving import events_of
-from tests.plugin.test_messages import TURNS
+from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow
 

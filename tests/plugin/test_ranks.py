@@ -225,7 +225,7 @@ def _rules(llm: Any, op: str) -> list[Any]:
 
 def _captured(llm: Any, folder: Path) -> dict[str, Any]:
     """The rows of the first requests at two sites: position, token, numbers."""
-    from tests.plugin.test_consumers import captured
+    from tests.plugin.stored import captured
 
     found = {}
     for site in ("z.1", "resid_post.1"):

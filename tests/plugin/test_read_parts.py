@@ -26,13 +26,13 @@ from saesteer.planning.plan import END, Catalog
 from saesteer.planning.readouts import declared
 from saesteer.planning.windows import inside
 from saesteer.plugin.door.admission import Door
-from tests.consumers.test_feed import Direct, ticket, tokens
+from tests.consumers.runners import Direct, ticket, tokens
+from tests.plugin.blobs import readout
 from tests.plugin.conftest import preemptions
+from tests.plugin.read_requests import ask
 from tests.plugin.reasoner import border_in, options, text
-from tests.plugin.test_kept import results
-from tests.plugin.test_read_rows import readout
-from tests.plugin.test_reads import ask
-from tests.plugin.test_rules import scores
+from tests.plugin.results import results
+from tests.plugin.rule_requests import scores
 
 PROMPT, WIDTH, SITES = 5, 3, 2
 SITE = "resid_post.20"

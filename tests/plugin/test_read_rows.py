@@ -1,6 +1,5 @@
 """What was read on its way into an answer, with steps and preemptions made up. Starts no engine."""
 
-from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,71 +9,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine.brought import Blob, Brought, Made, Part
+from saesteer.engine.brought import Brought
 from saesteer.engine.readouts import Reading
-from saesteer.planning.answers import Reported, Rows
-from saesteer.planning.plan import END, Direction, Readout, Window
+from saesteer.planning.answers import Rows
+from saesteer.planning.plan import END, Direction, Window
 from saesteer.plugin.results import counts, reads
 from saesteer.plugin.results.reads import READ
+from tests.plugin.blobs import (
+    PROBE,
+    SITE,
+    blob,
+    brought,
+    inside,
+    numbers,
+    of_kind,
+    output,
+    readout,
+    row,
+    strongest,
+    windows,
+)
 
-SITE = "resid_post.3"
 WIDTH = 3
-
-
-def readout(kind: Any, windows: Sequence[Window], **more: Any) -> Reported:
-    """A readout by a name of its own."""
-    made = Readout(kind, "saesteer.return", SITE, SITE, after=False, windows=tuple(windows), **more)
-    return Reported(made, {"name": f"{kind} {more.get('reduce', '')}".strip()}, "float32")
-
-
-def row(at: int) -> list[float]:
-    """The tensor of a position: whole numbers, whose sums are exact, with maxima at several positions."""
-    return [float(at), float(-at), float(at * 7 % 5)]
-
-
-def strongest(at: int) -> list[int]:
-    """Fewer active features at odd positions."""
-    return [at % 11, -1] if at % 2 else [at % 11, 11 + at % 3]
-
-
-def blob(number: int, one: Readout, spans: list[Window]) -> Blob:
-    """What the worker sends for these positions."""
-    at = [p for lo, hi in spans for p in range(lo, hi)]
-    x = np.array([row(p) for p in at], dtype="<f4")
-    if one.kind == "features":
-        indices = np.array([strongest(p) for p in at], dtype="<i4")
-        arrays = [indices, indices.astype("<f4") / 2, x[:, :1]]
-    elif one.kind == "probe":
-        arrays = [x[:, 0]]
-    else:
-        arrays = [{"none": x, "mean": x.sum(0), "max": x.max(0), "last": x[-1]}[one.reduce]]
-    return [number, [list(span) for span in spans], *(array.astype(array.dtype).tobytes() for array in arrays)]
-
-
-def inside(windows: Sequence[Window], lo: int, hi: int) -> list[Window]:
-    return [(max(lo, a), min(hi, b)) for a, b in windows if max(lo, a) < min(hi, b)]
-
-
-def numbers(entry: Any) -> Any:
-    return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"]).tolist()
-
-
-def of_kind(fields: Any, name: str) -> list[Any]:
-    return [one for one in fields["activations"] if one["name"] == name]
-
-
-@st.composite
-def windows(draw: Any) -> list[Window]:
-    """Disjoint, ascending; the last may be open."""
-    cuts = sorted(draw(st.sets(st.integers(0, 24), max_size=6)))
-    found = [*zip(cuts[::2], cuts[1::2], strict=False)]
-    return found + ([(cuts[-1], END)] if len(cuts) % 2 else [])
 
 
 @given(
@@ -331,21 +292,7 @@ def test_an_answer_that_a_rule_ends_in_its_prompt_has_read_all_of_the_prompt() -
     assert [p for entry in fields["probes"] for p in entry["positions"]] == [*range(9)]
 
 
-PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
 LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
-
-
-def brought(*found: tuple[str, Reading, int]) -> Brought:
-    """One position of each of these requests."""
-    parts = [
-        Made([Part(name, number, reading)], [[(at, at + 1)]], [1], (torch.tensor([[float(at)]]),))
-        for number, (name, reading, at) in enumerate(found)
-    ]
-    return Brought(parts)
-
-
-def output(name: str, finish: Any = None, sent: Any = None) -> Any:
-    return SimpleNamespace(request_id=name, finish_reason=finish, kv_transfer_params=sent)
 
 
 def send(scheduler: Any, made: list[Any], found: Brought | None, stops: Sequence[str] = ()) -> dict[str, list[Any]]:

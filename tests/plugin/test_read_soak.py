@@ -21,7 +21,7 @@ import pytest
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, LONG_PROMPT, OCEAN, Dictionaries
 from tests.plugin.judge import install
 from tests.plugin.serving import Served, events_of, served
-from tests.plugin.test_soak import (
+from tests.plugin.soaking import (
     AT_ONCE,
     MIB,
     SEED,

@@ -13,9 +13,9 @@ from saesteer import hf
 from saesteer.errors import SpecError
 from saesteer.plugin.results.kept import Results
 from tests.plugin.conftest import BRIDGE
+from tests.plugin.read_requests import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, ask, check, text
 from tests.plugin.readings import CLOSE, check_reads, passed, tensor
-from tests.plugin.test_reads import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, ask, check, text
-from tests.plugin.test_rules import ALWAYS, flag, records, rule, scores, spec, threshold
+from tests.plugin.rule_requests import ALWAYS, flag, records, rule, scores, spec, threshold
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ import pytest
 from tests.apart import hear, tell
 from tests.plugin.conftest import Dictionaries, engine_options, preemptions
 from tests.plugin.filers import children
-from tests.plugin.test_reads import OPTIONS, READS, add, ask, text
+from tests.plugin.read_requests import OPTIONS, READS, add, ask, text
 
 pytestmark = pytest.mark.slow
 

@@ -24,23 +24,14 @@ from saesteer.planning.planner import plan
 from saesteer.plugin.door import admission
 from saesteer.plugin.prefix_cache import FIRST, first_read
 from saesteer.plugin.worker import steering as steered  # needs vLLM
+from tests.plugin.admitted import ADD, admitted
 from tests.small_engine import make_engine
-from tests.small_world import TOKENS, WIDTH, edits
-
-ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}
+from tests.small_world import TOKENS, edits
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tmp_path_factory.mktemp("recent"))
-
-
-def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
-    """A request as the worker gets it, through the front end."""
-    params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[])
-    request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
-    admission.Door("server").admit(from_json(spec), engine.catalog, request)
-    return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)
 
 
 def words(engine: Engine, request: Any) -> list[Any]:

@@ -15,7 +15,19 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.apart import hear, tell
-from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
+from tests.plugin.asked import (
+    CLAMP,
+    FEATURES,
+    LAYERS,
+    NOISE,
+    PROMPTS,
+    ROWS,
+    WIDTH,
+    add,
+    factor,
+    other_llama,
+    tiny_llama,
+)
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import plain, same
 from tests.plugin.weights import BACKEND, EXTENSION, by_ipc, parts_of
@@ -68,27 +80,6 @@ def test_new_weights_are_steered_as_if_the_engine_had_started_with_them(
 def test_the_weights_differ(runs: dict[str, Any]) -> None:
     for name in SPECS:
         assert runs["model"]["begun"][name] != runs["other"]["begun"][name]
-
-
-def factor(name: str) -> float:
-    """By which the two models' weights differ."""
-    return 1.25 if "norm" in name else -1.0 if "down_proj" in name else 1.0
-
-
-def other_llama(folder: Path) -> str:
-    """A model of the same form, with other weights."""
-    from safetensors.torch import load_file, save_file
-
-    if not (folder / "other").exists():
-        source = Path(tiny_llama(folder))
-        (folder / "other").mkdir()
-        for path in source.iterdir():
-            if path.suffix == ".safetensors":
-                weights = {name: factor(name) * one for name, one in load_file(path).items()}
-                save_file(weights, folder / "other" / path.name, metadata={"format": "pt"})
-            else:
-                (folder / "other" / path.name).write_bytes(path.read_bytes())
-    return str(folder / "other")
 
 
 def put(worker: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.plugin.conftest import (
     BRIDGE,
-    CUDA,
     LONG_PROMPT,
     OCEAN,
     PROMPTS,
@@ -20,20 +19,11 @@ from tests.plugin.conftest import (
     generate,
     preemptions,
 )
+from tests.plugin.parity import NOISE, same
 
 pytestmark = pytest.mark.slow
 
 STEERED = {"edits": [BRIDGE]}
-
-
-# Of a logprob, between batches of different size: float32 on a CPU; on a GPU its products are rounded to tf32.
-NOISE = 2e-2 if CUDA else 2e-4
-
-
-def same(one: Answer, other: Answer, tolerance: float = NOISE) -> bool:
-    """Equal tokens, logprobs within the noise of another batch size."""
-    tokens = [token for token, _ in one] == [token for token, _ in other]
-    return tokens and all(abs(a - b) < tolerance for (_, a), (_, b) in zip(one, other, strict=True))
 
 
 def crowd() -> tuple[list[str], list[Any]]:

@@ -16,7 +16,7 @@ from saesteer.planning.planner import Catalog
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.http.admin import EndpointPlugin, admin_key
 from saesteer.plugin.names.versions import Names
-from tests.plugin.test_names import Workers
+from tests.plugin.names import Workers
 
 
 class Engine:

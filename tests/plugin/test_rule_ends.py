@@ -15,7 +15,7 @@ from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import counts, rules
 from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
-from tests.plugin.test_read_rows import blob, inside, readout
+from tests.plugin.blobs import blob, inside, readout
 
 PROMPT = 4
 STOP, FLAG = "saesteer.edits[0]", "saesteer.edits[1]"

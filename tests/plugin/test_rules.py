@@ -3,19 +3,17 @@
 Each request reads what its rules watch, so a plain loop over its scores says where the rules fire.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from saesteer import hf
 from tests.plugin.conftest import preemptions
-from tests.plugin.test_reads import BLOCK, EVERYWHERE, OPTIONS, STEERED, ask, text
+from tests.plugin.read_requests import BLOCK, OPTIONS, STEERED, ask, text
+from tests.plugin.rule_requests import ALWAYS, flag, records, rule, scores, spec, threshold
 
 pytestmark = pytest.mark.slow
-
-READS = {"probes": [{"probe": "probe", "scope": EVERYWHERE}]}
-ALWAYS = -1e9
 
 
 @pytest.fixture
@@ -23,25 +21,6 @@ def llm(make_engine: Callable[..., Any]) -> Any:
     found = make_engine(**OPTIONS)
     assert found.reset_prefix_cache()
     return found
-
-
-def rule(op: str, above: float, run: int = 1, **scope: Any) -> dict[str, Any]:
-    found = {"op": op, "when": {"probe": "probe", "above": above}, "for": run}
-    return found | ({"scope": scope} if scope else {})
-
-
-def spec(*rules: Any, edits: Sequence[Any] = ()) -> dict[str, Any]:
-    """Rules behind edits, with a read of what they watch."""
-    return {"edits": [*edits, *rules], "return": READS}
-
-
-def scores(choice: Any) -> dict[int, float]:
-    """By position."""
-    return {
-        at: score
-        for entry in choice.saesteer["probes"]
-        for at, score in zip(entry["positions"], entry["scores"], strict=True)
-    }
 
 
 def fires(found: dict[int, float], above: float, run: int = 1, start: int = 0) -> int | None:
@@ -52,27 +31,6 @@ def fires(found: dict[int, float], above: float, run: int = 1, start: int = 0) -
         if length == run:
             return at
     return None
-
-
-def threshold(found: dict[int, float], at: int, start: int) -> float:
-    """A bound that is first exceeded at a position, if that is the highest score so far."""
-    before = max((found[one] for one in found if start <= one < at), default=found[at] - 1)
-    assert before < found[at] - 1e-3, "a record"
-    return (before + found[at]) / 2
-
-
-def records(found: dict[int, float], start: int) -> list[int]:
-    """Positions whose score is clearly higher than all before, from a start on."""
-    kept, highest = [], float("-inf")
-    for at in sorted(one for one in found if one >= start):
-        if found[at] > highest + 1e-2:
-            kept.append(at)
-        highest = max(highest, found[at])
-    return kept
-
-
-def flag(number: int, position: int | None) -> dict[str, Any]:
-    return {"edit": f"saesteer.edits[{number}]", "position": position}
 
 
 @pytest.mark.parametrize("edits", [[], STEERED], ids=["plain", "steered"])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plugin.said import plain, same
 from tests.plugin.serving import CUDA, events_of
-from tests.plugin.test_messages import TURNS
+from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 
 from saesteer.errors import SpecError
 from saesteer.planning.plan import Catalog
-from tests.plugin import test_soak as storm
+from tests.plugin import soaking as storm
 from tests.plugin.conftest import BRIDGE
 from tools import soak
 

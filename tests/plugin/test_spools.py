@@ -7,124 +7,36 @@ import os
 import pickle
 import platform
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.brought import Brought
-from saesteer.engine.captures import Captures
 from saesteer.engine.filer import put
-from saesteer.engine.lanes import Lanes
-from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import SPOOLS, Sinks, address
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
-from saesteer.planning.answers import Reported, Rows
-from saesteer.planning.plan import END, Catalog, Readout, Window
+from saesteer.planning.plan import END, Catalog, Window
 from saesteer.plugin.door.admission import Door, without_ours
-from saesteer.plugin.results.kept import Limits, Results
-from saesteer.plugin.results.spools import Layout, Spool
+from saesteer.plugin.results.kept import Results
+from tests.plugin.blobs import inside, windows
 from tests.plugin.filers import PUT, in_this_process, path_of, steps_of_copies
-from tests.plugin.test_read_rows import inside, windows
-
-WIDTH, STEP = 3, 16
-SITES = ("a", "b", "c")
-
-
-def results(folder: Path, number: int = 100, size: int = 1 << 20) -> Results:
-    folder.mkdir(exist_ok=True)
-    return Results(Limits(number, size, 60), folder)
-
-
-def files(found: Results) -> list[str]:
-    return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
-
-
-def spool_of(found: Results, scope: Sequence[Window] = ((0, END),), rows: int = 30, sites: int = 3) -> Spool:
-    abouts = [{"site": name, "at": "before"} for name in SITES[:sites]]
-    [made] = found.promise([Layout(abouts, rows, 2 * WIDTH * sites)])
-    assert isinstance(made, Spool)
-    return made
-
-
-def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict[str, Any]]:
-    fields: dict[str, Any] = {}
-    one = Readout("activation", "saesteer.return", SITES[0], SITES[0], False, tuple(scope), inline=False)
-    about, *beside = made.layout.abouts
-    return Rows([Reported(one, about, "bfloat16", beside=tuple(beside))], fields, [made]), fields
-
-
-def sinks_of(made: Spool) -> Any:
-    found = Sinks()
-    found.add("r", address([(0, *made.address)]))
-    return found.of("r")
-
-
-def filed(brought: Brought, name: str) -> list[Any]:
-    """What an answer that may end here is told of rows in files, all of which are written then."""
-    found = brought.owed([name])
-    return found[name].told() if found else [*brought.told().get(name, [])]
+from tests.plugin.spooling import STEP, WIDTH, Steps, check, filed, files, results, sinks_of, spool_of, told
 
 
 def said_of(brought: Brought) -> list[Any]:
     """What an answer that may end here is told, of all rows; it waits for files."""
     return [*brought.blobs(["r"]).get("r", []), *filed(brought, "r")]
-
-
-def truth(site: int, position: int, noise: int = 0) -> torch.Tensor:
-    return torch.tensor([site, position, site * position + noise]).bfloat16()
-
-
-class Steps:
-    """A worker's side, for one request and one readout of all sites."""
-
-    def __init__(self, scope: Sequence[Window], sites: int = 3) -> None:
-        self.names = SITES[:sites]
-        self.captures = Captures(dict.fromkeys(self.names, WIDTH), STEP, torch.bfloat16, torch.device("cpu"))
-        self.reading = Reading("activation", self.names, False, scope, False, "none", None, 0, ())
-        self.lanes, self.sinks = Lanes(), None
-
-    def run(self, sinks: Any, lo: int, hi: int, noise: int = 0, first: int = 2) -> Brought | None:
-        """A step of one request's tokens, behind some of another one."""
-        for site, name in enumerate(self.names):
-            for at in range(lo, hi):
-                self.captures.of(name)["before"][first + at - lo] = truth(site, at, noise)
-        if sinks is None:
-            return self.captures.read([Segment("r", [self.reading], first, lo, hi - lo)], None)
-        if sinks is not self.sinks or lo == 0:  # it begins, or was preempted
-            self.sinks = sinks
-            self.lanes.forget("r")
-            self.lanes.add("r", [self.reading], sinks, self.captures.where)
-            self.lanes.look(["other", "r"], {"r": sinks})
-        reads, files = self.lanes.step(np.array([0, first]), np.array([first, first + hi - lo]), np.array([0, lo]))
-        assert not reads
-        return self.captures.bring([], None, files, self.lanes.sinks)
-
-
-def check(found: Results, entries: Any, positions: Sequence[int], noise: int = 0) -> None:
-    assert [entry["site"] for entry in entries] == [*SITES[: len(entries)]]
-    for site, entry in enumerate(entries):
-        assert entry["positions"] == [*positions] and entry["dtype"] == "bfloat16"
-        assert entry["shape"] == [len(positions), WIDTH if positions else 0]
-        with found.open(entry["handle"]) as file:
-            data = file.read()
-        both = load(data)
-        assert both["positions"].tolist() == [*positions]
-        expected = [truth(site, at, noise) for at in positions]
-        assert torch.equal(both["activations"], torch.stack(expected) if expected else torch.zeros(0, 0).bfloat16())
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ import torch
 from saesteer.plugin.job import Batch, Completion, run
 from tests.plugin.asked import CLAMP, FEATURES, NOISE, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import engine_options
-from tests.plugin.test_isolation import bits
+from tests.plugin.said import bits
 
 pytestmark = [
     pytest.mark.slow,

@@ -222,7 +222,7 @@ def lost(llm: Any) -> Any:
     from dataclasses import replace
 
     from saesteer.dictionaries.vectors import from_inline
-    from tests.plugin.test_dose import Puts
+    from tests.plugin.admin import Puts
 
     known = llm.llm_engine.input_processor.saesteer_names
     before = known._now

@@ -23,7 +23,7 @@ from saesteer.loaders.formats import own
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names.versions import Names
 from tests.plugin.conftest import WIDTH, random_coder
-from tests.plugin.test_names import Workers
+from tests.plugin.names import Workers
 
 LAYERS = 4
 ADD = {"op": "add", "vector": "happy", "site": "resid_post.2"}

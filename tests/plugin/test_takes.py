@@ -22,8 +22,8 @@ from saesteer.engine.sinks import SPOOLS, Sink, address
 from saesteer.planning.windows import rank
 from saesteer.plugin.worker.steering import Steering
 from tests.one_site import WIDTH, make_engine
-from tests.plugin.test_recent import admitted
-from tests.plugin.test_spools import filed
+from tests.plugin.admitted import admitted
+from tests.plugin.spooling import filed
 
 NAMES = ("a", "b", "c", "d")
 SITE = "resid_post.1"

@@ -21,7 +21,7 @@ from saesteer.plugin.unservable import ALL, refuse
 from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
 from tests.apart import hear
-from tests.plugin.test_recent import ADD, admitted
+from tests.plugin.admitted import ADD, admitted
 from tests.small_engine import make_engine
 from tests.small_world import WIDTH
 

@@ -17,9 +17,9 @@ import torch
 from saesteer import hf
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
 from tests.plugin.lora import merge_adapter
+from tests.plugin.parity import TOLERANCE
 from tests.plugin.serving import CUDA, events_of
-from tests.plugin.test_messages import TURNS, pieces
-from tests.plugin.test_parity import TOLERANCE
+from tests.plugin.turns import TURNS, pieces
 
 pytestmark = pytest.mark.slow
 

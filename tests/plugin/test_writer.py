@@ -27,7 +27,7 @@ from saesteer.engine.sinks import Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
 from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in, soon
-from tests.plugin.test_spools import Steps, check, filed, results, sinks_of, spool_of, told
+from tests.plugin.spooling import Steps, check, filed, results, sinks_of, spool_of, told
 
 
 @pytest.fixture

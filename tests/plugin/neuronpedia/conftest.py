@@ -16,9 +16,9 @@ from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.plugin.door.rows import Fetching
+from tests.plugin.apps import app_of_vllm
 from tests.plugin.neuronpedia.asking import KEY
 from tests.plugin.neuronpedia.stand_in import StandIn
-from tests.plugin.test_guard import app_of_vllm
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.loaders import load
 from saesteer.plugin.http.neuronpedia import keys, routes
+from tests.plugin.apps import app_of_vllm
 from tests.plugin.neuronpedia.asking import COMPLETION, SCHEMA, TEXT, ask, check, prompt_of, refusal, row_of
 from tests.plugin.neuronpedia.stand_in import LONGEST, StandIn
-from tests.plugin.test_guard import app_of_vllm
 
 
 def test_every_published_route_is_there_and_only_if_the_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,40 @@
+"""Results on disk with small limits, and as much of a choice as ends with them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from saesteer.plugin.results import counts
+from saesteer.plugin.results.kept import Limits, Results, Room
+from saesteer.plugin.results.spools import Spool
+from tests.plugin.blobs import blob
+
+
+def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
+    folder.mkdir(exist_ok=True)
+    return Results(Limits(number, size, seconds), folder)
+
+
+def files(found: Results) -> list[str]:
+    return [path.name for path in found.folder.iterdir() if path.name != "lock"]
+
+
+def fill_the_disk(room: Room | Spool) -> None:
+    room._path.unlink()
+    room._path.symlink_to("/dev/full")
+
+
+class State(SimpleNamespace):
+    """As much of vLLM's state of one choice as ends it."""
+
+    def ends(self, reason: Any) -> Any:
+        made = counts._telling(lambda *_: SimpleNamespace())(self, [], reason)
+        return getattr(made, "saesteer", None)
+
+
+def state(answer: counts.Report) -> State:
+    text = SimpleNamespace(num_output_tokens=lambda: 1)
+    made = State(saesteer=answer, prompt_len=2, num_cached_tokens=0, detokenizer=text)
+    assert answer.read is not None
+    answer.read.add([blob(0, answer.readouts[0].readout, [(0, 2)])])
+    return made
