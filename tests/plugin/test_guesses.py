@@ -15,20 +15,16 @@ import pytest
 import torch
 
 from tests.apart import hear, tell
-from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, add, tiny_llama
+from tests.plugin.asked import CLAMP, EVERYWHERE, FEATURES, LAYERS, NOISE, PROBE, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.heads import head
-from tests.plugin.said import plain, same
+from tests.plugin.said import same
+from tests.plugin.tiny_engine import GENERATED, TOKENS, left, metric, params_of, told
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # two or three engines; test_guessed_steps.py needs none
 
-TOKENS = 48
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 4, [400, 3, 77] * 9, [9] * 40]
-EVERYWHERE: dict[str, Any] = {"positions": [[0, None]]}
-PROBE = {"probe": "probe", "site": "resid_post.2"}
 SCORES = {"probes": [{**PROBE, "scope": EVERYWHERE}]}
-GENERATED = {"generated": True}
-OVER = {"dictionary": "random", "feature": 3, "above": 0.2}
 SPECS: dict[str, Any] = {
     "plain": None,
     "clamp": {"edits": [CLAMP], "return": {"dose": True}},
@@ -154,34 +150,11 @@ def test_an_aborted_request_leaves_nothing(engine: Any) -> None:
     assert engine["left"] and all(not any(rank) for rank in engine["left"])
 
 
-def _told(output: Any) -> dict[str, Any]:
-    made = output.outputs[0]
-    return {
-        "tokens": list(made.token_ids),
-        "end": [made.finish_reason, made.stop_reason],
-        "logprobs": [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)],
-        "cached": output.num_cached_tokens,
-        "said": plain(getattr(made, "saesteer", {})),
-    }
-
-
-def _params(spec: Any, **options: Any) -> Any:
-    from vllm import SamplingParams
-
-    extra = {"saesteer": spec} if spec else None
-    options = {"max_tokens": TOKENS, "ignore_eos": True, **options}
-    return SamplingParams(temperature=0, logprobs=0, detokenize=False, extra_args=extra, **options)
-
-
 def _ask(llm: Any, specs: Any, prompts: Any = PROMPTS, **options: Any) -> list[dict[str, Any]]:
     each = specs if isinstance(specs, list) else [specs] * len(prompts)
-    params = [_params(spec, **options) for spec in each]
+    params = [params_of(spec, **options) for spec in each]
     outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
-    return [_told(output) for output in outputs]
-
-
-def _metric(llm: Any, name: str) -> int:
-    return sum(one.value for one in llm.get_metrics() if one.name == f"vllm:{name}")
+    return [told(output) for output in outputs]
 
 
 def _bounds(answer: dict[str, Any], prompt: int) -> list[float]:
@@ -200,12 +173,6 @@ def _rules(llm: Any, op: str) -> list[dict[str, Any]]:
             spec = {"edits": [add(ROWS[0]), rule], "return": {**SCORES, "hidden": True, "dose": True}}
             found += _ask(llm, spec, [prompt])
     return found
-
-
-def left(worker: Any) -> list[int]:
-    """What a rank still has of requests."""
-    steering = worker.saesteer
-    return [len(one) for one in (steering.rows, steering._kept, steering._places, steering.engine._held)]
 
 
 def main(folder: Path, ranks: int, how: str) -> None:
@@ -254,7 +221,7 @@ def main(folder: Path, ranks: int, how: str) -> None:
     # Of a conditional edit, tokens from the cache count as edited, so its count depends on what was preempted.
     crowd = 2 * [spec for name, spec in SPECS.items() if name != "gated"]
     prompts = [PROMPTS[number % 3] for number in range(len(crowd))]
-    before = _metric(llm, "num_preemptions")
+    before = metric(llm, "num_preemptions")
     found["crowd"] = ask(crowd, prompts, max_tokens=2 * TOKENS)
     ruled = [
         {"edits": [add(ROWS[0]), {"op": op, "when": {**PROBE, "above": bound}, "scope": GENERATED}], "return": SCORES}
@@ -262,19 +229,19 @@ def main(folder: Path, ranks: int, how: str) -> None:
         for bound in _bounds(found["answers"]["scores"][0], len(PROMPTS[0]))
     ]
     found["crowd with rules"] = ask(ruled, [PROMPTS[0]] * len(ruled))
-    found["preemptions"] = _metric(llm, "num_preemptions") - before
+    found["preemptions"] = metric(llm, "num_preemptions") - before
     found["second turns"] = {}
     for name in ("clamp", "generated"):
         turn = [*PROMPTS[0], *ask(SPECS[name], PROMPTS[:1])[0]["tokens"], 7, 8, 9]
         found["second turns"][name] = [*_ask(llm, SPECS[name], [turn]), *ask(SPECS[name], [turn])]
     engine = llm.llm_engine
-    engine.add_request("leaves", {"prompt_token_ids": PROMPTS[2]}, _params(SPECS["tensors"]))
+    engine.add_request("leaves", {"prompt_token_ids": PROMPTS[2]}, params_of(SPECS["tensors"]))
     for _ in range(9):
         engine.step()
     engine.abort_request(["leaves"], internal=False)
     _ask(llm, None, PROMPTS[:1])
     found["left"] = llm.collective_rpc(left)
-    found["guessed"] = [_metric(llm, f"spec_decode_num_{word}_tokens") for word in ("draft", "accepted")]
+    found["guessed"] = [metric(llm, f"spec_decode_num_{word}_tokens") for word in ("draft", "accepted")]
     tell(found)
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from tests.apart import hear, tell
-from tests.plugin.asked import CLAMP, FEATURES, LAYERS, NOISE, ROWS, WIDTH, add, tiny_llama
+from tests.plugin.asked import CLAMP, EVERYWHERE, FEATURES, LAYERS, NAN, NOISE, ROWS, WIDTH, add, broken_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.judge import Judge
 from tests.plugin.said import same
-from tests.plugin.test_guesses import EVERYWHERE, GENERATED, TOKENS, _metric, _params, _told, left
+from tests.plugin.stored import tensors_in
+from tests.plugin.tiny_engine import GENERATED, TOKENS, left, metric, params_of, told
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,7 +28,6 @@ pytestmark = [
 ]
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 4, [400, 3, 77] * 9, [12, 9, 9, 30] * 10]
-NAN = 499  # a token with an embedding of NaN
 FORCED = 7  # a token that is the only one allowed
 LIMIT = 0.5  # of doses
 MOST = 16  # tokens of an answer that repeats itself
@@ -188,25 +188,12 @@ def test_nothing_is_left(runs: dict[str, Any]) -> None:
         assert all(not any(rank) for rank in runs[how]["left"])
 
 
-def _broken(folder: Path) -> str:
-    """The tiny model, in which one token has no embedding."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if not (folder / "broken").exists():
-        model = AutoModelForCausalLM.from_pretrained(tiny_llama(folder), dtype=torch.float32)
-        with torch.no_grad():
-            model.get_input_embeddings().weight[NAN] = float("nan")
-        model.save_pretrained(folder / "broken")
-    return str(folder / "broken")
-
-
 def _code(llm: Any, prompt: list[int], spec: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """How a request ends that may fail: the code of its error, and how many tokens it has if there is none."""
     from saesteer import SpecError
 
     try:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], _params(spec, **options), use_tqdm=False)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params_of(spec, **options), use_tqdm=False)
     except SpecError as error:
         return {"code": error.code, "tokens": 0}
     for entry in getattr(output, "saesteer", {}).get("activations", ()):
@@ -228,7 +215,7 @@ def _together(
     found: dict[str, Any] = {}
     said: dict[str, list[int]] = {}
     for name, (prompt, spec, options) in asked.items():
-        engine.add_request(name, {"prompt_token_ids": prompt}, _params(spec, **options))
+        engine.add_request(name, {"prompt_token_ids": prompt}, params_of(spec, **options))
     while engine.has_unfinished_requests():
         steps += 1
         if steps in empty:
@@ -242,7 +229,7 @@ def _together(
             if output.finished:
                 entries = getattr(made, "saesteer", {}).get("activations", ())
                 handles = [entry["handle"] for entry in entries if "handle" in entry]
-                found[name] = _told(output) | {"pieces": said[name]}
+                found[name] = told(output) | {"pieces": said[name]}
                 for handle in handles:
                     handle.delete()
     return found
@@ -250,7 +237,6 @@ def _together(
 
 def _files(llm: Any, folder: Path, outputs: Any) -> list[Any]:
     """Of each answer, what the filesystem has: by tensor, positions and numbers."""
-    from tests.plugin.stored import tensors_in
 
     found = []
     for output in outputs:
@@ -280,7 +266,7 @@ def main(folder: Path, how: str) -> None:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, **lookup}
     file = dictionary_file(WIDTH, FEATURES, folder)
     llm = LLM(
-        _broken(folder),
+        broken_llama(folder),
         dictionaries={
             "random": f"{file}@resid_post.1",
             "own": f"{file}@mlp_in.2:mlp_out.2",
@@ -308,13 +294,13 @@ def main(folder: Path, how: str) -> None:
     def ask(specs: Any, prompts: Any = PROMPTS, **more: Any) -> list[dict[str, Any]]:
         assert llm.reset_prefix_cache()
         each = specs if isinstance(specs, list) else [specs] * len(prompts)
-        params = [_params(spec, **more) for spec in each]
+        params = [params_of(spec, **more) for spec in each]
         outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
         made = []
         for output, spec in zip(outputs, each, strict=True):
             entries = getattr(output, "saesteer", {}).get("activations", ())
             handles = [entry["handle"] for entry in entries if "handle" in entry]
-            made.append({**_told(output), "spec": spec})
+            made.append({**told(output), "spec": spec})
             for handle in handles:
                 handle.delete()
         return made
@@ -330,10 +316,10 @@ def main(folder: Path, how: str) -> None:
     # Consumers are waited for in a call to LLM.
     reading = {name: (PROMPTS[0], spec, whole) for name, spec in SPECS.items() if name != "consumers"}
     found["emptied"] = _together(llm, reading, empty=(3, 4, 9, 20))
-    before = _metric(llm, "num_preemptions")
+    before = metric(llm, "num_preemptions")
     crowd = 2 * [*SPECS.values()]
     found["crowd"] = ask(crowd, [PROMPTS[n % 3] for n in range(len(crowd))], max_tokens=2 * TOKENS)
-    found["preemptions"] = _metric(llm, "num_preemptions") - before
+    found["preemptions"] = metric(llm, "num_preemptions") - before
     found["failing"] = {}
     for name, asked in (collapsing | FAILING).items():
         pieces = _together(llm, {name: asked})[name]["pieces"]
@@ -342,7 +328,7 @@ def main(folder: Path, how: str) -> None:
     gc.collect()
     found["results"] = len(results.sweep())
     found["left"] = llm.collective_rpc(left)
-    found["guessed"] = [_metric(llm, f"spec_decode_num_{word}_tokens") for word in ("draft", "accepted")]
+    found["guessed"] = [metric(llm, f"spec_decode_num_{word}_tokens") for word in ("draft", "accepted")]
     tell(found)
 
 

@@ -7,7 +7,6 @@ process.
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,18 @@ import torch
 
 from tests.apart import hear, tell
 from tests.plugin.admin import Client
-from tests.plugin.asked import CLAMP, FEATURES, KINDS, NOISE, PROMPTS, READS, ROWS, RULE, SPECS, WIDTH, add, tiny_llama
+from tests.plugin.asked import NOISE, PROMPTS, READS, ROWS, SPECS, add
 from tests.plugin.conftest import CUDA
-from tests.plugin.said import plain, same
+from tests.plugin.ranks import APART, WAYS, answers_to, ask, reads_of, rules_of, start, told
+from tests.plugin.said import same
+from tests.plugin.stored import captured
+from tests.plugin.tiny_engine import params_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none"),
 ]
 
-WAYS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2},  # between layers 1 and 2, resid_post.1 behind it
-}
-if find_spec("ray"):
-    WAYS["ray"] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-APART = {"read at z"}  # needs on the second stage what the first has read
 several = pytest.mark.parametrize("way", [*WAYS][1:])
 
 
@@ -177,55 +171,8 @@ def lose(worker: Any) -> None:
         del worker.worker.saesteer
 
 
-def _params(spec: Any, tokens: int = 8) -> Any:
-    from vllm import SamplingParams
-
-    extra = {"saesteer": spec} if spec else None
-    return SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra
-    )
-
-
-def _told(output: Any) -> tuple[list[int], list[float], list[int]]:
-    """Tokens, logprobs, and the counts of each edit."""
-    made = output.outputs[0]
-    logprobs = [step[token].logprob for token, step in zip(made.token_ids, made.logprobs, strict=True)]
-    applied = getattr(made, "saesteer", {}).get("applied", ())
-    return list(made.token_ids), logprobs, [one["tokens_edited"] for one in applied]
-
-
-def _ask(llm: Any, spec: Any, prompts: Any = PROMPTS[:1], tokens: int = 8) -> Any:
-    outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], _params(spec, tokens), use_tqdm=False)
-    return [_told(output) for output in outputs]
-
-
-def _said(output: Any) -> dict[str, Any]:
-    """What an answer has read; of a consumer the rows in its files, not their names."""
-    found = dict(output.outputs[0].saesteer)
-    if "consumers" in found:
-        found["consumers"] = {"rows": found["consumers"]["filesystem"]["rows"]}
-    return plain(found)
-
-
-def _reads(llm: Any) -> dict[str, Any]:
-    found = {}
-    for name, wanted in READS.items():
-        params = _params({"edits": [CLAMP, {**CLAMP, "dictionary": "heads"}], "return": wanted})
-        outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
-        found[name] = [_said(output) for output in outputs]
-    return found
-
-
-def _rules(llm: Any, op: str) -> list[Any]:
-    """The tokens and the flags of each answer."""
-    params = _params({"edits": [{"op": op, **RULE}]}, 16)
-    outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
-    return [[list(one.outputs[0].token_ids), one.outputs[0].saesteer["flags"]] for one in outputs]
-
-
 def _captured(llm: Any, folder: Path) -> dict[str, Any]:
     """The rows of the first requests at two sites: position, token, numbers."""
-    from tests.plugin.stored import captured
 
     found = {}
     for site in ("z.1", "resid_post.1"):
@@ -236,25 +183,15 @@ def _captured(llm: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _answers(llm: Any, spec: Any) -> Any:
-    """To all prompts, or why not."""
-    from saesteer import SpecError
-
-    try:
-        return _ask(llm, spec, PROMPTS)
-    except SpecError as error:
-        return str(error)
-
-
 def _names(llm: Any, *, alone: bool) -> dict[str, Any]:
     """Register, replace while one runs, and delete; with two ranks, fail on one between."""
     from saesteer import SpecError
 
     client, named = Client(llm), {"edits": [add("v")]}
-    found: dict[str, Any] = {"inline": [_ask(llm, {"edits": [add(row)]}) for row in ROWS]}
-    (found["long"],) = _ask(llm, {"edits": [add(ROWS[0])]}, tokens=40)
+    found: dict[str, Any] = {"inline": [ask(llm, {"edits": [add(row)]}) for row in ROWS]}
+    (found["long"],) = ask(llm, {"edits": [add(ROWS[0])]}, tokens=40)
     client.put(ROWS[0])
-    found["first"] = _ask(llm, named)
+    found["first"] = ask(llm, named)
     if not alone:
         llm.collective_rpc(fail)
         try:
@@ -262,20 +199,20 @@ def _names(llm: Any, *, alone: bool) -> dict[str, Any]:
         except RuntimeError as error:
             found["failed"] = str(error)
         llm.collective_rpc(mend)
-        found["after the failure"] = _ask(llm, named)
+        found["after the failure"] = ask(llm, named)
     engine = llm.llm_engine
-    engine.add_request("runs", {"prompt_token_ids": PROMPTS[0]}, _params(named, 40))
+    engine.add_request("runs", {"prompt_token_ids": PROMPTS[0]}, params_of(named, max_tokens=40))
     for _ in range(5):
         engine.step()
     client.put(ROWS[1])
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                found["running"] = _told(output)
-    found["second"] = _ask(llm, named)
+                found["running"] = told(output)
+    found["second"] = ask(llm, named)
     client.delete()
     try:
-        _ask(llm, named)
+        ask(llm, named)
     except SpecError as error:
         found["gone"] = error.field
     found["pins"] = llm.collective_rpc(pins)
@@ -298,35 +235,6 @@ def begin_ray() -> None:
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, runtime_env=hook)
 
 
-def start(folder: Path, way: str, **changes: Any) -> Any:
-    """An engine with its ranks or stages."""
-    from bench.dummy import dictionary_file
-    from saesteer import LLM
-
-    np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
-    narrow, wide = (f"{dictionary_file(width, FEATURES, folder)}@" for width in (WIDTH, 2 * WIDTH))
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.1} if CUDA else {}
-    options |= {"dtype": "float32", "enforce_eager": True, **WAYS[way], **changes}
-    return LLM(
-        tiny_llama(folder),
-        dictionaries={"random": f"{narrow}resid_post.1", "heads": f"{wide}z.1"}
-        | {f"mlp{n}": f"{narrow}mlp_in.{n}:mlp_out.{n}" for n in (1, 2)},
-        vectors={"probe": str(folder / "probe.npy")},
-        sites=["resid_post.all", "resid_mid.1", "z.2", *KINDS],
-        reads=["resid_post.2", "resid_post.1", "z.1", *KINDS],
-        consumers={"filesystem": {"folder": str(folder / f"asked {way}")}},
-        capture=["z.1", "resid_post.1"],
-        capture_folder=str(folder / f"rows {way}" / "captured"),
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=256,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20,
-        seed=0,
-        **options,
-    )
-
-
 def main(folder: Path, way: str) -> None:
     """Start an engine, ask it everything, and say what it said."""
     from saesteer.errors import ConfigError
@@ -335,10 +243,10 @@ def main(folder: Path, way: str) -> None:
         begin_ray()
     llm = start(folder, way)
     found: dict[str, Any] = {"ranks": len(llm.collective_rpc("saesteer_status"))}
-    found["answers"] = {name: _answers(llm, spec) for name, spec in SPECS.items()}
+    found["answers"] = {name: answers_to(llm, spec) for name, spec in SPECS.items()}
     found["counted"] = llm.collective_rpc(counted)  # rows that nobody has taken since
-    found["reads"] = _reads(llm)
-    found["rules"] = {op: _rules(llm, op) for op in ("stop", "flag")}
+    found["reads"] = reads_of(llm)
+    found["rules"] = {op: rules_of(llm, op) for op in ("stop", "flag")}
     found["captured"] = _captured(llm, folder / f"rows {way}")
     found["names"] = _names(llm, alone=way == "one")
     if way != "one":

@@ -15,8 +15,9 @@ import torch
 
 from tests.apart import hear, tell
 from tests.plugin.asked import NOISE, PROMPTS, READS, SPECS
+from tests.plugin.ranks import APART, answers_to, reads_of, rules_of, start, told
 from tests.plugin.said import same
-from tests.plugin.test_ranks import APART, _answers, _params, _reads, _rules, _told, start
+from tests.plugin.tiny_engine import params_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,9 +130,9 @@ def replayed(worker: Any) -> Any:
 
 def beside(llm: Any, spec: Any) -> list[Any]:
     """The answers to all prompts, of which the second is steered."""
-    params = [_params(spec if number == 1 else None, 12) for number in range(len(PROMPTS))]
+    params = [params_of(spec if number == 1 else None, max_tokens=12) for number in range(len(PROMPTS))]
     outputs = llm.generate([{"prompt_token_ids": one} for one in PROMPTS], params, use_tqdm=False)
-    return [_told(output)[:2] for output in outputs]
+    return [told(output)[:2] for output in outputs]
 
 
 def main(folder: Path, way: str) -> None:
@@ -141,11 +142,11 @@ def main(folder: Path, way: str) -> None:
     if way != "eager":
         llm.collective_rpc(watch)
     for name, spec in SPECS.items():
-        found["answers"][name] = _answers(llm, spec)
+        found["answers"][name] = answers_to(llm, spec)
         if way != "eager":
             found["sets"][name] = llm.collective_rpc(replayed)
-    found["reads"] = _reads(llm)
-    found["rules"] = {op: _rules(llm, op) for op in ("stop", "flag")}
+    found["reads"] = reads_of(llm)
+    found["rules"] = {op: rules_of(llm, op) for op in ("stop", "flag")}
     found["beside"] = {"plain": beside(llm, None)} | {name: beside(llm, SPECS[name]) for name in BESIDE}
     tell(found)
 

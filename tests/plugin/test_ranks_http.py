@@ -11,8 +11,8 @@ import torch
 from saesteer.client import Client, numbers
 from tests.plugin.asked import CLAMP, FEATURES, HEADS, KINDS, PROMPTS, ROWS, WIDTH, add, tiny_llama
 from tests.plugin.conftest import ADMIN_KEY
+from tests.plugin.ranks import WAYS
 from tests.plugin.serving import CUDA, events_of, served
-from tests.plugin.test_ranks import WAYS
 
 pytestmark = [
     pytest.mark.slow,

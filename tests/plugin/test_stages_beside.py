@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.apart import hear, tell
-from tests.plugin.asked import CLAMP, FEATURES, HEADS, LAYERS, NOISE, ROWS, WIDTH, add
+from tests.plugin.admin import Puts
+from tests.plugin.asked import CLAMP, EVERYWHERE, FEATURES, HEADS, LAYERS, NAN, NOISE, ROWS, WIDTH, add, broken_llama
 from tests.plugin.conftest import CUDA
 from tests.plugin.said import same
-from tests.plugin.test_guesses import EVERYWHERE, GENERATED, _metric, _params, _told, left
-from tests.plugin.test_guesses_beside import NAN, _broken
+from tests.plugin.tiny_engine import GENERATED, left, metric, params_of, told
 
 pytestmark = [
     pytest.mark.slow,
@@ -222,7 +222,6 @@ def lost(llm: Any) -> Any:
     from dataclasses import replace
 
     from saesteer.dictionaries.vectors import from_inline
-    from tests.plugin.admin import Puts
 
     known = llm.llm_engine.input_processor.saesteer_names
     before = known._now
@@ -233,7 +232,7 @@ def lost(llm: Any) -> Any:
 
 def _ask(llm: Any, specs: Any, prompts: Any = PROMPTS, **more: Any) -> list[dict[str, Any]]:
     each = specs if isinstance(specs, list) else [specs] * len(prompts)
-    params = [_params(spec, **({"max_tokens": TOKENS} | more)) for spec in each]
+    params = [params_of(spec, **({"max_tokens": TOKENS} | more)) for spec in each]
     outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
     return [{**_taken(output), "spec": spec} for output, spec in zip(outputs, each, strict=True)]
 
@@ -242,7 +241,7 @@ def _taken(output: Any) -> dict[str, Any]:
     """An answer with what its handles hold, which are deleted."""
     entries = getattr(output.outputs[0], "saesteer", {}).get("activations", ())
     handles = [entry["handle"] for entry in entries if "handle" in entry]
-    found = _told(output)
+    found = told(output)
     for handle in handles:
         handle.delete()
     return found
@@ -255,7 +254,7 @@ def _together(llm: Any, asked: Mapping[str, tuple[Any, Any]], empty: Sequence[in
     engine, steps = llm.llm_engine, 0
     found: dict[str, Any] = {}
     for name, (prompt, spec) in asked.items():
-        params = _params(spec, max_tokens=TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = params_of(spec, max_tokens=TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         steps += 1
@@ -290,7 +289,7 @@ def main(folder: Path, way: str) -> None:
     ReasoningParserManager.import_reasoning_parser(str(folder / "until.py"))
     np.save(folder / "probe.npy", np.array(ROWS[1], dtype=np.float32))
     llm = LLM(
-        _broken(folder),
+        broken_llama(folder),
         tokenizer=str(tokenizer_folder(512, folder)),
         reasoning_parser="until",
         reasoning_parser_plugin=str(folder / "until.py"),
@@ -326,10 +325,10 @@ def main(folder: Path, way: str) -> None:
         return _ask(llm, *words, **more)
 
     found: dict[str, Any] = {"answers": {name: ask(spec) for name, spec in SPECS.items()}}
-    before = _metric(llm, "num_preemptions")
+    before = metric(llm, "num_preemptions")
     crowd = 2 * [*SPECS.values()]
     found["crowd"] = ask(crowd, [PROMPTS[n % 3] for n in range(len(crowd))], max_tokens=2 * TOKENS)
-    found["preemptions"] = _metric(llm, "num_preemptions") - before
+    found["preemptions"] = metric(llm, "num_preemptions") - before
     specs = {name: (PROMPTS[0], spec) for name, spec in SPECS.items()}
     found["emptied"] = _together(llm, specs, empty=(3, 4, 11, 30, 60))
     forget = lost(llm)
@@ -340,7 +339,7 @@ def main(folder: Path, way: str) -> None:
     forget()
     engine = llm.llm_engine
     for name in ("all", "handles"):
-        engine.add_request(name, {"prompt_token_ids": PROMPTS[2]}, _params(SPECS[name]))
+        engine.add_request(name, {"prompt_token_ids": PROMPTS[2]}, params_of(SPECS[name]))
     for _ in range(9):
         engine.step()
     engine.abort_request(["all", "handles"], internal=False)
