@@ -11,16 +11,15 @@ import saesteer
 from saesteer.client.client import AsyncClient, Client
 from saesteer.errors import RequestRefused
 from tests.plugin.conftest import BRIDGE
-from tests.plugin.test_http import server  # noqa: F401  # the fixture
 
 pytestmark = pytest.mark.slow
 
 TURN = "Who are you?"
 
 
-def test_every_way_to_ask(server: httpx.Client) -> None:  # noqa: F811
+def test_every_way_to_ask(demo_server: httpx.Client) -> None:
     bridge = saesteer.clamp("demo", 3497, 2.0, unit="max_act")
-    with Client(str(server.base_url), timeout=120) as client:
+    with Client(str(demo_server.base_url), timeout=120) as client:
         assert client.models() == ["demo"]
         plain = client.chat(TURN, temperature=0, max_tokens=24)
         for steer in (bridge, [bridge], BRIDGE, {"edits": [BRIDGE]}):
@@ -37,9 +36,9 @@ def test_every_way_to_ask(server: httpx.Client) -> None:  # noqa: F811
         assert [piece.finish_reason for piece in parts if piece.finish_reason] == ["length"]
 
 
-def test_who_asks_is_told_the_dose(server: httpx.Client) -> None:  # noqa: F811
+def test_who_asks_is_told_the_dose(demo_server: httpx.Client) -> None:
     steer = {"edits": [saesteer.clamp("demo", 3497, 2.0, unit="max_act")], "return": {"dose": True}}
-    with Client(str(server.base_url), timeout=120) as client:
+    with Client(str(demo_server.base_url), timeout=120) as client:
         asked: dict[str, Any] = {"steer": steer, "temperature": 0, "max_tokens": 24, "cache_salt": uuid4().hex}
         answer = client.chat(TURN, **asked)
         assert answer.applied is not None and answer.dose is not None
@@ -51,18 +50,18 @@ def test_who_asks_is_told_the_dose(server: httpx.Client) -> None:  # noqa: F811
         assert client.chat(TURN, **{**asked, "steer": BRIDGE}).dose is None
 
 
-def test_a_refusal_is_typed_in_both(server: httpx.Client) -> None:  # noqa: F811
+def test_a_refusal_is_typed_in_both(demo_server: httpx.Client) -> None:
     wrong = {**BRIDGE, "feature": 9216}
 
     async def ask() -> None:
-        async with AsyncClient(str(server.base_url)) as client:
+        async with AsyncClient(str(demo_server.base_url)) as client:
             with pytest.raises(RequestRefused) as caught:
                 async for _ in client.stream(TURN, steer=wrong):
                     pass
             assert caught.value.code == "out_of_range"
             assert "ridge" in (await client.chat(TURN, steer=BRIDGE, temperature=0, max_tokens=24)).text
 
-    with Client(str(server.base_url)) as client, pytest.raises(RequestRefused) as caught:
+    with Client(str(demo_server.base_url)) as client, pytest.raises(RequestRefused) as caught:
         client.chat(TURN, steer=wrong)
     error = caught.value
     assert (error.status, error.field, error.code) == (400, "saesteer.edits[0].feature", "out_of_range")

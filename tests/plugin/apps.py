@@ -6,8 +6,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from saesteer.planning.planner import Catalog
 from saesteer.plugin import register
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.http.admin import EndpointPlugin
+from saesteer.plugin.names.versions import Names
+from tests.plugin.names import Workers
 
 
 def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
@@ -32,9 +38,40 @@ def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = 
     return build_app(args, tasks, model)
 
 
+class Engine:
+    """Of AsyncLLM what the plugin looks at."""
+
+    def __init__(self) -> None:
+        catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3)
+        self.input_processor = Namespace(saesteer_names=Names(catalog, pool_rows=2, layers=6), saesteer_door=Door())
+        self.engine_core = Workers()
+
+
+def admin_app(api_key: Any = None, additional: Any = None) -> Any:
+    """With the admin routes alone, if these are on."""
+    made = FastAPI()
+    made.state.args = Namespace(
+        api_key=api_key, additional_config={"saesteer": {}} if additional is None else additional
+    )
+    plugin = EndpointPlugin()
+    plugin.attach_router(made)
+    asyncio.run(plugin.init_state(Engine(), made.state, made.state.args))
+    return made
+
+
 def ask(app: Any, path: str, **sent: Any) -> httpx.Response:
+    """What the app answers to a POST."""
+    return _ask(app, "POST", path, sent)
+
+
+def ask_admin(app: Any, method: str, path: str, **sent: Any) -> httpx.Response:
+    """What an admin route answers."""
+    return _ask(app, method, f"/v1/saesteer/{path}", sent)
+
+
+def _ask(app: Any, method: str, path: str, sent: dict[str, Any]) -> httpx.Response:
     async def wait() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://host") as client:
-            return await client.post(path, **sent)
+            return await client.request(method, path, **sent)
 
     return asyncio.run(wait())

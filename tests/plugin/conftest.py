@@ -44,6 +44,7 @@ MODULES = {
 }
 
 ADMIN_KEY = "a-key-of-the-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}  # headers
 
 PROMPTS = [
     "Who are you?",

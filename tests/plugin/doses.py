@@ -2,6 +2,6 @@
 
 from tests.plugin.conftest import BRIDGE
 
-LIMIT = 1.0
+LIMIT = 1.0  # of a dose
 STRONG = {**BRIDGE, "value": 20.0}  # a dose of 4 to 6, ten times that of BRIDGE
 LATE = {**STRONG, "scope": {"positions": [[12, None]]}}  # in the middle of an answer

@@ -20,7 +20,8 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, as_spec
 from saesteer.planning.planner import Catalog, plan
-from tests.plugin.conftest import ADMIN_KEY, BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, Dictionaries
+from tests.plugin.asked_http import metric
+from tests.plugin.conftest import ADMIN, BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, Dictionaries
 from tests.plugin.random_edits import random_edit
 from tests.plugin.serving import Served
 from tests.plugin.turns import TURNS
@@ -29,7 +30,6 @@ SEED = int(os.environ.get("SAESTEER_TEST_SEED", "13"))
 AT_ONCE = 16
 PATIENCE = 300.0  # seconds without a word of an answer, on a machine that is busy with others
 MIB = 2**20
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 FLEETING = {"op": "add", "vector": "fleeting", "site": "resid_post.20", "scale": 0.5}
 BY_MODULE = {"op": "use", "module": "passing", "scale": 0.5}
 SCOPES = [{"messages": ["user", 0]}, {"messages": [-1], "positions": [[0, -2]]}]  # of chats alone
@@ -233,11 +233,6 @@ def answer(server: Served, edits: list[Any]) -> Any:
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     return choice["token_ids"], choice["logprobs"]
-
-
-def metric(server: Served, name: str) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def settled(server: Served) -> dict[str, Any]:

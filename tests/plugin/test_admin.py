@@ -15,12 +15,13 @@ import torch
 
 from saesteer.client import Client, numbers
 from saesteer.errors import RequestRefused
-from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
+from tests.plugin import asked_http
+from tests.plugin.asked_http import forget_names, text
+from tests.plugin.conftest import ADMIN, ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS, WIDTH
 from tests.plugin.serving import served
 
 pytestmark = pytest.mark.slow
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 _DRAW = np.random.default_rng(11)
 ROWS = [(3 * _DRAW.normal(size=WIDTH)).astype(np.float32) for _ in range(6)]
 # Longer than a block of the prefix cache (128 on a CPU), so that a version could find what another one has left.
@@ -70,9 +71,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def nothing_left(server: httpx.Client) -> Iterator[None]:
     """Each test leaves the server as it found it."""
     yield
-    for kind in ("modules", "vectors"):
-        for one in server.get(f"/v1/saesteer/{kind}", headers=ADMIN).json()[kind]:
-            assert server.delete(f"/v1/saesteer/{kind}/{one['name']}", headers=ADMIN).status_code == 200
+    forget_names(server)
 
 
 def register(server: httpx.Client, kind: str, **body: Any) -> httpx.Response:
@@ -80,13 +79,7 @@ def register(server: httpx.Client, kind: str, **body: Any) -> httpx.Response:
 
 
 def complete(server: httpx.Client, edits: list[Any], prompt: str = PROMPTS[0], **body: Any) -> httpx.Response:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
-    return server.post("/v1/completions", json={**body, "saesteer": {"edits": edits}})
-
-
-def text(response: httpx.Response) -> str:
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["text"])
+    return asked_http.complete(server, "demo", prompt, **body, saesteer={"edits": edits})
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:

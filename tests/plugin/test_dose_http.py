@@ -16,18 +16,19 @@ import pytest
 
 from saesteer.client.client import Client
 from saesteer.errors import RequestRefused
+from tests.plugin.asked_http import metric
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS, WIDTH
 from tests.plugin.doses import LATE, LIMIT, STRONG
 from tests.plugin.serving import events_of, served
+from tests.plugin.turns import QUESTION
 
 pytestmark = pytest.mark.slow
 
-TURNS = [{"role": "user", "content": "Who are you?"}]
 ASKED = {"edits": [BRIDGE], "return": {"dose": True}}
 REFUSED = {"edits": [STRONG]}
 FIELDS = {"site", "max", "mean", "tokens"}
 ROUTES: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": TURNS, "max_tokens": 9},
+    "chat/completions": {"messages": QUESTION, "max_tokens": 9},
     "completions": {"prompt": PROMPTS[0], "max_tokens": 9},
     "responses": {"input": "Who are you?", "max_output_tokens": 9},
 }
@@ -157,11 +158,6 @@ def test_what_the_client_raises(server: httpx.Client) -> None:
             assert (error.value.code, error.value.field, error.value.status) == ("dose", "saesteer.edits", 400)
 
 
-def metric(server: httpx.Client, name: str) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 def check_idle(server: httpx.Client) -> None:
     """Nobody runs or waits, and no block is held; the figures come with the next step of the engine."""
     post(server, "completions", prompt="x", max_tokens=1)
@@ -176,7 +172,7 @@ def test_all_choices_and_prompts_of_a_request_end_together(server: httpx.Client)
     name = 'saesteer_refusals_total{code="dose"}'
     before = metric(server, name)
     asked: dict[str, Any] = {"n": 4, "temperature": 1.0, "max_tokens": 400}
-    for path, prompt in (("completions", {"prompt": PROMPTS[0]}), ("chat/completions", {"messages": TURNS})):
+    for path, prompt in (("completions", {"prompt": PROMPTS[0]}), ("chat/completions", {"messages": QUESTION})):
         response = ask(server, path, **prompt, **asked, saesteer={"edits": [{**STRONG, "scope": {"generated": True}}]})
         assert response.status_code == 400, response.text
     assert metric(server, name) == before + 2, "once for a request"

@@ -23,8 +23,8 @@ from schemathesis.core import NotSet
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.language.fields import CODES
-from tests.plugin.conftest import ADMIN_KEY, BRIDGE, MODULES, OCEAN, VECTORS, WIDTH
-from tests.plugin.test_routes import app, ask
+from tests.plugin.apps import admin_app, ask_admin
+from tests.plugin.conftest import ADMIN, ADMIN_KEY, BRIDGE, MODULES, OCEAN, VECTORS, WIDTH
 from tests.plugin.turns import TURNS
 from tests.spec.strategies import mutations
 
@@ -218,7 +218,6 @@ def test_enormous_values_break_no_answer(any_server: httpx.Client, value: float)
     assert other.json()["choices"][0]["token_ids"] == plain(any_server)[0][:3]
 
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 ROUTES = ("/v1/saesteer/vectors", "/v1/saesteer/modules")
 OWN = {*VECTORS, *MODULES}  # of the server, which other tests need
 NAMES = ["a", "org/b c", "ü", "d"]
@@ -330,7 +329,7 @@ WRONG_KEYS: list[Any] = [
 def test_admin_routes_without_the_key(any_server: httpx.Client, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is sent: 401 with another key, and 403 where the server has none."""
     monkeypatch.delenv("SAESTEER_ADMIN_KEY", raising=False)
-    off = app()
+    off = admin_app()
 
     @settings(FUZZ, max_examples=EXAMPLES // 4)
     @given(
@@ -341,7 +340,7 @@ def test_admin_routes_without_the_key(any_server: httpx.Client, registry: Any, m
         for what, response in zip(calls, call(any_server, calls), strict=True):
             assert (response.status_code, response.json()["error"]["code"]) == (401, "wrong_key"), what
         method, path, body, headers = calls[0]
-        told = ask(off, method, path.removeprefix("/v1/saesteer/"), headers=headers, content=str(body))
+        told = ask_admin(off, method, path.removeprefix("/v1/saesteer/"), headers=headers, content=str(body))
         assert (told.status_code, told.json()["error"]["code"]) == (403, "admin_off")
 
     run()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from saesteer.client import Client, numbers
+from tests.plugin.asked_http import metric
 from tests.plugin.conftest import CUDA, LONG_PROMPT
-from tests.plugin.test_applied_http import metric
 from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow

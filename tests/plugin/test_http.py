@@ -8,46 +8,30 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.plugin.asked_http import STEERED, complete, metric, text
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
 from tests.plugin.serving import events_of
 
 pytestmark = pytest.mark.slow
 
-STEERED = {"edits": [BRIDGE]}
-
 
 @pytest.fixture
-def server(demo_server: httpx.Client) -> httpx.Client:
-    return demo_server
+def model(demo_server: httpx.Client) -> str:
+    return str(demo_server.get("/v1/models").json()["data"][0]["id"])
 
 
-@pytest.fixture
-def model(server: httpx.Client) -> str:
-    return str(server.get("/v1/models").json()["data"][0]["id"])
-
-
-def complete(server: httpx.Client, model: str, prompt: Any = PROMPTS[0], **body: Any) -> httpx.Response:
-    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **body}
-    return server.post("/v1/completions", json=body)
-
-
-def text(response: httpx.Response) -> str:
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["text"])
-
-
-def test_body_field_and_xargs_say_the_same(server: httpx.Client, model: str) -> None:
-    plain = text(complete(server, model))
-    steered = text(complete(server, model, saesteer=STEERED))
-    by_string = text(complete(server, model, vllm_xargs={"saesteer": json.dumps(STEERED)}))
+def test_body_field_and_xargs_say_the_same(demo_server: httpx.Client, model: str) -> None:
+    plain = text(complete(demo_server, model))
+    steered = text(complete(demo_server, model, saesteer=STEERED))
+    by_string = text(complete(demo_server, model, vllm_xargs={"saesteer": json.dumps(STEERED)}))
     assert steered == by_string != plain
-    assert text(complete(server, model)) == plain
+    assert text(complete(demo_server, model)) == plain
 
 
-def test_chat_and_responses_and_the_openai_client(server: httpx.Client, model: str) -> None:
+def test_chat_and_responses_and_the_openai_client(demo_server: httpx.Client, model: str) -> None:
     from openai import OpenAI
 
-    base = str(server.base_url).rstrip("/")
+    base = str(demo_server.base_url).rstrip("/")
     turns: Any = [{"role": "user", "content": "Who are you?"}]
     answers = []
     with OpenAI(base_url=f"{base}/v1", api_key="none") as client:
@@ -64,15 +48,15 @@ def test_chat_and_responses_and_the_openai_client(server: httpx.Client, model: s
     assert "bridge" in str(answers[2]).lower() and "bridge" in str(answers[3]).lower()
 
 
-def test_streaming_is_steered(server: httpx.Client, model: str) -> None:
-    whole = text(complete(server, model, saesteer=STEERED))
+def test_streaming_is_steered(demo_server: httpx.Client, model: str) -> None:
+    whole = text(complete(demo_server, model, saesteer=STEERED))
     body = {"model": model, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    with server.stream("POST", "/v1/completions", json={**body, "stream": True, "saesteer": STEERED}) as response:
+    with demo_server.stream("POST", "/v1/completions", json={**body, "stream": True, "saesteer": STEERED}) as response:
         pieces = [event["choices"][0]["text"] for event in events_of(response)]
     assert "".join(pieces) == whole
 
 
-def test_a_stream_begins_as_ever(server: httpx.Client, model: str) -> None:
+def test_a_stream_begins_as_ever(demo_server: httpx.Client, model: str) -> None:
     """The look at its first event, before HTTP says 200, takes nothing away: all routes, plain and steered."""
     routes = {
         "completions": {"prompt": "x", "max_tokens": 3},
@@ -84,16 +68,16 @@ def test_a_stream_begins_as_ever(server: httpx.Client, model: str) -> None:
         extra: dict[str, Any]
         for extra in ({}, {"saesteer": {"edits": []}}):
             asked = {"model": model, "stream": True, "temperature": 0, **body, **extra}
-            with server.stream("POST", f"/v1/{path}", json=asked) as response:
+            with demo_server.stream("POST", f"/v1/{path}", json=asked) as response:
                 assert response.status_code == 200
                 told.append(_story(events_of(response)))
         assert told[0] == told[1]
 
 
-def test_a_steered_stream_begins_before_its_first_token(server: httpx.Client, model: str) -> None:
+def test_a_steered_stream_begins_before_its_first_token(demo_server: httpx.Client, model: str) -> None:
     body = {"model": model, "prompt": "The bridge. " * 220, "max_tokens": 2, "stream": True, "saesteer": STEERED}
     begin = time.monotonic()
-    with server.stream("POST", "/v1/completions", json=body) as response:
+    with demo_server.stream("POST", "/v1/completions", json=body) as response:
         begun = time.monotonic()
         assert response.status_code == 200
         next(response.iter_lines())
@@ -110,12 +94,12 @@ def _story(events: list[Any]) -> tuple[list[Any], str]:
     return list(kinds), "".join(piece or "" for piece in pieces)
 
 
-def test_two_prompts_and_n_of_two_are_all_steered(server: httpx.Client, model: str) -> None:
-    one, other = (text(complete(server, model, prompt, saesteer=STEERED)) for prompt in PROMPTS[:2])
+def test_two_prompts_and_n_of_two_are_all_steered(demo_server: httpx.Client, model: str) -> None:
+    one, other = (text(complete(demo_server, model, prompt, saesteer=STEERED)) for prompt in PROMPTS[:2])
     # Greedy with n = 2 is refused by some versions; this is nearly greedy, so the first words are compared.
-    both = complete(server, model, PROMPTS[:2], saesteer=STEERED, n=2, temperature=1e-3).json()["choices"]
+    both = complete(demo_server, model, PROMPTS[:2], saesteer=STEERED, n=2, temperature=1e-3).json()["choices"]
     assert [choice["text"][:8] for choice in both] == [one[:8], one[:8], other[:8], other[:8]]
-    plain = complete(server, model, PROMPTS[:2]).json()["choices"]
+    plain = complete(demo_server, model, PROMPTS[:2]).json()["choices"]
     assert plain[0]["text"][:8] != one[:8] and plain[1]["text"][:8] != other[:8]
 
 
@@ -134,48 +118,43 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("spec", "field"), BAD, ids=[str(n) for n in range(len(BAD))])
-def test_bad_specs_are_400_and_name_the_field(server: httpx.Client, model: str, spec: Any, field: str) -> None:
-    plain = text(complete(server, model))
-    queued = _counter(server, "vllm:prompt_tokens_total")
+def test_bad_specs_are_400_and_name_the_field(demo_server: httpx.Client, model: str, spec: Any, field: str) -> None:
+    plain = text(complete(demo_server, model))
+    queued = metric(demo_server, "vllm:prompt_tokens_total")
     routes = {
         "completions": {"prompt": "x", "max_tokens": 4},
         "chat/completions": {"messages": _turns(), "max_tokens": 4},
         "responses": {"input": "x", "max_output_tokens": 4},
     }
     for (path, body), stream in product(routes.items(), (False, True)):
-        response = server.post(f"/v1/{path}", json={"model": model, "saesteer": spec, "stream": stream, **body})
+        response = demo_server.post(f"/v1/{path}", json={"model": model, "saesteer": spec, "stream": stream, **body})
         assert response.status_code == 400, response.text
         error = response.json()["error"]
         assert str(error["param"]).startswith(field)
         assert field in error["message"]
-    assert _counter(server, "vllm:prompt_tokens_total") == queued, "the engine received nothing of it"
-    assert text(complete(server, model)) == plain
+    assert metric(demo_server, "vllm:prompt_tokens_total") == queued, "the engine received nothing of it"
+    assert text(complete(demo_server, model)) == plain
 
 
 def _turns() -> list[dict[str, str]]:
     return [{"role": "user", "content": "x"}]
 
 
-def _counter(server: httpx.Client, name: str) -> float:
-    lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
-def test_beam_search_is_refused(server: httpx.Client, model: str) -> None:
-    response = complete(server, model, use_beam_search=True, n=2, saesteer=STEERED)
+def test_beam_search_is_refused(demo_server: httpx.Client, model: str) -> None:
+    response = complete(demo_server, model, use_beam_search=True, n=2, saesteer=STEERED)
     assert response.status_code == 400
     assert "beam search" in response.json()["error"]["message"]
 
 
-def test_many_at_once_over_the_socket(server: httpx.Client, model: str) -> None:
+def test_many_at_once_over_the_socket(demo_server: httpx.Client, model: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     specs: list[Any] = [None, STEERED, {"edits": [OCEAN]}]
-    plain = [text(complete(server, model, **({"saesteer": spec} if spec else {}))) for spec in specs]
+    plain = [text(complete(demo_server, model, **({"saesteer": spec} if spec else {}))) for spec in specs]
     assert len(set(plain)) == 3
     with ThreadPoolExecutor(9) as pool:
         jobs = [
-            pool.submit(complete, server, model, **({"saesteer": specs[n % 3]} if specs[n % 3] else {}))
+            pool.submit(complete, demo_server, model, **({"saesteer": specs[n % 3]} if specs[n % 3] else {}))
             for n in range(18)
         ]
     # bf16 rounds otherwise in a larger batch, so the first words are compared, not all of them.
@@ -196,11 +175,11 @@ UNSERVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", UNSERVED)
-def test_a_route_that_drops_the_field_refuses_it(server: httpx.Client, path: str) -> None:
+def test_a_route_that_drops_the_field_refuses_it(demo_server: httpx.Client, path: str) -> None:
     for more in ({"saesteer": STEERED}, {"vllm_xargs": {"saesteer": json.dumps(STEERED)}}):
-        response = server.post(path, json={"model": "demo", **UNSERVED[path], **more})
+        response = demo_server.post(path, json={"model": "demo", **UNSERVED[path], **more})
         assert response.status_code == 400
         error = response.json()["error"]
         assert (error["param"], error["code"]) == ("saesteer", 400) and error["message"].endswith("[not_served]")
         assert path in error["message"] and "/v1/chat/completions, " in error["message"]
-    assert "not_served" not in server.post(path, json={"model": "demo", **UNSERVED[path]}).text
+    assert "not_served" not in demo_server.post(path, json={"model": "demo", **UNSERVED[path]}).text

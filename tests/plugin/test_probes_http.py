@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from saesteer.client import numbers
-from tests.plugin.conftest import ADMIN_KEY, PROMPTS, WIDTH
+from tests.plugin.conftest import ADMIN, PROMPTS, WIDTH
 from tests.plugin.serving import events_of
 from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SITE = "resid_post.15"
 EVERYWHERE = {"positions": [[0, None]]}
 _DRAW = np.random.default_rng(23)

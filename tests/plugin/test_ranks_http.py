@@ -10,7 +10,8 @@ import torch
 
 from saesteer.client import Client, numbers
 from tests.plugin.asked import CLAMP, FEATURES, HEADS, KINDS, PROMPTS, ROWS, WIDTH, add, tiny_llama
-from tests.plugin.conftest import ADMIN_KEY
+from tests.plugin.asked_http import forget_names
+from tests.plugin.conftest import ADMIN, ADMIN_KEY
 from tests.plugin.ranks import WAYS
 from tests.plugin.serving import CUDA, events_of, served
 
@@ -20,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none"),
 ]
 
-ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 PLACES = [site for site in KINDS if not site.startswith("z")]
 
 
@@ -44,9 +44,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(autouse=True)
 def nothing_left(server: httpx.Client) -> Iterator[None]:
     yield
-    for kind in ("modules", "vectors"):
-        for one in server.get(f"/v1/saesteer/{kind}", headers=ADMIN).json()[kind]:
-            assert server.delete(f"/v1/saesteer/{kind}/{one['name']}", headers=ADMIN).status_code == 200
+    forget_names(server)
 
 
 def put(server: httpx.Client, kind: str, **body: Any) -> dict[str, Any]:

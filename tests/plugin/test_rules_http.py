@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.plugin.asked_http import ALWAYS
 from tests.plugin.said import plain, same
 from tests.plugin.serving import CUDA, events_of
 from tests.plugin.turns import TURNS
@@ -15,7 +16,6 @@ pytestmark = pytest.mark.slow
 # Of numbers that batches of other sizes have computed; a GPU's products are then other kernels', 1.03e-3 apart.
 NOISE = 5e-3 if CUDA else 1e-3
 EVERYWHERE = {"positions": [[0, None]]}
-ALWAYS = {"dictionary": "demo", "feature": 3497, "above": -1}
 READS: dict[str, Any] = {
     "features": [{"dictionary": "demo", "top_k": 3, "features": [3497], "scope": EVERYWHERE}],
     "probes": [{"probe": "probe", "scope": EVERYWHERE}],

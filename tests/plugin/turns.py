@@ -1,6 +1,7 @@
 """Conversations, and the text that their messages become in a prompt of the embedded model."""
 
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+QUESTION = [{"role": "user", "content": "Who are you?"}]
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Where do ships sleep?"},
