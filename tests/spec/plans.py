@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from saesteer.errors import SpecError
-from saesteer.language.spec import Spec
-from saesteer.planning.planner import Catalog, Group, plan
+from saesteer.language.spec import Spec, from_json
+from saesteer.planning.planner import Catalog, Group, Plan, plan
 from tests.spec.catalogs import CATALOG
 
 P = 10  # tokens of a prompt
@@ -28,3 +28,11 @@ def refusal_of(work: Callable[[], object]) -> tuple[str, str, str]:
     with pytest.raises(SpecError) as caught:
         work()
     return caught.value.field, caught.value.code, str(caught.value)
+
+
+def plan_or_code(spec: dict[str, Any], catalog: Catalog) -> Plan | str:
+    """The plan of a request with a prompt of twelve tokens, or the code of its refusal."""
+    try:
+        return plan(from_json(spec), catalog, 12)
+    except SpecError as error:
+        return error.code

@@ -15,6 +15,7 @@ from saesteer.planning.plan import Catalog, Origin, Plan
 from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
 from tests.spec.catalogs import Info, Set
+from tests.spec.plans import plan_or_code
 
 SOURCES = {("own", None): "gemma-2-2b/20-res-16k", ("gs", 15): "gemma-2-2b/15-res", ("gs", 20): "gemma-2-2b/20-res"}
 CATALOG = Catalog(
@@ -93,17 +94,9 @@ def by_address(value: Any) -> Any:
     return found
 
 
-def told(wire: dict[str, Any]) -> Plan | str:
-    """The plan, or the code of the refusal."""
-    try:
-        return plan(from_json(wire), CATALOG, 12)
-    except SpecError as error:
-        return error.code
-
-
 @given(specs)
 def test_plan_keys_and_report_are_the_same(wire: dict[str, Any]) -> None:
-    one, other = told(wire), told(by_address(wire))
+    one, other = plan_or_code(wire, CATALOG), plan_or_code(by_address(wire), CATALOG)
     assert one == other
     if isinstance(one, Plan) and isinstance(other, Plan):
         assert runs(one, contents(one, CATALOG)) == runs(other, contents(other, CATALOG))

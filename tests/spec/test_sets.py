@@ -12,10 +12,11 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import FeatureRead, Gate, Strength, clamp, from_json, reconstruct
 from saesteer.planning.applied import applied
 from saesteer.planning.messages import resolve
-from saesteer.planning.plan import Catalog, Plan, member
+from saesteer.planning.plan import Catalog, member
 from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
 from tests.spec.catalogs import Info
+from tests.spec.plans import plan_or_code
 from tests.spec.sets import apart
 
 LAYERS = (7, 15, 20)
@@ -45,18 +46,10 @@ def edits(draw: st.DrawFn) -> dict[str, Any]:
     return {"op": "clamp", **where, "value": draw(values), "mode": "add", "when": gates}
 
 
-def told(spec: dict[str, Any], catalog: Catalog) -> Plan | str:
-    """The plan, or the code of the refusal."""
-    try:
-        return plan(from_json(spec), catalog, 12)
-    except SpecError as error:
-        return error.code
-
-
 @given(st.lists(edits(), max_size=5))
 def test_a_layer_of_a_set_is_a_dictionary(found: list[Any]) -> None:
     spec = {"edits": found}
-    one, other = told(spec, SET), told(apart(spec), APART)
+    one, other = plan_or_code(spec, SET), plan_or_code(apart(spec), APART)
     if isinstance(other, str) or isinstance(one, str):
         assert one == other
         return
