@@ -1,11 +1,9 @@
 """What Model.read returns on Transformers: the model's own tensors, and where it says slow what an engine answers."""
 
-from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,6 +13,7 @@ from saesteer import hf
 from saesteer.errors import ConfigError, SpecError
 from saesteer.loaders.formats import own
 from tests import small_world
+from tests.entries import tensor as numbers_of
 from tests.hf_models import BIAS, IDS, SITE, V, made_with
 
 ADD = {"op": "add", "vector": V.tolist(), "site": SITE, "scale": 3.0}
@@ -26,8 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> hf.Model:
 
 
 def tensor(entry: dict[str, Any]) -> Tensor:
-    numbers = np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
-    return torch.from_numpy(numbers.copy())
+    return torch.from_numpy(numbers_of(entry).copy())
 
 
 def test_activations_before_and_after_the_edits(model: hf.Model) -> None:

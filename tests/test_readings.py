@@ -22,6 +22,7 @@ from saesteer.kernels.read.rows import Probes
 from saesteer.planning.plan import END
 from tests.one_site import CODERS, TOKENS, WIDTH, make_engine
 from tests.rows import row_of
+from tests.spec.scopes import windows as spans
 
 MAX_TOKENS = 24
 WIDTHS = {"a": 4, "b": 4, "wide": 6, "c": 4}
@@ -51,14 +52,6 @@ MADE = {number: Source(probes=Probes.of(*one, torch.device("cpu"), torch.float32
 
 
 @st.composite
-def spans(draw: Any) -> list[tuple[int, int]]:
-    """Disjoint, ascending; the last may be open."""
-    cuts = sorted(draw(st.sets(st.integers(0, 30), max_size=6)))
-    found = [*zip(cuts[::2], cuts[1::2], strict=False)]
-    return found + ([(cuts[-1], END)] if len(cuts) % 2 else [])
-
-
-@st.composite
 def readings(draw: Any) -> Reading:
     kind = draw(st.sampled_from(["features", "probe", "activation", "activation", "hidden"]))
     op = None if kind == "hidden" else draw(st.sampled_from([*WIDTHS]))
@@ -67,7 +60,7 @@ def readings(draw: Any) -> Reading:
     source = draw(st.sampled_from(SOURCES[kind][WIDTHS[op]])) if kind in SOURCES and op else None
     asked = [(3, ()), (3, (2,)), (0, (5, 1)), (0, (1, 5)), (8, (6,))]
     top_k, named = draw(st.sampled_from(asked)) if kind == "features" else (0, ())
-    windows = [] if last else draw(spans())
+    windows = [] if last else draw(spans(30))
     ops = () if op is None else (op,)
     if kind in ("activation", "probe") and op != "wide":
         ops = tuple(draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))])

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,6 +29,7 @@ from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
+from tests.entries import tensor
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import CODERS, KINDS, TOKENS, WIDTH
@@ -113,7 +114,7 @@ def test_controls_move_every_token_as_far_as_the_clamp() -> None:
 
     def change(spec: Mapping[str, Any]) -> Any:
         found = model.read(ids, steer={"edits": spec["edits"], "return": {"activations": reads}})["activations"]
-        before, after = (rows_of(entry) for entry in found)
+        before, after = (tensor(entry) for entry in found)
         return after - before
 
     every = [*trials.clamps(one, 1), *trials.controls(one, 1, seed=0)]
@@ -154,10 +155,6 @@ def test_controls_move_as_far_under_an_input_norm(name: str, tmp_path: Path) -> 
     assert clamp.norm(dim=1).min() > 0 and further.max() < 1.2
     torch.testing.assert_close(flipped, -clamp * further[3:, None], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(noise.norm(dim=1), flipped.norm(dim=1), rtol=1e-3, atol=1e-4)
-
-
-def rows_of(entry: Mapping[str, Any]) -> Any:
-    return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
 
 
 def test_a_chart_is_svg_with_a_line_for_each_arm() -> None:

@@ -30,8 +30,10 @@ class Direct(Runner):
 
 
 def ticket() -> Ticket:
+    """A ticket of one request."""
     return made("a", 0, None, 10)
 
 
 def tokens(lo: int, hi: int) -> list[int]:
+    """The ids of the tokens at these positions."""
     return [token(at) for at in range(lo, hi)]

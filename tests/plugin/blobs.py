@@ -1,20 +1,20 @@
 """What a worker sends of reads, made up from positions, and what an answer says of it. Knows no engine."""
 
-from base64 import b64decode
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from saesteer.engine.brought import Blob, Brought, Made, Part
 from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Reported
 from saesteer.planning.plan import END, Readout, Window
+from tests.entries import tensor
 
 SITE = "resid_post.3"
+PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
 
 
 def readout(kind: Any, windows: Sequence[Window], **more: Any) -> Reported:
@@ -48,26 +48,18 @@ def blob(number: int, one: Readout, spans: list[Window]) -> Blob:
 
 
 def inside(windows: Sequence[Window], lo: int, hi: int) -> list[Window]:
+    """The positions of these windows from lo on and below hi."""
     return [(max(lo, a), min(hi, b)) for a, b in windows if max(lo, a) < min(hi, b)]
 
 
 def numbers(entry: Any) -> Any:
-    return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"]).tolist()
+    """The rows of an entry."""
+    return tensor(entry).tolist()
 
 
 def of_kind(fields: Any, name: str) -> list[Any]:
+    """The activations of that name in an answer."""
     return [one for one in fields["activations"] if one["name"] == name]
-
-
-@st.composite
-def windows(draw: Any) -> list[Window]:
-    """Disjoint, ascending; the last may be open."""
-    cuts = sorted(draw(st.sets(st.integers(0, 24), max_size=6)))
-    found = [*zip(cuts[::2], cuts[1::2], strict=False)]
-    return found + ([(cuts[-1], END)] if len(cuts) % 2 else [])
-
-
-PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
 
 
 def brought(*found: tuple[str, Reading, int]) -> Brought:
@@ -80,4 +72,5 @@ def brought(*found: tuple[str, Reading, int]) -> Brought:
 
 
 def output(name: str, finish: Any = None, sent: Any = None) -> Any:
+    """Of vLLM's EngineCoreOutput, as much as is looked at."""
     return SimpleNamespace(request_id=name, finish_reason=finish, kv_transfer_params=sent)

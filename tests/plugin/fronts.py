@@ -112,5 +112,6 @@ class Front:
 
 
 def failing(name: str, word: str = "gone", counters: Any = None) -> EngineCoreOutput:
+    """What an engine says of a request that has failed."""
     told = {failures.FAILED: word} | ({} if counters is None else {KEY: counters})
     return EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, kv_transfer_params=told)

@@ -9,6 +9,8 @@ from saesteer.planning.planner import Catalog
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.versions import Names
 
+SPEC = from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]})
+
 
 class Workers:
     """Stands for engines: keeps what the first is told; a worker answers with what went wrong, or nothing."""
@@ -37,8 +39,6 @@ class Workers:
 
 
 def start(rows: int = 2, board: Board | None = None) -> Names:
+    """Names of which none is registered yet."""
     catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3, inline_rows=1)
     return Names(catalog, pool_rows=rows, layers=6, board=board)
-
-
-SPEC = from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]})

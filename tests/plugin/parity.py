@@ -96,3 +96,10 @@ def same(one: Answer, other: Answer, tolerance: float = NOISE) -> bool:
     """Equal tokens, logprobs within the noise of another batch size."""
     tokens = [token for token, _ in one] == [token for token, _ in other]
     return tokens and all(abs(a - b) < tolerance for (_, a), (_, b) in zip(one, other, strict=True))
+
+
+def difference(oracle: hf.Model, ids: list[int], made: Answer, spec: Any = None) -> float:
+    """Largest difference of the chosen tokens' logprobs, whether or not a token is near a bound."""
+    tokens = [token for token, _ in made]
+    logprobs = oracle.logits(ids + tokens[:-1], steer=spec, prompt_len=len(ids)).log_softmax(-1)[len(ids) - 1 :]
+    return max(abs(float(logprobs[step, token]) - logprob) for step, (token, logprob) in enumerate(made))

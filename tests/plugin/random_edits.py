@@ -5,10 +5,7 @@ from typing import Any
 
 from saesteer import hf
 from saesteer.errors import SpecError
-from tests.plugin.conftest import (
-    MODULES,
-    VECTORS,
-)
+from tests.plugin.conftest import MODULES, VECTORS
 from tests.rows import row_of
 
 

@@ -9,9 +9,9 @@ from tests.plugin.readings import check_reads
 
 BLOCK = 16 if CUDA else 32
 # Prompts are computed in chunks of 64 tokens; a cache for 640 tokens makes a crowd preempt.
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-OPTIONS |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
-OPTIONS |= {"reads": ["resid_post.7", "mlp_out.12", "attn_out.9", "resid_post.18"]}
+CROWDED: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+CROWDED |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
+OPTIONS = {**CROWDED, "reads": ["resid_post.7", "mlp_out.12", "attn_out.9", "resid_post.18"]}
 EVERYWHERE = {"positions": [[0, None]]}
 STEERED = [BRIDGE, {**OCEAN, "scope": {"generated": True}}, {"op": "add", "vector": "any", "site": "resid_mid.7"}]
 READS: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """What requests should read, by one pass of Transformers over their tokens with hooks. Knows no plan and no engine."""
 
-from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from saesteer import hf
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.language.sites import canonical, parse, reading_site
 from saesteer.models.families import find_trunk
+from tests.entries import tensor
 from tests.plugin.conftest import CUDA, VECTORS
 
 CLOSE = 2e-2 if CUDA else 1e-4  # of the largest number of a row; a GPU's products of float32 are rounded to tf32
@@ -75,12 +75,6 @@ def positions_of(scope: Any, prompt_len: int, end: int) -> list[int]:
     return [
         at for at in sorted(found) if at >= scope.get("skip_first", 0) and (prompt if at < prompt_len else generated)
     ]
-
-
-def tensor(entry: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The numbers of an entry."""
-    assert entry["dtype"] == "float32"
-    return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
 
 
 def check_reads(

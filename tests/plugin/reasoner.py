@@ -9,7 +9,7 @@ from saesteer.consumers import register
 from saesteer.planning.plan import END
 from tests.plugin.conftest import LONG_PROMPT
 from tests.plugin.judge import Judge
-from tests.plugin.read_requests import BLOCK
+from tests.plugin.read_requests import CROWDED
 
 PLUGIN = """
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
@@ -40,15 +40,13 @@ class UntilThe(ReasoningParser):
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """As in test_reads: prompts are computed in chunks, and a crowd preempts. The parser goes into the folder."""
+    """Prompts are computed in chunks, and a crowd preempts. The parser goes into the folder."""
     path = folder / "until_the.py"
     path.write_text(PLUGIN)
     ReasoningParserManager.import_reasoning_parser(str(path))  # vLLM's own servers do so before they look at options
     register("judge", Judge)
-    more: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK}
-    more |= {"num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False, "async_scheduling": True}
-    more |= {"reasoning_parser": "until_the", "reasoning_parser_plugin": str(path), "consumers": {"judge": {}}}
-    return {"dtype": "float32", **more}
+    more = {"reasoning_parser": "until_the", "reasoning_parser_plugin": str(path), "consumers": {"judge": {}}}
+    return {**CROWDED, "async_scheduling": True, **more}
 
 
 def text(tag: str, letters: int) -> str:

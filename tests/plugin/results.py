@@ -11,15 +11,18 @@ from tests.plugin.blobs import blob
 
 
 def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
+    """Results in a folder that is made here."""
     folder.mkdir(exist_ok=True)
     return Results(Limits(number, size, seconds), folder)
 
 
 def files(found: Results) -> list[str]:
-    return [path.name for path in found.folder.iterdir() if path.name != "lock"]
+    """The names of the files in their folder."""
+    return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
 
 
 def fill_the_disk(room: Room | Spool) -> None:
+    """Let the next write of a file find no space."""
     room._path.unlink()
     room._path.symlink_to("/dev/full")
 
@@ -33,6 +36,7 @@ class State(SimpleNamespace):
 
 
 def state(answer: counts.Report) -> State:
+    """A choice that has read two positions."""
     text = SimpleNamespace(num_output_tokens=lambda: 1)
     made = State(saesteer=answer, prompt_len=2, num_cached_tokens=0, detokenizer=text)
     assert answer.read is not None

@@ -5,18 +5,19 @@ from typing import Any
 
 from tests.plugin.read_requests import EVERYWHERE
 
-READS = {"probes": [{"probe": "probe", "scope": EVERYWHERE}]}
-ALWAYS = -1e9
+SCORES = {"probes": [{"probe": "probe", "scope": EVERYWHERE}]}
+ALWAYS = -1e9  # every score is above
 
 
 def rule(op: str, above: float, run: int = 1, **scope: Any) -> dict[str, Any]:
+    """One that watches the probe."""
     found = {"op": op, "when": {"probe": "probe", "above": above}, "for": run}
     return found | ({"scope": scope} if scope else {})
 
 
 def spec(*rules: Any, edits: Sequence[Any] = ()) -> dict[str, Any]:
     """Rules behind edits, with a read of what they watch."""
-    return {"edits": [*edits, *rules], "return": READS}
+    return {"edits": [*edits, *rules], "return": SCORES}
 
 
 def scores(choice: Any) -> dict[int, float]:
@@ -46,4 +47,5 @@ def records(found: dict[int, float], start: int) -> list[int]:
 
 
 def flag(number: int, position: int | None) -> dict[str, Any]:
+    """What an answer says of an edit that flags a position, or none."""
     return {"edit": f"saesteer.edits[{number}]", "position": position}

@@ -15,23 +15,21 @@ from saesteer.engine.readouts import Reading, Segment
 from saesteer.engine.sinks import Sinks, address
 from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.plan import END, Readout, Window
-from saesteer.plugin.results.kept import Limits, Results
+from saesteer.plugin.results.kept import Results
 from saesteer.plugin.results.spools import Layout, Spool
+from tests.plugin.results import results
 
 WIDTH, STEP = 3, 16
 SITES = ("a", "b", "c")
 
 
-def results(folder: Path, number: int = 100, size: int = 1 << 20) -> Results:
-    folder.mkdir(exist_ok=True)
-    return Results(Limits(number, size, 60), folder)
-
-
-def files(found: Results) -> list[str]:
-    return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
+def roomy(folder: Path, number: int = 100, size: int = 1 << 20) -> Results:
+    """Results with room for all that is written here, unless said otherwise."""
+    return results(folder, number, size)
 
 
 def spool_of(found: Results, scope: Sequence[Window] = ((0, END),), rows: int = 30, sites: int = 3) -> Spool:
+    """A file for the rows of one readout at some sites."""
     abouts = [{"site": name, "at": "before"} for name in SITES[:sites]]
     [made] = found.promise([Layout(abouts, rows, 2 * WIDTH * sites)])
     assert isinstance(made, Spool)
@@ -39,6 +37,7 @@ def spool_of(found: Results, scope: Sequence[Window] = ((0, END),), rows: int = 
 
 
 def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict[str, Any]]:
+    """The rows of an answer whose readout goes into this file, and the fields that it fills."""
     fields: dict[str, Any] = {}
     one = Readout("activation", "saesteer.return", SITES[0], SITES[0], False, tuple(scope), inline=False)
     about, *beside = made.layout.abouts
@@ -46,6 +45,7 @@ def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict
 
 
 def sinks_of(made: Spool) -> Any:
+    """Where a worker finds the file."""
     found = Sinks()
     found.add("r", address([(0, *made.address)]))
     return found.of("r")
@@ -58,6 +58,7 @@ def filed(brought: Brought, name: str) -> list[Any]:
 
 
 def truth(site: int, position: int, noise: int = 0) -> torch.Tensor:
+    """The row of a site and a position."""
     return torch.tensor([site, position, site * position + noise]).bfloat16()
 
 
@@ -88,6 +89,7 @@ class Steps:
 
 
 def check(found: Results, entries: Any, positions: Sequence[int], noise: int = 0) -> None:
+    """These entries name files with the rows of these positions, site by site."""
     assert [entry["site"] for entry in entries] == [*SITES[: len(entries)]]
     for site, entry in enumerate(entries):
         assert entry["positions"] == [*positions] and entry["dtype"] == "bfloat16"

@@ -4,7 +4,6 @@ A definition takes the tokens that the model makes up, the numbers at each of th
 and cached; how steps were cut, who ran beside and what was guessed must not show in an answer.
 """
 
-from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.sampling_params import RequestOutputKind
 
+from tests.entries import positions, tensor
 from tests.plugin.storm_requests import CLOSES, FIRST, KNOWN, STOPS, Asked
 from tests.small_world import BIASES, CODERS, VECTORS
 
@@ -148,7 +148,7 @@ class Truth:
                 assert told == ([self.end - 1] if self.tokens else []), ("the last hidden state", told)
             else:
                 told = self._told(hidden, entries)
-            rows = [row for entry in entries for row in _inline(entry)]
+            rows = [row for entry in entries for row in tensor(entry)]
             _near(rows, asked.hidden[told].numpy(), "hidden states", hidden)
         self.events += ["preempted"] * (asked.preemptions > 0) + ["cached"] * (asked.cached > 0)
         self.events += ["choices"] * (asked.choices > 1) + ["stop string"] * (self.tokens == asked.stop_string)
@@ -191,13 +191,13 @@ class Truth:
         named = {at for low, high in spans for at in range(low, high)}
         computed = self.asked.computed
         scope = self._resolve(one, self.end, default=default)
-        listed = [at for entry in entries for at in _positions(entry)] if told is None else []
+        listed = [at for entry in entries for at in positions(entry)] if told is None else []
         if not self.tokens:  # a rule has stopped it somewhere in its prompt
             computed = computed | {*listed} & {*range(self.asked.reached)}  # files may have rows of the step behind it
             scope &= computed | {*range(self.asked.cached)}
         if told is None:
             told = listed
-            assert len(entries) == 1 or all(map(_positions, entries)), ("an empty entry", one, entries)
+            assert len(entries) == 1 or all(map(positions, entries)), ("an empty entry", one, entries)
         else:
             told = sorted(scope - named)
         assert not named or one.get("cached") == "skip", (one, spans)
@@ -271,18 +271,10 @@ class Truth:
                 _near([of[name] for name, _ in row["top"]], strongest, "the strongest", row)
 
 
-def _positions(entry: Mapping[str, Any]) -> list[int]:
-    return [row["position"] for row in entry["rows"]] if "rows" in entry else [*entry["positions"]]
-
-
-def _inline(entry: Mapping[str, Any]) -> NDArray[np.float32]:
-    return np.frombuffer(b64decode(entry["data"]), "<f4").reshape(entry["shape"])
-
-
 def _kept(entry: Mapping[str, Any]) -> Iterator[NDArray[np.float32]]:
     """The rows of an entry; a result that is kept is deleted."""
     if "handle" not in entry:
-        yield from _inline(entry)
+        yield from tensor(entry)
         return
     rows = entry["handle"].numbers().copy()
     entry["handle"].delete()

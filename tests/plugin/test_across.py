@@ -10,7 +10,8 @@ import torch
 from saesteer import LLM, hf
 from saesteer.errors import SpecError
 from tests.loaders import across
-from tests.plugin.conftest import CUDA, LONG_PROMPT, PROMPTS, WIDTH, Answer, engine_options, generate
+from tests.plugin.conftest import CUDA, LONG_PROMPT, PROMPTS, WIDTH, engine_options, generate
+from tests.plugin.parity import difference
 
 pytestmark = pytest.mark.slow
 
@@ -54,20 +55,13 @@ SPECS: dict[str, Any] = {
 }
 
 
-def difference(oracle: hf.Model, prompt: str, made: Answer, edits: Any) -> float:
-    """The largest difference of the chosen tokens' logprobs."""
-    ids, tokens = oracle.encode(prompt), [token for token, _ in made]
-    logprobs = oracle.logits(ids + tokens[:-1], steer={"edits": edits}, prompt_len=len(ids)).log_softmax(-1)
-    return max(abs(float(logprobs[len(ids) - 1 + n, token]) - said) for n, (token, said) in enumerate(made))
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_float32_agrees_with_the_oracle(llm: Any, oracle: hf.Model, name: str) -> None:
     prompts = [PROMPTS[0], LONG_PROMPT]
     made = generate(llm, prompts, {"edits": SPECS[name]}, tokens=16)
     assert made != generate(llm, prompts, tokens=16), "the spec does something"
     for prompt, one in zip(prompts, made, strict=True):
-        assert difference(oracle, prompt, one, SPECS[name]) < TOLERANCE
+        assert difference(oracle, oracle.encode(prompt), one, {"edits": SPECS[name]}) < TOLERANCE
 
 
 def test_requests_beside_it_are_left_alone(llm: Any) -> None:

@@ -11,7 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction
-from tests.plugin.blobs import blob, inside, of_kind, readout, windows
+from tests.plugin.blobs import blob, inside, of_kind, readout
+from tests.spec.scopes import windows
 
 HOWS = ("none", "mean", "max", "last")
 SHELF = SimpleNamespace(width=12, write=lambda *_: None, keep=lambda entries, _: ["a handle"] * len(entries))

@@ -20,7 +20,7 @@ from saesteer.consumers import register
 from saesteer.errors import PromptsFailed, SpecError
 from tests.plugin.conftest import CUDA, LONG_PROMPT, Dictionaries, engine_options, preemptions
 from tests.plugin.judge import Judge, install
-from tests.plugin.read_requests import ask, text
+from tests.plugin.read_requests import BLOCK, CROWDED, ask, text
 from tests.plugin.results import fill_the_disk
 from tests.plugin.serving import events_of, served
 from tests.plugin.stored import SITE, Rows, captured, tensors_in, written
@@ -28,10 +28,6 @@ from tests.shared import Shared
 
 pytestmark = pytest.mark.slow
 
-BLOCK = 16 if CUDA else 32
-# As in test_reads: prompts are computed in chunks, and a crowd preempts.
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-OPTIONS |= {"block_size": BLOCK, "num_gpu_blocks_override": 640 // BLOCK + 1, "disable_log_stats": False}
 READ: dict[str, Any] = {"activations": [{"site": SITE}], "probes": ["probe"]}
 
 
@@ -58,7 +54,7 @@ def llm(served_dir: str, dictionaries: Dictionaries, folder: Path, shared: Share
             consumers=consumers,
             capture=[SITE, "resid_pre.21", "resid_post.7"],
             capture_folder=str(folder / "captured"),
-            **engine_options(**OPTIONS),
+            **engine_options(**CROWDED),
         )
         try:
             yield made

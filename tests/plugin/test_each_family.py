@@ -10,7 +10,8 @@ from saesteer import hf
 from saesteer.loaders.formats import own
 from saesteer.models.families import FAMILIES
 from tests import tiny
-from tests.plugin.conftest import CUDA, Answer, engine_options, generate, random_coder
+from tests.plugin.conftest import CUDA, engine_options, generate, random_coder
+from tests.plugin.parity import difference
 
 IN_CI = ("Llama", "GPT-2")  # one whose stream is two tensors in vLLM, and one of which it is one
 
@@ -38,13 +39,6 @@ def edits(row: str, sites: list[str]) -> dict[str, Any]:
         found[f"add at {site}"] = {"op": "add", "vector": push, "site": site, "scale": 0.7}
         found[f"clamp at {site}"] = {"op": "clamp", "dictionary": site, "feature": 17, "value": 4.0}
     return {name: {"edits": [edit]} for name, edit in found.items()}
-
-
-def difference(oracle: hf.Model, ids: list[int], made: Answer, spec: Any) -> float:
-    """Largest difference of the chosen tokens' logprobs."""
-    tokens = [token for token, _ in made]
-    logprobs = oracle.logits(ids + tokens[:-1], steer=spec, prompt_len=len(ids)).log_softmax(-1)[len(ids) - 1 :]
-    return max(abs(float(logprobs[step, token]) - logprob) for step, (token, logprob) in enumerate(made))
 
 
 def marks_of(row: str) -> list[pytest.MarkDecorator]:

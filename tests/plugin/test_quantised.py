@@ -19,7 +19,7 @@ from tests import tiny
 from tests.plugin import quantised
 from tests.plugin.conftest import CUDA, Answer, answer, engine_options, random_coder
 from tests.plugin.lora import merge_adapter, write_adapter
-from tests.plugin.test_each_family import difference
+from tests.plugin.parity import difference
 
 PROMPTS = [[1, *(3 + (n * 7 + start) % 40 for n in range(count))] for start, count in enumerate((5, 20, 41, 70))]
 TOKENS = 8

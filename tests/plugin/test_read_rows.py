@@ -32,8 +32,8 @@ from tests.plugin.blobs import (
     readout,
     row,
     strongest,
-    windows,
 )
+from tests.spec.scopes import windows
 
 WIDTH = 3
 

@@ -9,6 +9,7 @@ import pytest
 
 from saesteer import hf
 from saesteer.plugin.results.spools import Spool
+from tests.entries import positions
 from tests.plugin.conftest import generate, preemptions
 from tests.plugin.read_requests import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, add, ask, check, text
 from tests.plugin.readings import check_reads
@@ -121,10 +122,6 @@ def test_one_token_was_no_input(llm: Any, oracle: hf.Model) -> None:
     (output,) = ask(llm, [text("one", 150)], {"return": READS["generated"]}, 1)
     said = output.saesteer
     assert [said["features"][0]["rows"], said["probes"][0]["scores"], said["activations"][0]["tokens"]] == [[], [], 0]
-
-
-def positions(entry: Any) -> list[int]:
-    return [row["position"] for row in entry["rows"]] if "rows" in entry else list(entry["positions"])
 
 
 def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> None:

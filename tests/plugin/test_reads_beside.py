@@ -12,9 +12,10 @@ import torch
 from saesteer import hf
 from saesteer.errors import SpecError
 from saesteer.plugin.results.kept import Results
+from tests.entries import tensor
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.read_requests import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, ask, check, text
-from tests.plugin.readings import CLOSE, check_reads, passed, tensor
+from tests.plugin.readings import CLOSE, check_reads, passed
 from tests.plugin.rule_requests import ALWAYS, flag, records, rule, scores, spec, threshold
 
 pytestmark = pytest.mark.slow

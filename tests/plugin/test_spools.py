@@ -29,9 +29,11 @@ from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog, Window
 from saesteer.plugin.door.admission import Door, without_ours
 from saesteer.plugin.results.kept import Results
-from tests.plugin.blobs import inside, windows
+from tests.plugin.blobs import inside
 from tests.plugin.filers import PUT, in_this_process, path_of, steps_of_copies
-from tests.plugin.spooling import STEP, WIDTH, Steps, check, filed, files, results, sinks_of, spool_of, told
+from tests.plugin.results import files
+from tests.plugin.spooling import STEP, WIDTH, Steps, check, filed, roomy, sinks_of, spool_of, told
+from tests.spec.scopes import windows
 
 
 def said_of(brought: Brought) -> list[Any]:
@@ -53,7 +55,7 @@ def test_each_row_is_where_its_handle_finds_it(
     tmp_path: Path, scope: list[Window], sites: int, chunks: list[int], again: int, end: int, here: bool, sent: bool
 ) -> None:
     """In chunks, once more from the beginning behind a preemption, past the end, and by either process."""
-    found, steps = results(Path(tempfile.mkdtemp(dir=tmp_path))), Steps(scope, sites)
+    found, steps = roomy(Path(tempfile.mkdtemp(dir=tmp_path))), Steps(scope, sites)
     made = spool_of(found, scope, sum(max(0, min(hi, end) - lo) for lo, hi in scope), sites)
     rows, fields = told(made, scope)
     sinks = sinks_of(made) if here else None
@@ -77,7 +79,7 @@ def test_each_row_is_where_its_handle_finds_it(
 
 
 def test_a_file_is_there_until_its_last_handle_is_deleted(tmp_path: Path) -> None:
-    found = results(tmp_path)
+    found = roomy(tmp_path)
     made = spool_of(found, rows=20)
     whole = 20 * 2 * WIDTH * 3
     assert found.sweep() == [whole // 3] * 3, "what was declared"
@@ -98,7 +100,7 @@ def test_a_file_is_there_until_its_last_handle_is_deleted(tmp_path: Path) -> Non
 
 
 def test_a_result_is_read_in_any_pieces(tmp_path: Path) -> None:
-    found = results(tmp_path)
+    found = roomy(tmp_path)
     rows, fields = told(spool_of(found))
     rows.add([[0, [[0, 9]], bytes(range(9 * 2 * WIDTH * 3))]])
     rows.tell(9, 1, final=True)
@@ -119,7 +121,7 @@ def test_rows_of_a_step_that_leaves_its_process_wait_for_no_later_one(
 ) -> None:
     """In one process they come home together, when somebody asks."""
     several = steps_of_copies(monkeypatch)
-    steps, sinks = Steps([(0, END)]), sinks_of(spool_of(results(tmp_path)))
+    steps, sinks = Steps([(0, END)]), sinks_of(spool_of(roomy(tmp_path)))
     brought = [steps.run(sinks, at, at + 1) for at in range(3)]
     assert not several
     pickle.dumps(brought)
@@ -130,7 +132,7 @@ def test_rows_of_a_step_that_leaves_its_process_wait_for_no_later_one(
 
 
 def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, steps = results(tmp_path), Steps([(0, END)])
+    found, steps = roomy(tmp_path), Steps([(0, END)])
     one, two = spool_of(found), spool_of(found)
     sick, sound = sinks_of(one), sinks_of(two)
     sick_one = sick[0].path
@@ -156,7 +158,7 @@ def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, mon
 
 
 def test_rows_that_come_here_and_do_not_fit_on_the_disk_end_their_request(tmp_path: Path) -> None:
-    found = results(tmp_path)
+    found = roomy(tmp_path)
     made = spool_of(found)
     made._path.unlink()
     made._path.symlink_to("/dev/full")
@@ -168,7 +170,7 @@ def test_rows_that_come_here_and_do_not_fit_on_the_disk_end_their_request(tmp_pa
 
 
 def test_a_file_that_nobody_holds_is_given_up_though_a_worker_has_it_open(tmp_path: Path) -> None:
-    found, steps = results(tmp_path), Steps([(0, END)])
+    found, steps = roomy(tmp_path), Steps([(0, END)])
     made = spool_of(found)
     sinks = sinks_of(made)
     assert len(files(found)) == 1
@@ -180,7 +182,7 @@ def test_a_file_that_nobody_holds_is_given_up_though_a_worker_has_it_open(tmp_pa
 
 
 def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = spool_of(results(tmp_path))
+    made = spool_of(roomy(tmp_path))
     here = address([(0, *made.address)])
     found = Sinks()
     found.add("far", ["another machine", here[1]])
@@ -198,7 +200,7 @@ def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: 
 
 
 def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = results(tmp_path, number=20), results(tmp_path, number=20)  # of two API servers
+    one, two = roomy(tmp_path, number=20), roomy(tmp_path, number=20)  # of two API servers
     looks, sweep = 0, Results.sweep
 
     def counted(self: Results) -> list[int]:
@@ -224,7 +226,7 @@ def test_which_requests_have_files_that_workers_write(tmp_path: Path, case: str)
     consumers = SimpleNamespace(named={"x": SimpleNamespace(check=lambda *_: None)}, capturing=())
     capture = ["resid_post.3"] if case == "captured" else []
     door = Door("", config, None, model, consumers if case == "a consumer" else Consumers({}), capture)  # type: ignore[arg-type]
-    door.results = results(tmp_path)
+    door.results = roomy(tmp_path)
     catalog = Catalog({}, frozenset({"resid_post.3", "resid_post.4"}), 64, width=8, consumers={"x": lambda *_: None})
     reads = [
         {"site": "resid_post.4", "at": "after"},

@@ -17,7 +17,7 @@ import torch
 from saesteer import hf
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
 from tests.plugin.lora import merge_adapter
-from tests.plugin.parity import TOLERANCE
+from tests.plugin.parity import TOLERANCE, difference
 from tests.plugin.serving import CUDA, events_of
 from tests.plugin.turns import TURNS, pieces
 
@@ -44,13 +44,6 @@ def said(choice: Any) -> Answer:
     found = choice["logprobs"]
     values = found["token_logprobs"] if "token_logprobs" in found else [one["logprob"] for one in found["content"]]
     return list(zip(choice["token_ids"], values, strict=True))
-
-
-def difference(oracle: hf.Model, ids: list[int], made: Answer, spec: Any = None) -> float:
-    """The largest one from the oracle's logprobs."""
-    tokens = [token for token, _ in made]
-    logprobs = oracle.logits(ids + tokens[:-1], steer=spec, prompt_len=len(ids)).log_softmax(-1)
-    return max(abs(float(logprobs[len(ids) - 1 + n, token]) - value) for n, (token, value) in enumerate(made))
 
 
 def check(oracle: hf.Model, ids: list[int], made: Answer, spec: Any = SPEC, tolerance: float = TOLERANCE) -> None:

@@ -27,7 +27,7 @@ from saesteer.engine.sinks import Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
 from saesteer.planning.plan import END
 from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in, soon
-from tests.plugin.spooling import Steps, check, filed, results, sinks_of, spool_of, told
+from tests.plugin.spooling import Steps, check, filed, roomy, sinks_of, spool_of, told
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[filer.Filer]:
 
 @pytest.mark.usefixtures("here")
 def test_only_who_ends_a_request_waits_for_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, steps, gate = results(tmp_path), Steps([(0, END)]), threading.Event()
+    found, steps, gate = roomy(tmp_path), Steps([(0, END)]), threading.Event()
     made = spool_of(found)
     monkeypatch.setattr(PUT, lambda *given: gate.wait(20) and cast(Any, put)(*given))
     brought = steps.run(sinks_of(made), 0, 5)
@@ -64,7 +64,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(PUT, slow)
     monkeypatch.setattr(staging, "MOST", 1024)  # two parts
-    found, steps = results(tmp_path), Steps([(0, END)])
+    found, steps = roomy(tmp_path), Steps([(0, END)])
     made = spool_of(found)
     sinks = sinks_of(made)
     for step in range(2):
@@ -93,7 +93,7 @@ def test_what_has_ended_is_told_and_not_waited_for(
 
     monkeypatch.setattr(PUT, broken)
     steps = Steps([(0, END)])
-    made = spool_of(results(tmp_path))
+    made = spool_of(roomy(tmp_path))
     brought = steps.run(sinks_of(made), 0, 5)
     assert brought is not None and here
     for _ in range(2):
@@ -291,7 +291,7 @@ def test_who_comes_again_has_its_rows_in_their_order(
 ) -> None:
     """What a preempted request computes anew is written behind what it had, whoever has forgotten it meanwhile."""
     monkeypatch.setattr(filer, "PAUSE", 20)
-    made, writer = spool_of(results(tmp_path)), Writer()
+    made, writer = spool_of(roomy(tmp_path)), Writer()
     device = Device(writer)
     for turn in range(2):
         sinks = Sinks()

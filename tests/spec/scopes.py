@@ -1,8 +1,9 @@
-"""Scopes around the border of a prompt, and which positions one holds by the fine print. Knows no plan."""
+"""Scopes around the border of a prompt, which positions one holds by the fine print, and windows."""
 
 from hypothesis import strategies as st
 
 from saesteer.language.edits import Scope
+from saesteer.planning.plan import END, Window
 
 near = st.integers(-25, 45)
 near_scopes = st.builds(
@@ -51,3 +52,11 @@ def holds(scope: Scope, p: int, prompt_len: int, format_skips: int) -> bool:
         if named:
             return True
     return False
+
+
+@st.composite
+def windows(draw: st.DrawFn, furthest: int = 24) -> list[Window]:
+    """Positions in pieces: disjoint, ascending; the last may be open."""
+    cuts = sorted(draw(st.sets(st.integers(0, furthest), max_size=6)))
+    found = [*zip(cuts[::2], cuts[1::2], strict=False)]
+    return found + ([(cuts[-1], END)] if len(cuts) % 2 else [])
