@@ -15,7 +15,7 @@ from tests.plugin.parity import difference
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 5e-2 if CUDA else 2e-4  # of a logprob, as in test_parity.py
+TOLERANCE = 5e-2 if CUDA else 2e-4  # of a logprob, as in parity.py
 FIRST, COUNT, FEATURES = 26, 4, 96  # the last layers of the embedded model
 
 

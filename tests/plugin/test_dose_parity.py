@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 # Both sides round to 4 digits, which is 5e-4 of a number each, and are two float32 implementations of the same layers;
 # a GPU's products of float32 are rounded to tf32.
 TOLERANCE = 1e-2 if CUDA else 1.1e-3
-# Of a logprob, as in test_parity.py.
+# Of a logprob, as in parity.py.
 LOGPROB = 5e-2 if CUDA else 1e-4
 
 ASKED = {"dose": True}

@@ -2,7 +2,7 @@
 
 Neither rows, slots and results, nor open files and threads of its processes; in the long run, nor their memory.
 Requests return features, probes, activations in the answer and by a handle, hidden states, and hand them to consumers.
-Then what a full disk and an expired handle do. Knows what test_soak.py asks and counts.
+Then what a full disk and an expired handle do. Knows what soaking.py asks and counts.
 """
 
 import json
@@ -67,7 +67,7 @@ def server(model_dir: str, dictionaries: Dictionaries, place: Path) -> Iterator[
     flags += ["--result-seconds", str(SECONDS), "--max-results", "4096", "--pool-rows", "8", "--block-size", "32"]
     flags += ["--saesteer-admin-key", ADMIN_KEY, "--worker-extension-cls", "tests.plugin.held.Held"]
     environment = {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in test_soak.py
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in soaking.py
     # The C library gives back what is freed. By itself it keeps some for each thread, which goes up and down by 90 MiB.
     environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     with served(flags, place / "log", environment=environment | {"TMPDIR": str(place / "temporary")}) as client:
