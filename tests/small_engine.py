@@ -13,20 +13,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine, Row
 from saesteer.loaders.formats import own
 from tests.rows import row_of
-from tests.small_world import (
-    BIASES,
-    CODERS,
-    DOWN,
-    HEADS,
-    KINDS,
-    MODULES,
-    SITES,
-    STEP,
-    TOKENS,
-    UP,
-    VECTORS,
-    WIDTH,
-)
+from tests.small_world import BIASES, CODERS, DOWN, HEADS, KINDS, MODULES, SITES, STEP, TOKENS, UP, VECTORS, WIDTH
 
 
 def make_engine(folder: Path, *, stages: tuple[int, ...] = (), stage: int = 0, **changes: Any) -> Engine:

@@ -7,17 +7,7 @@ import torch
 
 from tests.formulas import Dict, Token, World
 from tests.kernels.truth import dosed
-from tests.small_world import (
-    BIASES,
-    CODERS,
-    DOWN,
-    KINDS,
-    MODULES,
-    SITES,
-    STEP,
-    UP,
-    VECTORS,
-)
+from tests.small_world import BIASES, CODERS, DOWN, KINDS, MODULES, SITES, STEP, UP, VECTORS
 
 
 def world() -> World:

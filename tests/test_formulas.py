@@ -21,18 +21,7 @@ from tests.kernels.doses import judge_doses
 from tests.rows import row_of
 from tests.small_engine import forward, make_engine
 from tests.small_truth import expected
-from tests.small_world import (
-    INLINE,
-    INLINE_WIDE,
-    KINDS,
-    MODULES,
-    NARROW,
-    SITES,
-    TOKENS,
-    WHOLE,
-    WIDTH,
-    edits,
-)
+from tests.small_world import INLINE, INLINE_WIDE, KINDS, MODULES, NARROW, SITES, TOKENS, WHOLE, WIDTH, edits
 
 
 @pytest.fixture(scope="module")

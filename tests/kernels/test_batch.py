@@ -10,20 +10,7 @@ from hypothesis import strategies as st
 
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE
-from tests.kernels.harness import (
-    GPU,
-    IN_RUNS,
-    TILED,
-    TOKEN,
-    Call,
-    Case,
-    Path,
-    State,
-    a_world,
-    bits,
-    kinds_of,
-    work_of,
-)
+from tests.kernels.harness import GPU, IN_RUNS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
 from tests.kernels.shapes import DRAWN, PATHS, SHAPES, Shape
 from tests.kernels.tables import Entry, make_positions, make_table, write_row

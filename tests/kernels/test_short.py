@@ -21,19 +21,7 @@ from saesteer.kernels import layout
 from saesteer.kernels.layout import ANY, BARE, HELD, LONE, MATCH, NORMED, PAIR, READ, SHORT
 from saesteer.kernels.reference import rms_norm_ref
 from tests.kernels.exact import Run, along, ramp
-from tests.kernels.harness import (
-    EPS,
-    GPU,
-    NEAR,
-    OFFSET,
-    TOKEN,
-    Call,
-    Path,
-    State,
-    bits,
-    kinds_of,
-    work_of,
-)
+from tests.kernels.harness import EPS, GPU, NEAR, OFFSET, TOKEN, Call, Path, State, bits, kinds_of, work_of
 from tests.kernels.shapes import DRAWN, PATHS, SHAPES, Shape
 from tests.kernels.tables import Entry, assert_as_accurate, make_positions, make_table
 

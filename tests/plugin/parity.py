@@ -8,16 +8,12 @@ import numpy as np
 from saesteer import hf
 from saesteer.language.sites import canonical, order, reading_site
 from tests.formulas import Dict, Token, World
-from tests.plugin.conftest import (
-    CUDA,
-    MODULES,
-    VECTORS,
-    WIDTH,
-    Answer,
-)
+from tests.plugin.conftest import CUDA, MODULES, VECTORS, WIDTH, Answer
 
 # Of a logprob: two float32 implementations of the same 30 layers; a GPU's products of float32 are rounded to tf32.
 TOLERANCE = 5e-2 if CUDA else 1e-4
+# Of a logprob, between batches of different size: float32 on a CPU; on a GPU its products are rounded to tf32.
+NOISE = 2e-2 if CUDA else 2e-4
 
 
 def compare(oracle: hf.Model, prompt: str, made: Answer, spec: Any) -> tuple[float, int]:
@@ -86,10 +82,6 @@ def world(oracle: hf.Model, spec: Any) -> World:
     vectors = {name: {layer: row.astype(np.float64) for layer, row in rows.items()} for name, rows in VECTORS.items()}
     sites = sorted({*oracle.engine.sites, *(one.site for one in dictionaries.values())}, key=order)
     return World(sites, dictionaries, vectors, {"any": 0.0, "each": 0.0, "probe": 1.5}, MODULES)
-
-
-# Of a logprob, between batches of different size: float32 on a CPU; on a GPU its products are rounded to tf32.
-NOISE = 2e-2 if CUDA else 2e-4
 
 
 def same(one: Answer, other: Answer, tolerance: float = NOISE) -> bool:

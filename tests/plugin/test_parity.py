@@ -7,14 +7,7 @@ import pytest
 
 from saesteer import hf
 from saesteer.language.spec import OPS
-from tests.plugin.conftest import (
-    BRIDGE,
-    CUDA,
-    LONG_PROMPT,
-    OCEAN,
-    PROMPTS,
-    generate,
-)
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, generate
 from tests.plugin.parity import TOLERANCE, compare
 from tests.plugin.random_edits import drawn
 

@@ -20,19 +20,7 @@ from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Window
 from saesteer.plugin.results import counts, reads
 from saesteer.plugin.results.reads import READ
-from tests.plugin.blobs import (
-    PROBE,
-    SITE,
-    blob,
-    brought,
-    inside,
-    numbers,
-    of_kind,
-    output,
-    readout,
-    row,
-    strongest,
-)
+from tests.plugin.blobs import PROBE, SITE, blob, brought, inside, numbers, of_kind, output, readout, row, strongest
 from tests.spec.scopes import windows
 
 WIDTH = 3

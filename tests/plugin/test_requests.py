@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.plugin.conftest import (
-    BRIDGE,
-    LONG_PROMPT,
-    OCEAN,
-    PROMPTS,
-    TIGHT,
-    Answer,
-    answer,
-    generate,
-    preemptions,
-)
+from tests.plugin.conftest import BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, Answer, answer, generate, preemptions
 from tests.plugin.parity import NOISE, same
 
 pytestmark = pytest.mark.slow
