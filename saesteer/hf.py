@@ -27,7 +27,7 @@ from saesteer.language.fields import fail
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
 from saesteer.loaders import load
-from saesteer.models.families import find_trunk, other_widths
+from saesteer.models.families import find_trunk, of_layers, other_widths
 from saesteer.models.tokens import chat_ids, token_ids
 from saesteer.planning.answers import Rows, reported
 from saesteer.planning.by_rows import features_of
@@ -111,7 +111,7 @@ class Model:
         self._config = replace(self._config, dictionaries=sources)
         text = model.config.get_text_config()
         self._assets = Assets.open(self._config)
-        self._assets.refuse_pregain(text)
+        self._assets.refuse_unlike(text)
         self._longest = min(max_tokens, text.max_position_embeddings)
         self._why = "the model's context" if self._longest == text.max_position_embeddings else "max_tokens"
         self.engine = Engine(
@@ -125,6 +125,7 @@ class Model:
             max_rows=1,
             max_tokens=self._longest,
         )
+        self.engine.catalog = replace(self.engine.catalog, **of_layers(text))
         check_default(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None

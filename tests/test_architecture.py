@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "kernels": set(),
     "language": {"errors"},
-    "models": {"errors"},
+    "models": {"errors", "language"},
     "dictionaries": {"errors", "language"},
     "loaders": {"errors", "dictionaries"},
     "labels": {"errors", "models", "dictionaries", "loaders"},

@@ -1,10 +1,10 @@
 """Model families: the classes exist in both libraries, resid_mid is what it should be, all others are refused."""
 
-import ast
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from saesteer import hf
-from saesteer.errors import ConfigError, UnsupportedError
+from saesteer.errors import ConfigError, SpecError, UnsupportedError
+from saesteer.language.sites import SUMS
 from saesteer.loaders.formats import own
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Family, Library, find_trunk
 from tests import tiny
 from tests.plugin.conftest import random_coder
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-# In GLM-4 the MLP's norm has another name; in Cohere 2 attention and the MLP read the same; most of the others are like
-# Llama's today, but nobody has looked whether they stay so.
-UNKNOWN = ["Glm4", "Granite", "Cohere2", "StableLm", "Olmo", "Olmoe", "Phi", "OPT"]
+# In Cohere 2 and Phi attention and the MLP read the same; the others are like Llama's today, but nobody has looked
+# whether they stay so.
+UNKNOWN = ["Cohere2", "StableLm", "Starcoder2", "Phi", "OPT"]
 
 
 def unknown(name: str) -> Any:
@@ -44,9 +45,16 @@ each_row_with_resid_mid = pytest.mark.parametrize(
 
 def attention_part(row: str, block: Any) -> Any:
     """The module whose output attention adds to the stream: in some families a norm, else attention itself."""
-    if row.startswith(("Gemma 2", "Gemma 3", "OLMo")):
+    if row.startswith(("Gemma 2", "Gemma 3", "Gemma 4", "OLMo 2", "OLMo 3")):
         return block.post_attention_layernorm
+    if row == "GLM-4":
+        return block.post_self_attn_layernorm
     return next(getattr(block, name) for name in ("self_attn", "linear_attn", "attn") if hasattr(block, name))
+
+
+def multiplied(model: Any) -> float:
+    """What the parts of layers are multiplied by before they are added to the stream, in Granite."""
+    return float(getattr(model.config, "residual_multiplier", 1.0))
 
 
 def first(out: Any) -> Tensor:
@@ -81,12 +89,15 @@ def test_the_layers_of_each_family_are_found(row: str) -> None:
 def test_each_family_has_each_site_but_where_attention_and_the_mlp_read_the_same() -> None:
     parallel = next(family for family in FAMILIES if family.name == "GPT-NeoX")
     assert tuple(parallel.sites) == ("resid_pre", "z", "resid_post")
-    stream, hybrid = {"resid_pre", "resid_mid", "resid_post"}, {"Qwen3-Next", "Qwen3.5"}
-    parts = {"Llama", "Mistral", "Phi-3", "Qwen2", "Qwen2-VL", "Qwen3", "Gemma", "Gemma 2", "Gemma 3"}
+    stream, others = {"resid_pre", "resid_mid", "resid_post"}, {"Qwen3-Next", "Qwen3.5", "DeepSeek-V2", "DeepSeek-V3"}
+    parts = {"Llama", "Mistral", "Phi-3", "Qwen2", "Qwen2-VL", "Qwen3", "Gemma", "Gemma 2", "Gemma 3", "GLM-4"}
+    parts |= {"Apertus", "Granite", "SmolLM3", "OLMo"}
+    some = {"Gemma 4": {"z"}}
     for family in FAMILIES:
-        if family is not parallel:
-            others = stream if family.name in hybrid else stream | {"z"}
-            assert family.sites.keys() == (set(SERVED_KINDS) if family.name in parts else others)
+        if family.name in parts | some.keys():
+            assert family.sites.keys() == set(SERVED_KINDS) - some.get(family.name, set())
+        elif family is not parallel:
+            assert family.sites.keys() == (stream if family.name in others else stream | {"z"})
     told = r"GPT-NeoX layers have no resid_mid\.1; served: resid_pre, z, resid_post$"
     with pytest.raises(UnsupportedError, match=told):
         hf.Model(tiny.made("GPT-NeoX"), sites=["resid_mid.1"])
@@ -113,7 +124,7 @@ def test_resid_mid_is_the_stream_behind_attention(row: str) -> None:
         torch.testing.assert_close(streams[f"resid_post.{layer}"], seen[f"block {layer}"])
         if between:
             before = streams["resid_pre.0" if layer == 0 else f"resid_post.{layer - 1}"]
-            expected = before + seen[f"attention {layer}"]
+            expected = before + seen[f"attention {layer}"] * multiplied(model)
             torch.testing.assert_close(streams[f"resid_mid.{layer}"], expected)
             assert (expected - before).norm() > 0.01 * before.norm(), "attention adds too little to tell"
 
@@ -126,7 +137,7 @@ def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(row: str) -> N
 
     def pushed(_module: Any, _inputs: Any, out: Any) -> Any:
         added = first(out).clone()
-        added[:, 1:] += push  # position 0 is left alone
+        added[:, 1:] += push / multiplied(plain)  # position 0 is left alone
         return (added, *out[1:]) if isinstance(out, tuple) else added
 
     tokens = torch.tensor([IDS])
@@ -139,6 +150,35 @@ def test_an_edit_at_resid_mid_is_read_by_all_that_comes_behind_it(row: str) -> N
     torch.testing.assert_close(steered.logits(IDS, steer=edit), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(steered.logits(IDS), before, atol=1e-5, rtol=1e-4)
     assert (expected - before)[1:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", SUMS)
+@pytest.mark.parametrize("row", [row for row in tiny.ROWS if "attn_out" in tiny.family_of(row).sites])
+def test_what_is_added_at_a_part_is_added_at_its_sum_or_refused(row: str, kind: str) -> None:
+    """Where the sum holds the part as it is, its op makes the edit; elsewhere nothing but an op at the part does."""
+    push = torch.randn(tiny.WIDTH, generator=torch.Generator().manual_seed(2)).tolist()
+    edit = {"op": "add", "vector": push, "site": f"{kind}.1"}
+    part, sum_ = (hf.Model(tiny.made(row), sites=[f"{site}.1"]) for site in (kind, SUMS[kind]))
+    expected = part.logits(IDS, steer=edit)
+    assert (expected - part.logits(IDS)).abs().max() > 1e-3
+    if row == "Granite" or (row.startswith("Gemma 4") and kind == "mlp_out"):
+        with pytest.raises(SpecError, match=rf"edits\[0\]\.site: got {kind}\.1, where this server has no op"):
+            sum_.logits(IDS, steer=edit)
+    else:
+        torch.testing.assert_close(sum_.logits(IDS, steer=edit), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_dictionary_whose_output_no_sum_holds_needs_its_own_op(tmp_path: Path) -> None:
+    """A transcoder of Gemma 4: what is added at resid_post is neither read by the embedding nor multiplied."""
+    own.write(tmp_path / "tc.safetensors", random_coder("relu", 3, width=tiny.WIDTH))
+    dictionaries = {"tc": f"{tmp_path}/tc.safetensors@mlp_in.1:mlp_out.1"}
+    told = r"dictionary 'tc' writes mlp_out\.1, and in this model .*; add --sites mlp_out\.1$"
+    with pytest.raises(ConfigError, match=told):
+        hf.Model(tiny.made("Gemma 4"), dictionaries=dictionaries)
+    model = hf.Model(tiny.made("Gemma 4"), dictionaries=dictionaries, sites=["mlp_out.1"])
+    edit = {"op": "clamp", "dictionary": "tc", "feature": 3, "value": 4.0}
+    assert (model.logits(IDS, steer=edit) - model.logits(IDS)).abs().max() > 1e-3
+    hf.Model(tiny.made("Llama"), dictionaries=dictionaries)
 
 
 @each_row
@@ -181,106 +221,11 @@ def test_a_trunk_inside_a_model_with_other_layers_is_found() -> None:
         def __init__(self, text: Any) -> None:
             super().__init__()
             self.layers = 12
-            self.tower = unknown("Granite").model
+            self.tower = unknown("StableLm").model
             self.language_model = text
 
     text = tiny.made("Llama").model
     assert find_trunk(Seeing(text), "transformers")[0] is text
-
-
-MODULES = {"vllm": "vllm.model_executor.models.{}", "transformers": "transformers.models.{0}.modeling_{0}"}
-ADDED = "hidden_states,residual=self.{norm}(hidden_states,residual)"
-STEPS = ["self.self_attn(", ADDED, "self.mlp("]
-HYBRID = ["hidden_states=self.linear_attn(", "hidden_states=self.self_attn(", ADDED, "self.mlp(hidden_states)"]
-OLMO = [
-    "self.self_attn(hidden_states=hidden_states,",
-    "hidden_states=self.post_attention_layernorm(hidden_states)hidden_states=residual+hidden_states",
-    "residual=hidden_stateshidden_states=self.mlp(hidden_states)",
-]
-# Which source vLLM runs a family by, and where it does what, if that differs from Llama's.
-SOURCES = {
-    "Mixtral": ("vllm", "mixtral", ["self.self_attn(", ADDED, "self.block_sparse_moe("]),
-    "Phi-3": ("vllm", "llama", STEPS),
-    "Qwen2-VL": ("vllm", "qwen2", STEPS),
-    "Qwen3-VL": ("vllm", "qwen3_vl", STEPS),
-    "Qwen3-Next": ("vllm", "qwen3_next", HYBRID),
-    "Qwen3.5": ("vllm", "qwen3_5", HYBRID),
-    "GPT-OSS": ("vllm", "gpt_oss", ["self.attn(", ADDED, "self.mlp("]),
-    "GPT-2": (
-        "vllm",
-        "gpt2",
-        [
-            "residual=hidden_stateshidden_states=self.ln_1(hidden_states)",
-            "self.attn(",
-            "=attn_output+residual",
-            "residual=hidden_stateshidden_states=self.ln_2(hidden_states)",
-            "self.mlp(",
-        ],
-    ),
-    "OLMo 2": ("transformers", "olmo2", OLMO),
-    "OLMo 3": ("transformers", "olmo3", OLMO),
-    "GPT-NeoX": (
-        "transformers",
-        "gpt_neox",
-        [
-            "self.attention(self.input_layernorm(hidden_states)",
-            "self.mlp(self.post_attention_layernorm(hidden_states))",
-            "=mlp_output+attn_output+hidden_states",
-        ],
-    ),
-}
-
-
-def forward_of(module: str, name: str) -> str:
-    """The source of a class's forward, its own or its first parent's; without an import, which can need torchvision."""
-    found = find_spec(module)
-    assert found is not None and found.origin is not None
-    source = Path(found.origin).read_text()
-    tree = ast.parse(source)
-    [layer] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    for node in layer.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "forward":
-            return str(ast.get_source_segment(source, node))
-    parent = ast.unparse(layer.bases[0])
-    [origin] = [
-        node.module for node in tree.body if isinstance(node, ast.ImportFrom) and parent in {a.name for a in node.names}
-    ]
-    return forward_of(f"{module.rpartition('.')[0]}.{origin}", parent)
-
-
-@each_family
-def test_the_installed_source_adds_to_the_stream_where_the_row_says(family: Family) -> None:
-    """Attention's part comes to the stream before the module at resid_mid reads it, and the MLP comes after."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"), STEPS)
-    library, name, steps = SOURCES.get(family.name, usual)
-    source = "".join(forward_of(MODULES[library].format(name), family.vllm).split())
-    norm = family.sites["resid_mid"].vllm.module if "resid_mid" in family.sites else ""
-    steps = [step.format(norm=norm) for step in steps]
-    places = [source.index(step) for step in steps]
-    assert places == sorted(places)
-    assert {source.count(step) for step in steps} == {1}
-
-
-# Where attention is defined, if that is not where the layer is, and what it is projected by.
-ATTENTION = {"Qwen3-VL": ("vllm", "qwen3"), "Phi-3": ("vllm", "llama"), "Qwen2-VL": ("vllm", "qwen2")}
-PROJECTIONS = {"GPT-2": "attn_output,_=self.c_proj(attn_output)", "GPT-NeoX": "attn_output=self.dense(attn_output)"}
-
-
-@each_family
-def test_the_installed_source_projects_all_heads_by_the_module_at_z(family: Family) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    if "z" not in family.sites:
-        return
-    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"))
-    library, name = ATTENTION.get(family.name, SOURCES.get(family.name, usual)[:2])
-    found = find_spec(MODULES[library].format(name))
-    assert found is not None and found.origin is not None
-    source = "".join(Path(found.origin).read_text().split())
-    usual_step = "output,_=self.o_proj(attn_output)" if library == "vllm" else "attn_output=self.o_proj(attn_output)"
-    step = PROJECTIONS.get(family.name, usual_step)
-    assert source.count(step) == 1
-    assert f"self.{family.sites['z'].vllm.module.rpartition('.')[2]}(" in step
 
 
 class Layer(nn.Module):
@@ -310,7 +255,7 @@ def test_vllm_s_layers_are_found(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    "classes", [("GraniteDecoderLayer",), ("GraniteDecoderLayer", "LlamaDecoderLayer")], ids=["other", "mixed"]
+    "classes", [("StablelmDecoderLayer",), ("LlamaDecoderLayer", "StablelmDecoderLayer")], ids=["other", "mixed"]
 )
 def test_vllm_s_other_layers_are_refused_by_name(classes: tuple[str, ...]) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -347,16 +292,35 @@ def test_all_that_the_op_reads_is_a_buffer_of_the_model(monkeypatch: pytest.Monk
     assert missing <= {engine._nobody.data_ptr(), engine._numbers.data_ptr()}, "which hold numbers of a batch alone"
 
 
-def test_layers_that_share_out_the_tokens_of_the_stream_are_refused() -> None:
-    """As Qwen3-Next's may with experts on several ranks: the op's tokens are those of a whole batch."""
+@pytest.mark.parametrize(
+    ("layer", "flag", "family"),
+    [
+        ("Qwen3NextDecoderLayer", "use_attn_reduce_scatter_for_moe", "Qwen3-Next"),
+        ("DeepseekV2DecoderLayer", "use_sequence_parallel_moe", "DeepSeek-V2"),
+    ],
+)
+def test_layers_that_share_out_the_tokens_of_the_stream_are_refused(layer: str, flag: str, family: str) -> None:
+    """As they may with experts on several ranks: the op's tokens are those of a whole batch."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from saesteer.plugin.worker import layers
 
     engine: Any = None
-    model = vllm_model("Qwen3NextDecoderLayer")
-    model.layers[0].use_attn_reduce_scatter_for_moe = True
-    with pytest.raises(UnsupportedError, match="cannot serve Qwen3-Next with sequence-parallel experts"):
+    model = vllm_model(layer)
+    setattr(model.layers[0], flag, True)
+    with pytest.raises(UnsupportedError, match=f"cannot serve {family} with sequence-parallel experts"):
         layers.attach(model, engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stream_that_vllm_divides_is_refused(dtype: torch.dtype) -> None:
+    """In float16, DeepSeek's layers divide it by the factor of their experts."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from saesteer.plugin.worker import layers
+
+    engine: Any = SimpleNamespace(dtype=dtype, sites={})  # stands for an engine without sites
+    refused = pytest.raises(UnsupportedError, match="cannot serve DeepSeek-V2 with a stream that is divided")
+    with refused if dtype is torch.float16 else nullcontext():
+        layers.attach(vllm_model("DeepseekV2DecoderLayer"), engine)
 
 
 def test_transformers_layers_in_vllm_are_refused_where_the_row_is_for_vllm_s_own() -> None:

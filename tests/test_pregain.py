@@ -25,7 +25,7 @@ from tests.plugin.conftest import random_coder
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 PLACE = "mlp_in_pregain.1:mlp_out.1"
 WHY = "reads mlp_in_pregain.1, an RMS norm's result before its gain, and this model's MLPs read no such norm"
-WITHOUT = ("GPT-2", "GPT-NeoX", "OLMo 2", "OLMo 3")
+WITHOUT = ("GPT-2", "GPT-NeoX", "OLMo", "OLMo 2", "OLMo 3")
 
 
 def dictionary(folder: Path) -> Path:
@@ -56,7 +56,7 @@ def test_they_are_refused_elsewhere(tmp_path: Path) -> None:
 
 def catalog(options: dict[str, Any], **config: Any) -> Catalog:
     """What requests may name on a server whose model has this config."""
-    text = SimpleNamespace(num_hidden_layers=4, hidden_size=tiny.WIDTH, **config)
+    text = SimpleNamespace(**{"num_hidden_layers": 4, "hidden_size": tiny.WIDTH, "model_type": "gpt2"} | config)
     model = SimpleNamespace(model="m", hf_text_config=text, get_hidden_size=lambda: tiny.WIDTH)
     alone, outputs = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(reasoning_parser="")
     served = SimpleNamespace(model_config=model, parallel_config=alone, structured_outputs_config=outputs)

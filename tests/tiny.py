@@ -36,6 +36,31 @@ _LINEAR = {  # of layers that keep a state instead of keys and values
     "linear_value_head_dim": 128,
 }
 _FULL = {**_LINEAR, "layer_types": ["full_attention"] * LAYERS}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = _ROUTED | {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # with the 64 below, all that vLLM's kernel for CPUs takes
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+_GEMMA_4 = _HEADS | {
+    "global_head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 0,
+}
+_TOP = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 _MROPE = {"rope_type": "default", "type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _QWEN_TOKENS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
 
@@ -49,6 +74,7 @@ class Tiny:
     text: dict[str, Any] = field(default_factory=dict)  # what differs from _TEXT, or with None is left out
     vision: dict[str, Any] | None = None  # of a checkpoint that sees, of which the text part is served
     whole: dict[str, Any] = field(default_factory=dict)  # of its whole
+    loose: int = 1  # by how many times more than others vLLM may differ from Transformers
     dtype: str = "float32"  # vLLM's linear attention has only bfloat16 on a CPU
 
     @property
@@ -114,7 +140,18 @@ ROWS = {
         },
         {"mm_tokens_per_image": 4, "image_token_index": 50, "boi_token_index": 51, "eoi_token_index": 52},
     ),
+    "Gemma 4": Tiny("Gemma4ForCausalLM", "Gemma4TextConfig", _GEMMA_4),
+    "Gemma 4, experts": Tiny("Gemma4ForCausalLM", "Gemma4TextConfig", _GEMMA_4 | {"enable_moe_block": True, **_TOP}),
+    "DeepSeek-V2": Tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
+    "DeepSeek-V3": Tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "GLM-4": Tiny("Glm4ForCausalLM", "Glm4Config", _WIDE),
+    "GLM-4-MoE": Tiny("Glm4MoeForCausalLM", "Glm4MoeConfig", _WIDE | _ROUTED),
+    "Granite": Tiny("GraniteForCausalLM", "GraniteConfig", {"residual_multiplier": 0.6, "attention_multiplier": 0.2}),
+    "Apertus": Tiny("ApertusForCausalLM", "ApertusConfig", loose=5),  # vLLM computes its activation otherwise
+    "SmolLM3": Tiny("SmolLM3ForCausalLM", "SmolLM3Config"),
     "GPT-OSS": Tiny("GptOssForCausalLM", "GptOssConfig", _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "OLMo": Tiny("OlmoForCausalLM", "OlmoConfig"),
+    "OLMoE": Tiny("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "OLMo 2": Tiny("Olmo2ForCausalLM", "Olmo2Config"),
     "OLMo 3": Tiny("Olmo3ForCausalLM", "Olmo3Config"),
     "GPT-2": Tiny("GPT2LMHeadModel", "GPT2Config", {"num_key_value_heads": None, "n_inner": 96}),

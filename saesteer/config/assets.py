@@ -20,7 +20,7 @@ from saesteer.language.sites import NO_PREGAIN, canonical, expand_sites, op_site
 from saesteer.language.spec import Spec
 from saesteer.loaders import describe
 from saesteer.loaders.vectors import read_vectors
-from saesteer.models.families import SERVED_KINDS, has_pregain
+from saesteer.models.families import SERVED_KINDS, has_pregain, other_widths, sums_of
 from saesteer.planning.plan import Catalog, member
 
 
@@ -115,15 +115,21 @@ class Assets:
         """
         refuse_others(self.infos, model, self.config.dictionaries_of)
 
-    def refuse_pregain(self, config: Any) -> None:
-        """Refuse dictionaries that read a norm before its gain, if the model with this config has no such norm.
+    def refuse_unlike(self, config: Any) -> None:
+        """Refuse dictionaries that do not go with how the layers of the model with this config are built.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: one reads a norm before its gain, and there is no such norm; or one writes where nothing but an
+                op of that site will do, and there is none.
         """
+        sites, sums = self.sites(config.num_hidden_layers, other_widths(config)), sums_of(config)
         for name, info in self.infos.items():
             if info.reads_pregain and not has_pregain(config):
                 raise ConfigError(f"dictionary {name!r} {NO_PREGAIN.format(info.site_in)}")
+            for site in map(canonical, info.writes):
+                if op_site(site, sites, sums) not in sites:
+                    why = f"writes {site}, and in this model no site behind it is the stream with that added"
+                    raise ConfigError(f"dictionary {name!r} {why}; add --sites {site}")
 
     def catalog(
         self,

@@ -4,7 +4,7 @@ A site is a kind and a layer, counted from 0. A layer's resid_pre is the resid_p
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 from saesteer.errors import ConfigError
@@ -67,15 +67,16 @@ def order(name: str) -> tuple[int, int]:
     return layer, KINDS.index(kind)
 
 
-def op_site(name: str, sites: Collection[str]) -> str:
+def op_site(name: str, sites: Collection[str], sums: Mapping[str, str] = SUMS) -> str:
     """The site whose op makes an edit of a canonical site: its own, or else that of the sum that it adds to.
 
     Args:
         name: the site of the edit.
         sites: the sites with an op; what is returned may be none of them.
+        sums: the kinds of sites that hold what is added at others, as in ``SUMS``.
     """
     kind, layer = parse(name)
-    return name if name in sites or kind not in SUMS else f"{SUMS[kind]}.{layer}"
+    return name if name in sites or kind not in sums else f"{sums[kind]}.{layer}"
 
 
 def is_pregain(name: str) -> bool:

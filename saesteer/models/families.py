@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, Literal
 
 from saesteer.errors import UnsupportedError
+from saesteer.language.sites import SUMS
 
 Library = Literal["vllm", "transformers"]
 
@@ -55,6 +56,17 @@ GEMMA = LLAMA | {
     "mlp_in": _both("pre_feedforward_layernorm", "out"),
     "mlp_out": _both("post_feedforward_layernorm", "out"),
 }
+GLM_4 = LLAMA | {
+    "attn_out": _both("post_self_attn_layernorm", "out"),
+    "mlp_out": _both("post_mlp_layernorm", "out"),
+}
+APERTUS = LLAMA | {
+    "resid_pre": Taps(Tap("attention_layernorm", "in"), Tap("", "in")),
+    "attn_in": _both("attention_layernorm", "out"),
+    "resid_mid": _both("feedforward_layernorm", "in"),
+    "mlp_in": _both("feedforward_layernorm", "out"),
+    "resid_post": Taps(Tap("attention_layernorm", "out", next=True), Tap("", "out")),
+}
 # Behind the first layers an image's features (DeepStack) are added: in Transformers outside of the layer.
 QWEN3_VL = EXPERTS | {"resid_post": Taps(STREAM["resid_post"].vllm, Tap("", "in", next=True))}
 GPT_OSS = STREAM | {"z": Taps(Tap("attn.o_proj", "in"), Tap("self_attn.o_proj", "in"))}
@@ -77,6 +89,11 @@ OLMO = {
     "resid_mid": _both("mlp", "in"),
     "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
 }
+# Built as Llama, where the stream is one tensor.
+_ONE = {"resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out"))}
+SMOLLM3 = LLAMA | _ONE
+# Layers with full attention have wider heads, so z has no one width.
+GEMMA_4 = {kind: taps for kind, taps in (GEMMA | _ONE).items() if kind != "z"}
 SERVED_KINDS = tuple(LLAMA)
 
 
@@ -133,7 +150,17 @@ FAMILIES = (
     Family("Gemma", "GemmaDecoderLayer", "GemmaDecoderLayer", LLAMA),
     Family("Gemma 2", "Gemma2DecoderLayer", "Gemma2DecoderLayer", GEMMA),
     Family("Gemma 3", "Gemma3DecoderLayer", "Gemma3DecoderLayer", GEMMA),
+    Family("Gemma 4", "Gemma4DecoderLayer", "Gemma4TextDecoderLayer", GEMMA_4, fused=False),
+    Family("DeepSeek-V2", "DeepseekV2DecoderLayer", "DeepseekV2DecoderLayer", STREAM),
+    Family("DeepSeek-V3", "DeepseekV2DecoderLayer", "DeepseekV3DecoderLayer", STREAM),
+    Family("GLM-4", "Glm4DecoderLayer", "Glm4DecoderLayer", GLM_4),
+    Family("GLM-4-MoE", "Glm4MoeDecoderLayer", "Glm4MoeDecoderLayer", EXPERTS),
+    Family("Granite", "GraniteDecoderLayer", "GraniteDecoderLayer", SMOLLM3, fused=False),
+    Family("Apertus", "ApertusDecoderLayer", "ApertusDecoderLayer", APERTUS),
+    Family("SmolLM3", "SmolLM3DecoderLayer", "SmolLM3DecoderLayer", SMOLLM3, fused=False),
     Family("GPT-OSS", "TransformerBlock", "GptOssDecoderLayer", GPT_OSS),
+    Family("OLMo", "OlmoDecoderLayer", "OlmoDecoderLayer", SMOLLM3, fused=False),
+    Family("OLMoE", "OlmoeDecoderLayer", "OlmoeDecoderLayer", EXPERTS),
     Family("OLMo 2", "Olmo2DecoderLayer", "Olmo2DecoderLayer", OLMO, fused=False),
     Family("OLMo 3", "Olmo3DecoderLayer", "Olmo3DecoderLayer", OLMO, fused=False),
     Family("GPT-2", "GPT2Block", "GPT2Block", GPT2, fused=False, layers="h", norm="ln_f"),
@@ -147,10 +174,13 @@ def other_widths(config: Any) -> dict[str, int]:
     Args:
         config: the text part of a model's config, as Transformers reads it.
     """
-    heads = getattr(config, "num_attention_heads", None)
+    try:
+        heads, size = (getattr(config, name, None) for name in ("num_attention_heads", "head_dim"))
+    except RuntimeError:  # Transformers' word that they differ between layers: z is not served there
+        return {}
     if not isinstance(heads, int):  # of no family that is served
         return {}
-    z = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    z = heads * (size or config.hidden_size // heads)
     return {} if z == config.hidden_size else {"z": z}
 
 
@@ -161,6 +191,30 @@ def has_pregain(config: Any) -> bool:
         config: the text part of a model's config, as Transformers reads it.
     """
     return hasattr(config, "rms_norm_eps") and config.model_type not in ("olmo2", "olmo3")  # their norms come behind
+
+
+def sums_of(config: Any) -> Mapping[str, str]:
+    """The kinds of sites that hold what is added at others and nothing else, as ``op_site`` takes them.
+
+    Args:
+        config: the text part of a model's config, as Transformers reads it.
+    """
+    if config.model_type == "granite":  # multiplies what attention and the MLP make before it adds it
+        return {}
+    if config.model_type.startswith(
+        "gemma4"
+    ):  # adds and multiplies once more behind the MLP
+        return {kind: place for kind, place in SUMS.items() if kind != "mlp_out"}
+    return SUMS
+
+
+def of_layers(config: Any) -> dict[str, Any]:
+    """What requests have to know of how layers are built, by field of a ``Catalog``.
+
+    Args:
+        config: the text part of a model's config, as Transformers reads it.
+    """
+    return {"pregain": has_pregain(config), "sums": sums_of(config)}
 
 
 def find_trunk(model: Any, library: Library) -> tuple[Any, Family]:

@@ -14,7 +14,7 @@ from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Part
 from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
-from saesteer.language.sites import op_site, parse
+from saesteer.language.sites import SUMS, op_site, parse
 from saesteer.language.spec import Spec
 from saesteer.planning.immutable import immutable
 
@@ -157,6 +157,7 @@ class Catalog:
     addresses: Mapping[str, str] = option(default_factory=dict)  # np:MODEL/SOURCE → a dictionary's key
     origins: Mapping[str, Origin] = option(default_factory=dict)  # by a dictionary's key, where anything is known
     stages: tuple[int, ...] = ()  # the layers with which the later stages of a pipeline begin
+    sums: Mapping[str, str] = option(default_factory=lambda: SUMS)  # as ``op_site`` takes them, of this model
     pregain: bool = True  # whether mlp_in_pregain is what the op of resid_mid makes of it
 
     def key(self, name: str, layer: int | None) -> str:
@@ -171,7 +172,7 @@ class Catalog:
 
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""
-        return site if self.sites is None or site in self.sites else op_site(site, self.sites)
+        return site if self.sites is None or site in self.sites else op_site(site, self.sites, self.sums)
 
     def stage_of(self, site: str) -> int:
         """The stage of a pipeline that has the op of this canonical site: where its tensor is consumed."""

@@ -201,6 +201,11 @@ FOREIGN_LAYERS = Refusal(
     "Transformers' layers (--model-impl transformers)",
     "Their stream is one tensor, where vLLM's own layers of the same name pass two on.",
 )
+DIVIDED = Refusal(
+    "a stream that is divided (float16 in DeepSeek models)",
+    "vLLM divides it so that float16 holds it, so all that is added or read would be off by as much.",
+    instead="use bfloat16",
+)
 SHARED_EXPERTS = Refusal(
     "sequence-parallel experts",
     "Each rank has its own part of the stream's tokens, and the work list counts all of them.",
@@ -212,7 +217,7 @@ BEAMS = Refusal(
 )
 NO_BEAMS = "beam search cannot be steered; expected sampling, on a server without a default module"
 
-ALL = (*REFUSALS, OWN_ENGINES, FOREIGN_LAYERS, SHARED_EXPERTS, BEAMS)
+ALL = (*REFUSALS, OWN_ENGINES, FOREIGN_LAYERS, DIVIDED, SHARED_EXPERTS, BEAMS)
 
 
 def refuse(vllm_config: Any, ours: SaesteerConfig | None = None) -> None:

@@ -30,7 +30,7 @@ from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import spec as language
 from saesteer.language.sites import canonical, expand_sites
-from saesteer.models.families import has_pregain, other_widths
+from saesteer.models.families import of_layers, other_widths
 from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
@@ -102,12 +102,12 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
     model, board = vllm_config.model_config, _board(vllm_config.parallel_config)
     layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
     assets.refuse_others(model.model)
-    assets.refuse_pregain(model.hf_text_config)
+    assets.refuse_unlike(model.hf_text_config)
     shape: dict[str, Any] = {"width": model.get_hidden_size(), "layers": layers, "other_widths": others}
     catalog = assets.catalog(**shape, model=model.model, stages=stages.begins(vllm_config))
     if consumers is not None:
         catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
-    catalog = replace(catalog, parts=has_parser(vllm_config), pregain=has_pregain(model.hf_text_config))
+    catalog = replace(catalog, parts=has_parser(vllm_config), **of_layers(model.hf_text_config))
     check_default(catalog)
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 

@@ -122,6 +122,8 @@ def attach(model: nn.Module, engine: Engine) -> None:
     trunk, family = find_trunk(model, "vllm")
     for layer in getattr(trunk, family.layers):
         _refuse(layer, family)
+    if family.vllm == "DeepseekV2DecoderLayer" and engine.dtype == torch.float16:
+        raise unservable.DIVIDED.error(where=f"{family.name} ")
     for site in engine.sites.values():
         kind, number = parse(site.name)
         module, side = family.find(trunk, "vllm", kind, number)
@@ -135,7 +137,8 @@ def attach(model: nn.Module, engine: Engine) -> None:
 def _refuse(layer: nn.Module, family: Family) -> None:
     if family.fused and type(layer).__module__.startswith("transformers."):
         raise unservable.FOREIGN_LAYERS.error(where=f"{family.name} ")
-    if getattr(layer, "use_attn_reduce_scatter_for_moe", False):
+    shared = ("use_attn_reduce_scatter_for_moe", "use_sequence_parallel_moe")
+    if any(getattr(layer, name, False) for name in shared):
         raise unservable.SHARED_EXPERTS.error(where=f"{family.name} ")
 
 
