@@ -143,7 +143,9 @@ ROWS = {
     "Gemma 4": Tiny("Gemma4ForCausalLM", "Gemma4TextConfig", _GEMMA_4),
     "Gemma 4, experts": Tiny("Gemma4ForCausalLM", "Gemma4TextConfig", _GEMMA_4 | {"enable_moe_block": True, **_TOP}),
     "DeepSeek-V2": Tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
-    "DeepSeek-V3": Tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "DeepSeek-V3": Tiny(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    ),
     "GLM-4": Tiny("Glm4ForCausalLM", "Glm4Config", _WIDE),
     "GLM-4-MoE": Tiny("Glm4MoeForCausalLM", "Glm4MoeConfig", _WIDE | _ROUTED),
     "Granite": Tiny("GraniteForCausalLM", "GraniteConfig", {"residual_multiplier": 0.6, "attention_multiplier": 0.2}),
@@ -194,5 +196,7 @@ def built(tiny: Tiny) -> Any:
             # A token's own logit stands out where the embedding is the output layer, too.
             vocabulary = 0.05 if model.config.tie_word_embeddings else 0.1
             nn.init.normal_(weight, std=vocabulary if weight.shape[0] == VOCABULARY else 0.5 / weight.shape[-1] ** 0.5)
+        if key.endswith("kv_a_proj_with_mqa.weight"):  # on a CPU, vLLM turns what this gives by other angles
+            weight.data[-tiny.text["qk_rope_head_dim"] :] = 0
         weight.data = weight.data.to(getattr(torch, tiny.dtype)).float()
     return model.eval()
