@@ -124,11 +124,9 @@ class Arrays:
         if self.shape(key, len(shape)) != shape:
             raise wrong(self.path, key, f"shape {list(self.index[key].shape)}", f"{meaning} = {list(shape)}")
 
-    def dtype(self, *keys: str) -> torch.dtype:
-        """The dtype that can hold all values of these arrays: fp16, bf16 or fp32."""
-        dtype = DTYPES[self.index[keys[0]].dtype]
-        for key in keys[1:]:
-            dtype = torch.promote_types(dtype, DTYPES[self.index[key].dtype])
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype that can hold all values of an array: fp16, bf16 or fp32."""
+        dtype = DTYPES[self.index[key].dtype]
         return dtype if dtype in WEIGHT_DTYPES else torch.float32
 
     def vector(self, key: str, *, negative: bool = True) -> Tensor:
@@ -230,7 +228,7 @@ class Arrays:
 def open_arrays(path: Path) -> Arrays:
     """Reads the headers of a .safetensors, .npz, .pt or .pth file, never its values. A scalar is an array of one.
 
-    Texts and flat dicts beside the tensors of a .pt file become metadata, as they are and as JSON.
+    What a .pt file holds besides tensors becomes metadata: a text, JSON of a number or flat dict, or a type's name.
 
     Raises:
         LoadError: the file is broken, cut short, or holds Python objects.
@@ -251,8 +249,7 @@ def open_torch(place: Path) -> Arrays | None:
 def _open_safetensors(path: Path) -> Arrays:
     size = path.stat().st_size
     with path.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        length = int.from_bytes(stream.read(8), "little")
         if length > min(LARGEST_HEADER, size - 8):
             raise wrong(path, "header", f"{size} bytes with a header of {length}", "a complete safetensors file")
         header = json.loads(stream.read(length))
@@ -323,14 +320,17 @@ def _open_torch(path: Path) -> Arrays:
         raise wrong(path, "data.pkl", "Python objects", "tensors: pickled objects are never loaded") from exc
     if not isinstance(held, dict):
         raise wrong(path, "data.pkl", f"a {type(held).__name__}", "a dict of tensors by name")
-    entries: dict[str, StoredArray] = {}
-    metadata: dict[str, str] = {}
-    for key, value in held.items():
-        if isinstance(value, Tensor):
-            entries[str(key)] = _torch_entry(path, str(key), value, ends)
-        elif all(isinstance(one, _PLAIN) for one in (value.values() if isinstance(value, dict) else [value])):
-            metadata[str(key)] = value if isinstance(value, str) else json.dumps(value)
-    return Arrays(path, entries, metadata)
+    tensors = {str(key): value for key, value in held.items() if isinstance(value, Tensor)}
+    metadata = {str(key): _said(value) for key, value in held.items() if not isinstance(value, Tensor)}
+    return Arrays(path, {key: _torch_entry(path, key, one, ends) for key, one in tensors.items()}, metadata)
+
+
+def _said(value: object) -> str:
+    """What is no tensor, as a text. Of what may hold itself it is the type, so that formats see that it is there."""
+    held = value.values() if isinstance(value, dict) else [value]
+    if not all(isinstance(one, _PLAIN) for one in held):
+        return f"{type(value).__name__} (not read)"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def members(path: Path) -> dict[int, int]:

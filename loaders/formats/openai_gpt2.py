@@ -62,5 +62,5 @@ def _state(file: Path, said: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise wrong(file, "activation_state_dict", f"{said!r:.80}", "a dict with k and postact_fn")
+        raise wrong(file, "activation_state_dict", f"{said!r:.80}", "a flat dict with k and postact_fn")
     return state

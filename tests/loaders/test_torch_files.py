@@ -75,12 +75,15 @@ def test_values_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(matrix(file, "turned"), torch.from_numpy(MATRIX.T))
 
 
-def test_texts_numbers_and_flat_dicts_are_metadata_and_nothing_else_is(tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_metadata_by_its_type_where_it_is_not_flat(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
     held = {"a": MATRIX, "name": "TopK", "state": {"k": 3}, "deep": {"x": {"y": 1}}, "list": loop, "number": 3}
+    held |= {"inner": {"k": torch.tensor(3)}, "dtype": torch.float32}
     opened = open_arrays(writers.torch_file(tmp_path / "x.pt", held))
-    assert opened.metadata == {"name": "TopK", "state": '{"k": 3}', "number": "3"}
+    types = {"deep": "dict", "list": "list", "inner": "dict", "dtype": "dtype"}
+    unread = {key: f"{name} (not read)" for key, name in types.items()}
+    assert opened.metadata == {"name": "TopK", "state": '{"k": 3}', "number": "3"} | unread
     assert set(opened.index) == {"a"}
 
 

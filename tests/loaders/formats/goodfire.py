@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.loaders import writers
 from tests.loaders.case import Array, Case, Row, Sample, relu
@@ -49,12 +50,15 @@ def wrong() -> list[Row]:
     named, plain = "Llama-SAE-l19.pt", linear("encoder", "decoder")
     said = {"k": 64, "activation": "TopK", "cfg": {"k": 64, "activation": "topk"}}
     more = {key: {key: value} for key, value in said.items()}
+    unread = {"list": ["topk", 64], "nested": {"act": {"k": 64}}, "held-list": {"layers": [19]}}
+    unread |= {"held-tensor": {"k": torch.tensor(64)}}
 
     def row(name: str, file: str, arrays: dict[str, Any], words: str) -> Row:
         return f"goodfire-{name}", lambda folder: writers.torch_file(folder / file, arrays), words
 
     return [
         *(row(key, named, plain | what, f"{named}: {key}: ") for key, what in more.items()),
+        *(row(key, "mine.pt", ARRAYS | {"cfg": what}, "mine.pt: cfg: ") for key, what in unread.items()),
         row("linear", "mine.pt", ARRAYS | more["k"], "mine.pt: k: 64; expected two linear layers and no more"),
         row("unnamed", "mine.pt", plain, "mine.pt: a file of no known format"),
     ]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.loaders import writers
 from tests.loaders.case import Array, Case, Row, Sample, relu, topk
@@ -76,9 +77,12 @@ def wrong() -> list[Row]:
     def row(name: str, words: str, arrays: dict[str, Any]) -> Row:
         return f"openai_gpt2-{name}", lambda folder: write(folder, arrays), words
 
+    inner = {"activation_state_dict": {"k": torch.tensor(K), "postact_fn": "ReLU"}}
     gelu = {"activation_state_dict": {"k": K, "postact_fn": "GELU"}}
     return [
         row("act", "7.pt: activation: 'Tanh'; expected", ARRAYS | {"activation": "Tanh"}),
+        row("acts", "7.pt: activation: 'list (not read)'; expected", ARRAYS | {"activation": ["TopK"]}),
+        row("k-tensor", "_dict: 'dict (not read)'; expected a flat dict", ARRAYS | TOP_K | inner),
         row("no-k", "7.pt: k: None; expected a whole number", ARRAYS | {"activation": "TopK"}),
         row("post", "7.pt: postact_fn: 'GELU'; expected 'ReLU'", ARRAYS | TOP_K | gelu),
         row("state", "7.pt: activation_state_dict: '[1]'", ARRAYS | {"activation_state_dict": "[1]"}),
