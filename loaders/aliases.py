@@ -41,6 +41,15 @@ _MODULES = {
 # Families that add to the stream what attention and the MLP put out, with no norm between.
 _NO_POST_NORM = re.compile(r"llama|smollm|mistral|mixtral|qwen|pythia|gpt-?2|gpt-oss|phi-3|r1-distill", re.IGNORECASE)
 _POST_NORM = re.compile(r"gemma|olmo", re.IGNORECASE)  # a path may hold other words, too
+# TransformerLens centres what layers write, if told to, in models with LayerNorm; with RMSNorm it leaves it as it is.
+# BLOOM has LayerNorm and is in neither list: the norm of its embedding also writes there, and is not centred.
+_LAYER_NORM = re.compile(
+    r"gpt-?2|gpt-?j|gpt-?neo|pythia|\bopt\b|phi-[12](?!\d)|tiny-?stories|olmo-[17]b|stablelm-(base|tuned)|santacoder",
+    re.IGNORECASE,
+)
+_RMS_NORM = re.compile(
+    r"llama|smollm|mi[sx]tral|gemma|qwen|qwq|gpt-oss|deepseek|phi-[34]|olmo-?[23e]|\byi-\d|apertus", re.IGNORECASE
+)
 # In TransformerLens these are copies of the stream before the norm; elsewhere, the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
 _WRITTEN = re.compile(r"(resid_\w+|attn_out|mlp_out)\.\d+")
@@ -93,6 +102,12 @@ def is_ambiguous(name: str) -> bool:
 def is_written(site: str) -> bool:
     """Whether what the model's layers write arrives here, and so without its mean if their weights are centred."""
     return _WRITTEN.fullmatch(site) is not None
+
+
+def is_centred(model: str | None) -> bool | None:
+    """Whether TransformerLens, told to centre what layers write, does so for a model; None if its name does not say."""
+    by_layer, by_rms = (bool(model and norms.search(model)) for norms in (_LAYER_NORM, _RMS_NORM))
+    return None if by_layer == by_rms else by_layer
 
 
 def _site(pattern: str, table: dict[str, str], name: str) -> str | None:

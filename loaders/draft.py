@@ -65,6 +65,7 @@ class Draft:
     ignored: Set[str] = frozenset()  # arrays that the file may have, and that change nothing
     transposed: Set[str] = frozenset()  # roles whose arrays are stored as [columns, rows]
     configs: tuple[Path, ...] = ()  # small files read for this draft, which the fingerprint covers
+    by_place: str = ""  # what only the place's name says, which the fingerprint covers as well
     sizes: tuple[Axis, Axis, Axis] | None = None  # F, d_in and d_out in the config; None: from the matrices' shapes
     # No other format has these keys, so F == d_in cannot hide a transposed matrix, and the sites are not guessed.
     unmistakable: bool = False
@@ -182,7 +183,7 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
             has_max_act="max_act" in held,
             skip="skip" in held,
             targets=None if draft.later is None else 1 + len(draft.later),
-            fingerprint=fingerprint(files) if wanted or all(map(_is_hashed_at_once, files)) else "",
+            fingerprint=fingerprint(files, draft.by_place) if wanted or all(map(_is_hashed_at_once, files)) else "",
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
             **{name: getattr(draft, name) for name in _SHARED},

@@ -194,16 +194,20 @@ def only(file: Path, document: dict[str, Any], known: Mapping[str, object]) -> N
             raise wrong(file, key, repr(document[key]), f"{value!r}: nothing else is served")
 
 
-def fingerprint(files: Iterable[Path]) -> str:
+def fingerprint(files: Iterable[Path], more: str = "") -> str:
     """A hex digest of the files' content, which does not depend on their names, places and ages.
 
     For one file it is the sha256 that `sha256sum` prints, for several the sha256 of their digests. The hub's cache
     names large files by the sha256 of their content, so they are not read.
 
+    Args:
+        files: in an order that does not change.
+        more: what else decides their meaning; it counts as one more digest.
+
     Raises:
         LoadError: a file cannot be read.
     """
-    digests = [_digest(file) for file in files]
+    digests = [_digest(file) for file in files] + [more] * bool(more)
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 

@@ -10,8 +10,11 @@ a skip transcoder adds x @ W_skip.T. The subtraction and the factors are folded 
 ``info.in_norm`` keeps a norm per token; feature values are then normalised.
 
 Some SAEs of GPT-2 were trained on a stream without its mean, as TransformerLens makes it (center_writing_weights): the
-encoder then reads x - mean(x). GPT-2 itself does not see the mean. Older files do not say so, their repositories' names
-are known. So is one whose SAEs read x * sqrt(d) / |x| and do not say so: their author normalised x outside of them.
+encoder then reads x - mean(x). GPT-2 itself does not see the mean. With RMSNorm models TransformerLens ignores this
+option, and so it is here. Other options of it are refused at the sites whose tensors they change.
+
+Older files do not say that they read x - mean(x); their repositories' names are known. So is one whose SAEs read
+x * sqrt(d) / |x| and do not say so: their author normalised x outside of them.
 
 The loader refuses by name, with the reason: fixed scales that the files do not hold (expected_average_only_in,
 covariance_whitening), single heads of z, and architectures other than one matrix and one activation.
@@ -25,7 +28,7 @@ from typing import Any
 from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.draft import Axis, Draft, Sites
 from saesteer.loaders.files import both, flag, read_json, section, text, whole_number, wrong
 from saesteer.loaders.neuronpedia import addresses
 
@@ -53,8 +56,19 @@ _NO_NORM = {
     "expected_average_only_in": "its constant is not in the files: save the SAE with the scale folded in",
     "covariance_whitening": "the whitening is not folded in: save the SAE for inference",
 }
-_CENTRED = ("GPT2-Small-SAEs-Reformatted", "GPT2-Small-Feature-Splitting-Experiment-Layer-8")
-_NORMED = ("Mistral-7B-Residual-Stream-SAEs",)  # SAELens' registry has them as constant_norm_rescale
+# What the files of these repositories do not say, by SAELens' registry: centred, or constant_norm_rescale.
+_UNSAID = {
+    "GPT2-Small-SAEs-Reformatted": "centred",
+    "GPT2-Small-Feature-Splitting-Experiment-Layer-8": "centred",
+    "Mistral-7B-Residual-Stream-SAEs": "normed",
+}
+_OPTIONS = "model_from_pretrained_kwargs"
+# TransformerLens' options -> the kinds of sites whose tensors they change
+_CHANGED = {
+    "fold_value_biases": ("z",),
+    "refactor_factored_attn_matrices": ("z",),
+    "fold_ln": ("attn_in", "mlp_in"),
+}
 _OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -76,13 +90,15 @@ def draft(place: Path) -> Draft | None:
         raise wrong(config, "activation_fn", repr(cfg["activation_fn"]), "relu, or topk with its k")
     features, d_in = whole_number(config, cfg, "d_sae"), whole_number(config, cfg, "d_in")
     k = whole_number(config, cfg, "k") if architecture in ("topk", "abstopk") else None
-    in_norm, site = _in_norm(config, cfg), _site(config, cfg, about)
+    unsaid = _unsaid(config)
+    in_norm, site = _in_norm(config, cfg, unsaid), _site(config, cfg, about)
     transcoder = architecture.endswith("transcoder")
     written = Axis("d_out", whole_number(config, cfg, "d_out")) if transcoder else Axis("d_in", d_in)
     if transcoder and in_norm != "none":
         raise wrong(config, "normalize_activations", in_norm, "none: a transcoder's output has no input statistics")
     rescaled = flag(config, cfg, "rescale_acts_by_decoder_norm", default=False)
     subtract = flag(config, cfg, "apply_b_dec_to_input", default=True) and not transcoder
+    sites = site, _named(config, about, "_out") if transcoder else site
     weights = open_arrays(file)
     activation, more = _ARCHITECTURES[architecture]
     if "threshold" in more and "log_threshold" in weights.index:
@@ -96,13 +112,14 @@ def draft(place: Path) -> Draft | None:
         configs=(config,),
         sizes=(Axis("d_sae", features), Axis("d_in", d_in), written),
         decoder_norm="values" if k is not None and rescaled else "kept",
-        centred=_is_centred(config, about, str(site), in_norm),
+        centred=_is_centred(config, about, sites, in_norm, unsaid),
         below_zero="raised",
         k=k,
         in_norm=in_norm,
-        sites=(site, _named(config, about, "_out") if transcoder else site),
+        sites=sites,
         feature_unit="raw" if in_norm == "none" else "normalised",
         model=text(config, about, "model_name"),
+        by_place=unsaid,
         addresses=addresses(about.get("neuronpedia_id")),
     )
 
@@ -132,28 +149,42 @@ def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
     return cfg
 
 
-def _in_norm(file: Path, cfg: dict[str, Any]) -> InNorm:
+def _unsaid(file: Path) -> str:
+    """What a file's repository is known for, where its path names one: a folder of its name, or the hub's cache."""
+    names = (part.rpartition("--")[2] if part.startswith("models--") else part for part in file.absolute().parts)
+    return next((_UNSAID[name] for name in names if name in _UNSAID), "")
+
+
+def _in_norm(file: Path, cfg: dict[str, Any], unsaid: str) -> InNorm:
     name = cfg.get("normalize_activations") or "none"
     if not isinstance(name, str) or name not in _NORMS:
         why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
         raise wrong(file, "normalize_activations", f"{name!r} ({why})", f"one of {', '.join(_NORMS)}")
-    return "l2_sqrt_d" if name == "none" and _is_in(file, _NORMED) else _NORMS[name]
+    return "l2_sqrt_d" if name == "none" and unsaid == "normed" else _NORMS[name]
 
 
-def _is_in(file: Path, repositories: tuple[str, ...]) -> bool:
-    """Whether a file lies in one of these repositories, as far as its path says so."""
-    return any(name in part for part in file.absolute().parts for name in repositories)
+def _options(file: Path, about: dict[str, Any], sites: Sites) -> dict[str, Any]:
+    """How TransformerLens was told to load the model; refuses what gives these sites other tensors."""
+    options = section(file, about, _OPTIONS) if about.get(_OPTIONS) is not None else {}
+    for key, kinds in _CHANGED.items():
+        for site in sites:
+            if str(site).partition(".")[0] in kinds and flag(file, options, key, default=False):
+                raise wrong(file, _OPTIONS, f"{key} at {site}", "false there: the served model's own tensor is another")
+    return options
 
 
-def _is_centred(file: Path, about: dict[str, Any], site: str, in_norm: InNorm) -> bool:
+def _is_centred(file: Path, about: dict[str, Any], sites: Sites, in_norm: InNorm, unsaid: str) -> bool:
     """Whether the encoder reads the stream without its mean, which a layer norm takes away by itself."""
-    key = "model_from_pretrained_kwargs"
-    said = section(file, about, key) if about.get(key) is not None else {}
-    if not flag(file, said, "center_writing_weights", default=_is_in(file, _CENTRED)) or not aliases.is_written(site):
+    told = flag(file, _options(file, about, sites), "center_writing_weights", default=unsaid == "centred")
+    if not told or not aliases.is_written(str(sites[0])) or in_norm == "layer_norm":
         return False
-    if in_norm == "l2_sqrt_d":
-        raise wrong(file, key, "center_writing_weights, with a norm of the centred input", "one of the two")
-    return in_norm == "none"
+    model = text(file, about, "model_name")
+    if (centred := aliases.is_centred(model)) is None:
+        expected = "a name that tells the model's norm: center_writing_weights changes only models with LayerNorm"
+        raise wrong(file, "model_name", repr(model), expected)
+    if centred and in_norm == "l2_sqrt_d":
+        raise wrong(file, _OPTIONS, "center_writing_weights, with a norm of the centred input", "one of the two")
+    return centred
 
 
 def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:

@@ -143,6 +143,25 @@ def test_outputs_of_modules_become_sites(module: str, model: str, site: str | No
     assert aliases.from_module_output(module, model) == site
 
 
+CENTRED = {  # by the models of TransformerLens
+    True: "gpt2 distilgpt2 stanford-crfm/alias-gpt2-small-x21 EleutherAI/gpt-neo-125M EleutherAI/gpt-neox-20b gptj "
+    "EleutherAI/gpt-j-6B EleutherAI/pythia-70m-deduped facebook/opt-1.3b opt microsoft/phi-1 microsoft/phi-1_5 phi-2 "
+    "allenai/OLMo-1B-hf olmo-7b roneneldan/TinyStories-33M tiny-stories-instruct-1M stablelm-base-3b santacoder",
+    False: "meta-llama/Llama-3.1-8B llama-7b-hf gemma-2-2b google/medgemma-4b-it mistral-7b mistralai/Mixtral-8x7B "
+    "mistralai/Mistral-Nemo-Base-2407 Qwen/Qwen3-8B Qwen/QwQ-32B-Preview openai/gpt-oss-20b microsoft/phi-4 phi-3 "
+    "microsoft/Phi-3-mini-4k-instruct allenai/OLMo-2-0425-1B olmo-2-1b allenai/Olmo-3.1-32B-Think "
+    "allenai/OLMoE-1B-7B-0924 01-ai/Yi-6B swiss-ai/Apertus-8B-2509 deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    None: "bigscience/bloom-560m gelu-1l solu-2l-pile attn-only-2l mGPT adopt/a phi-10 pythia-of-llama",
+}
+
+
+@pytest.mark.parametrize("centred", CENTRED)
+def test_a_name_tells_whether_transformer_lens_centres_a_model(centred: bool | None) -> None:
+    names = CENTRED[centred].split()
+    assert {name: aliases.is_centred(name) for name in names} == dict.fromkeys(names, centred)
+    assert aliases.is_centred(None) is None
+
+
 HOOKS = [
     ("blocks.0.hook_resid_pre", None, "resid_pre.0"),
     ("blocks.12.hook_resid_mid", None, "resid_mid.12"),

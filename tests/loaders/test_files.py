@@ -224,6 +224,16 @@ def test_the_same_files_are_the_same_dictionary_on_every_node(tmp_path: Path) ->
     assert Assets.open(replace(configs[0], sites=())).fingerprint != Assets.open(configs[0]).fingerprint
 
 
+def test_a_meaning_that_the_folder_s_name_gives_is_in_the_fingerprint(tmp_path: Path) -> None:
+    arrays = {key: value for key, value in writers.raw().items() if key != "threshold"}
+    names = "GPT2-Small-SAEs-Reformatted", "models--a--GPT2-Small-SAEs-Reformatted", "Mistral-7B-Residual-Stream-SAEs"
+    cfg = writers.old_saelens_cfg()
+    found = [describe(writers.saelens(tmp_path / name / "x", cfg, arrays)) for name in (*names, "mine", "other")]
+    assert [(one.centred, one.in_norm) for one in found[1:4]] == [(True, "none"), (False, "l2_sqrt_d"), (False, "none")]
+    first, same, normed, mine, other = (one.fingerprint for one in found)
+    assert first == same and mine == other and len({first, normed, mine}) == 3
+
+
 def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:
     name = "1f" * 32
     assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name

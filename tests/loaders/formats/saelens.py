@@ -10,6 +10,7 @@ from tests.loaders.case import Array, Case, Row, Sample, Told, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw()
+CHANGING = ("fold_ln", "fold_value_biases", "refactor_factored_attn_matrices")  # TransformerLens' options
 PLAIN = {key: R[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}
 
 
@@ -90,15 +91,31 @@ def cases() -> list[Case]:
     cfg = v6("standard", normalize_activations="layer_norm")
     cfg["metadata"] |= centring  # which a layer norm does as well
     add("v6-centred-layer_norm", cfg, plain, kind="relu", norm="layer_norm")
+    cfg = v6("standard", normalize_activations="constant_norm_rescale")
+    cfg["metadata"] |= centring | {"model_name": "google/gemma-2-2b"}  # which TransformerLens ignores for RMSNorm
+    facts = {"in_norm": "l2_sqrt_d", "model": "google/gemma-2-2b"}
+    add("v6-uncentred-l2", cfg, plain, kind="relu", norm="constant_norm_rescale", facts=facts)
+    cfg = v6("standard")
+    cfg["metadata"] |= centring | {"model_name": "meta-llama/Llama-3.1-8B"}
+    add("v6-uncentred", cfg, plain, kind="relu", facts={"model": "meta-llama/Llama-3.1-8B"})
+    cfg = v6("standard")
+    cfg["metadata"] |= {
+        "model_from_pretrained_kwargs": dict.fromkeys(CHANGING, True)
+    }  # none of which changes the stream
+    add("v6-options", cfg, plain, kind="relu")
     z["metadata"] |= centring  # which does not change z
     add("v6-centred-z", z, plain, kind="relu", facts={"site_in": "z.3", "site_out": "z.3"})
     cached = "models--jbloom--GPT2-Small-SAEs-Reformatted/snapshots/abc/blocks.3.hook_resid_post"
     add("old-centred", old(), plain, kind="relu", centred=True, place=cached)
+    add("old-copied", old(), plain, kind="relu", centred=True, place="GPT2-Small-SAEs-Reformatted/layer_3")
+    add("old-other-repository", old(), plain, kind="relu", place=cached.replace("/snapshots", "-v2/snapshots"))
     old_topk = old(architecture="topk", activation_fn="topk", activation_fn_kwargs={"k": 4})
     add("old-topk-architecture", old_topk, plain, kind="topk", k=4, facts={"activation": "topk", "k": 4})
     cached = "models--JoshEngels--Mistral-7B-Residual-Stream-SAEs/snapshots/abc/mistral_7b_layer_8"
     facts = {"in_norm": "l2_sqrt_d", "feature_unit": "normalised"}
     unsaid = old(normalize_activations=False)
+    other = cached.replace("/snapshots", "-v2/snapshots")
+    add("old-unnormed", unsaid, plain, kind="relu", place=other)
     add("old-normed", unsaid, plain, kind="relu", norm="constant_norm_rescale", place=cached, facts=facts)
     add("old-standard-bool-norm", old(normalize_activations=False), plain, kind="relu")
     add("oldest-standard", old(oldest=True), plain | {"scaling_factor": np.ones(F, np.float32)}, kind="relu")
@@ -161,6 +178,9 @@ def wrong() -> list[Row]:
     refused = ["matching_pursuit", "temporal", "batchtopk", "matryoshka_batchtopk", "new"]
     head = "blocks.1.attn.hook_z"
     centred_l2 = meta(model_from_pretrained_kwargs={"center_writing_weights": True})
+    hooks = {"fold_ln": "blocks.1.attn.hook_in"} | dict.fromkeys(CHANGING[1:], head)
+    folded = v6("transcoder", hook="blocks.1.mlp.hook_in", d_out=D)
+    folded["metadata"] |= {"model_from_pretrained_kwargs": {"fold_ln": True}}
     centred_l2 |= {"normalize_activations": "constant_norm_rescale"}
     return [
         *(row(name, v6(name), f"cfg.json: architecture: '{name}' (", PLAIN) for name in refused),
@@ -210,6 +230,23 @@ def wrong() -> list[Row]:
             meta(model_from_pretrained_kwargs={"center_writing_weights": 1}),
             "center_writing_weights: 1; exp",
         ),
+        *(
+            row(
+                f"centred-{name}",
+                meta(model_name=name, model_from_pretrained_kwargs={"center_writing_weights": True}),
+                f"cfg.json: model_name: {name!r}; expected a name that tells the model's norm",
+            )
+            for name in (None, "bigscience/bloom-560m", "mine", "runs/gpt2/llama")
+        ),
+        *(
+            row(
+                key,
+                meta(hook_name=hook, model_from_pretrained_kwargs={key: True}),
+                f"model_from_pretrained_kwargs: {key} at ",
+            )
+            for key, hook in hooks.items()
+        ),
+        row("folded", folded, "model_from_pretrained_kwargs: fold_ln at mlp_in.1; expected false there", PLAIN),
         row("name", meta(hook_name=7), "hook_name: 7; expected a string"),
         row("metadata", v6("jumprelu") | {"metadata": []}, "metadata: []; expected a JSON object"),
         row(
