@@ -5,6 +5,9 @@ f = relu((x - b_dec) @ W_enc + b_enc)        y = f @ W_dec + b_dec        x: all
 Their z is TransformerLens', which moves the bias of the values, and what the first norm's bias makes of it, into the
 output's bias. GPT-2's own z has this constant c, so each feature reads W_enc · c more than it was trained on; c is in
 the model's files, and is not taken out here.
+
+Other training code with files of these names has more kinds of SAEs, and says in the config what makes them different:
+those are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, text, whole_number
+from saesteer.loaders.files import only, read_json, text, whole_number, wrong
 
 FILES = ("*_cfg.json",)  # and the .pt file, which a place names
 _KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "b_in": "b_dec"}
@@ -26,6 +29,9 @@ def draft(place: Path) -> Draft | None:
     if place.suffix != ".pt" or not place.is_file() or not config.is_file():
         return None
     cfg = read_json(config)
+    if cfg.get("sae_type", "vanilla") not in ("relu", "vanilla"):
+        raise wrong(config, "sae_type", repr(cfg["sae_type"]), "relu or vanilla: nothing else is served")
+    only(config, cfg, {"top_k": None, "input_unit_norm": False})
     site, width = text(config, cfg, "act_name"), Axis("act_size", whole_number(config, cfg, "act_size"))
     return Draft(
         open_arrays(place),

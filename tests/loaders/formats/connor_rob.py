@@ -33,14 +33,31 @@ def plain(f: Array, x: Array) -> Array:
 
 
 def cases() -> list[Case]:
-    facts = {"activation": "relu", "site_in": "z.3", "site_out": "z.3", "model": "gpt2-small"}
-    return [
-        Case("connor_rob-z", lambda folder: write(folder, ARRAYS), lambda x: relu(pre(x - R["b_dec"])), plain, facts)
-    ]
+    def case(name: str, **config: Any) -> Case:
+        facts = {"activation": "relu", "site_in": "z.3", "site_out": "z.3", "model": "gpt2-small"}
+        return Case(
+            f"connor_rob-{name}",
+            lambda folder: write(folder, ARRAYS, **config),
+            lambda x: relu(pre(x - R["b_dec"])),
+            plain,
+            facts,
+        )
+
+    return [case("z"), case("vanilla", sae_type="vanilla", input_unit_norm=False)]
 
 
 def wrong() -> list[Row]:
-    return [("connor_rob-size", lambda folder: write(folder, ARRAYS, act_size=0), "L3_cfg.json: act_size: 0; expected")]
+    def row(words: str, **config: Any) -> Row:
+        return f"connor_rob-{'-'.join(config)}", lambda folder: write(folder, ARRAYS, **config), f"L3_cfg.json: {words}"
+
+    return [
+        row("act_size: 0; expected", act_size=0),
+        # bartbussmann/BatchTopK writes these.
+        row("sae_type: 'topk'; expected relu or vanilla", sae_type="topk", top_k=4, input_unit_norm=True),
+        row("sae_type: 'jumprelu'; expected relu or vanilla", sae_type="jumprelu"),
+        row("top_k: 4; expected None", top_k=4),
+        row("input_unit_norm: True; expected False", input_unit_norm=True),
+    ]
 
 
 SAMPLE = Sample("gpt2-small_L3.pt", write, ARRAYS, config="gpt2-small_L3_cfg.json")
