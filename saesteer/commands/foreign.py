@@ -97,9 +97,9 @@ def neuronpedia(held: Any) -> Converted:
             _refuse(f"vectors[{i}].hook", one["hook"], "blocks.N.hook_resid_pre, hook_resid_mid or hook_resid_post")
         place = {"op": "add", "vector": one["steeringVector"], "site": f"{found[2]}.{found[1]}"}
         edits.append(place | {"scale": held["strengthMultiplier"] * one["strength"], "scope": _PHASES["both"]})
-    notes = ["strengths are for decoder rows of length 1; divide a clamp's value by the length of its row"] * any(
-        edit["op"] == "clamp" for edit in edits
-    )
+    unit = "strengths are for decoder rows of length 1, except of top-k dictionaries"
+    clamps = any(edit["op"] == "clamp" for edit in edits)
+    notes = [f"{unit}; else divide a clamp's value by the length of its row"] * clamps
     if held.get("steerSpecialTokens") is False:
         notes.append("steerSpecialTokens is false there; a scope with messages leaves out what is no message")
     return Converted({"edits": edits}, notes)

@@ -17,7 +17,7 @@ from saesteer.commands.features import Backend, open_model
 from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
 from saesteer.labels import store
 from saesteer.labels.gather import Gathered
@@ -30,8 +30,8 @@ from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fetch
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
-# Kinds of sites whose dictionaries write numbers of another space than the stream, which the logit lens cannot read.
-INSIDE = ("z", "mlp_hidden")
+# Kinds of sites whose dictionaries do not write into the stream, so the logit lens cannot read their rows.
+INSIDE = ("attn_in", "z", "mlp_in_pregain", "mlp_in", "mlp_hidden")
 
 
 def run(
@@ -172,7 +172,12 @@ def _keep_unit(
 
 
 def _lengths(coder: SparseCoder) -> list[float]:
-    """|d| of each decoder row."""
+    """How many times larger Neuronpedia's activations are: |d| of each decoder row.
+
+    SAEDashboard and Neuronpedia leave the rows of ranked features as they are: scaling would change the ranks.
+    """
+    if coder.info.activation in RANKED:
+        return [1.0] * coder.info.features
     lengths: list[float] = torch.linalg.vector_norm(coder.w_dec, dim=-1, dtype=torch.float32).tolist()
     return lengths
 

@@ -2,7 +2,7 @@
 
 A line of features has ``index`` and ``maxActApprox``, ``frac_nonzero``, ``pos_str`` and ``neg_str``; a line of
 explanations ``index``, ``description`` and ``explanationModelName``. Other keys are ignored. Lines are read one by one,
-within bounds that hold after decompression. Knows no dictionary, only the lengths of its decoder rows.
+within bounds that hold after decompression. Knows no dictionary, only how its unit differs from Neuronpedia's.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Export:
     def entries(self, features: int, length: Callable[[int], float | None]) -> Iterator[Entry]:
         """What the export knows of each feature, in no order.
 
-        Neuronpedia scales decoder rows to length 1 before it measures, so activations there are |d| times the
-        dictionary's own. They are divided by it here.
+        Neuronpedia scales most dictionaries' decoder rows to length 1 before it measures, so activations there are |d|
+        times the dictionary's own. They are divided by it here.
 
         Args:
             features: how many the dictionary had at Neuronpedia: an index is smaller.
-            length: gives |d| of a feature, None if the dictionary does not hold it.
+            length: gives |d| of a feature, or 1 if its row was not scaled; None if the dictionary does not hold it.
 
         Raises:
             LoadError: naming the file and the line.

@@ -194,6 +194,33 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
         label.run_import(Console(), SaesteerConfig(), tmp_path)
 
 
+def test_neuronpedia_does_not_scale_the_rows_of_ranked_features(place: str, tmp_path: Path) -> None:
+    coder = load(place)
+    ranked = replace(coder.info, activation="topk", k=4, feature_ids=None, can_reconstruct=True)
+    own.write(tmp_path / "topk.safetensors", replace(coder, info=ranked, threshold=None))
+    (tmp_path / "features").mkdir()
+    line = json.dumps({"index": "1", "maxActApprox": 6.0})
+    (tmp_path / "features" / "batch-0.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    label.run_import(Console(), read_settings([f"d={tmp_path}/topk.safetensors@resid_post.15"]), tmp_path)
+    known = load(tmp_path / "topk.safetensors").max_act
+    assert known is not None and known[:3].tolist() == [0.0, 6.0, 0.0]
+
+
+@pytest.mark.parametrize(("kind", "read"), [("attn_in", False), ("mlp_in", False), ("z", False), ("mlp_out", True)])
+def test_the_lens_reads_only_rows_that_are_added_to_the_stream(
+    kind: str, read: bool, oracle: Oracle, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = replace(oracle.coder("d", None).info, site_in="resid_post.15", site_out=f"{kind}.15")
+    monkeypatch.setattr(oracle, "info", lambda name, layer: info)
+    config = read_settings([f"d={place}@resid_post.15"])
+    [saved] = label.run(Console(), "any", config, write(tmp_path / "text", TEXT), max_tokens=500, examples=2)
+    with Labels.open(saved) as labels:
+        one = labels.feature(139)
+    assert one is not None and (one.promotes, one.suppresses) == (
+        (("token39",) * 2, ("token39",)) if read else ((), ())
+    )
+
+
 def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     file, whose, _ = places.place_of(describe(place))
     evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
