@@ -70,7 +70,7 @@ def test_only_the_layers_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.
     repo = scope(tmp_path, 1, 2, 3)
     hashed: list[str] = []
 
-    def fingerprint(files: list[Path]) -> str:
+    def fingerprint(files: list[Path], more: str) -> str:
         hashed.append(str(files[-1]))
         return "x"
 
