@@ -88,6 +88,17 @@ def test_no_mask_stands_behind_a_stop() -> None:
     assert output.new_token_ids == [] and output.new_sampling_mask is None
 
 
+@pytest.mark.parametrize(("position", "tokens"), [(PROMPT - 1, 0), (PROMPT, 2), (PROMPT + 1, 3)])
+def test_no_row_of_experts_stands_behind_a_stop(position: int, tokens: int) -> None:
+    """With enable_return_routed_experts, an answer has a row for each token but its last; the first have the prompt."""
+    rows = np.arange(PROMPT + 2)[:, None, None]
+    one = Scheduler(PROMPT + 3, stop=1)
+    values = [float(at == position) for at in range(PROMPT + 2)]
+    output = one.step(0, *values, new_token_ids=[7, 8, 9], routed_experts=rows)
+    assert len(output.new_token_ids) == tokens
+    assert np.array_equal(output.routed_experts, rows[: PROMPT + tokens - 1])
+
+
 def test_an_output_without_a_token_says_what_the_prefix_cache_had() -> None:
     """vLLM's own outputs say it with a request's first token."""
     output = Scheduler(PROMPT, stop=1).step(2, 1.0)

@@ -104,6 +104,8 @@ def _stop(scheduler: Any, outputs: dict[int, Any], request: Any, output: Any, fi
 
 def _cut(output: Any, tokens: int) -> None:
     """Keep the first tokens of an output, with what vLLM says of each."""
+    if (routed := output.routed_experts) is not None:  # a row for each token but the last, those of a prompt included
+        output.routed_experts = routed[: len(routed) - len(output.new_token_ids[tokens:])]
     output.new_token_ids = output.new_token_ids[:tokens]
     for name in ("new_logprobs", "new_sampling_mask"):  # the second from 0.29 on
         if (each := getattr(output, name, None)) is not None:
