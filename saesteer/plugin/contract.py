@@ -35,6 +35,8 @@ Process = Literal["every", "http", "offline", "worker"]
 _TABLE = """
 every vllm.config:VllmConfig
   compute_hash()  door.frontend:_salting_compile_cache  the compile cache keeps our graphs apart
+every vllm.engine.arg_utils:EngineArgs
+  create_engine_config()  door.frontend:_refusing  options that cannot be served are refused
 every vllm.plugins
   load_endpoint_plugins(supported_tasks)  door.frontend:_adding_admin_routes  the admin routes
 every vllm.sampling_params:SamplingParams

@@ -4,7 +4,6 @@ Under each of these options an edit would be lost, land on the wrong token, or b
 imported only where a row needs it, since the page's table is made without vLLM.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,6 +84,18 @@ def _is_first_ray(setup: Setup) -> bool:
     # 0.33 has only the second one, and no such variable.
     second: bool = getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
     return setup.vllm.parallel_config.distributed_executor_backend == "ray" and not second
+
+
+def _is_rust(_: Setup) -> bool:
+    import vllm.envs
+
+    return bool(vllm.envs.VLLM_USE_RUST_FRONTEND)
+
+
+def _other_scheduler(setup: Setup) -> str | None:
+    found = setup.vllm.scheduler_config.scheduler_cls  # None, a path or a class; vLLM gives some models a path itself
+    name = f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else found
+    return None if name is None or name.startswith("vllm.") else name
 
 
 def _other_guesses(setup: Setup) -> str | None:
@@ -184,9 +195,16 @@ REFUSALS = (
         "clamp doses, or switch it off",
     ),
     Refusal(
+        "a scheduler class of one's own (--scheduler-cls {})",
+        "Counts, and what ends requests, arrive where vLLM's own scheduler takes a step's output, and nothing makes "
+        "another class call it, also if it is derived from vLLM's.",
+        _other_scheduler,
+        "leave the flag out",
+    ),
+    Refusal(
         "the Rust front end (VLLM_USE_RUST_FRONTEND)",
         "It answers without Python, so nothing would check specs or put results into answers.",
-        lambda _: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "1",
+        _is_rust,
         "unset the variable",
     ),
 )

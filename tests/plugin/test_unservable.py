@@ -14,9 +14,14 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
 from saesteer import plugin
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.errors import UnsupportedError
+from saesteer.plugin import contract
 from saesteer.plugin.unservable import ALL, refuse
 from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
@@ -152,6 +157,10 @@ def _parallel(**more: Any) -> Any:
     return SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend=None, **more)
 
 
+def _scheduler(async_scheduling: bool = False, scheduler_cls: Any = None) -> Any:
+    return SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=scheduler_cls)
+
+
 def settings(**changes: Any) -> Any:
     """Of vLLM's config as much as is looked at; a stand-in, since each of these starts an engine of its own kind."""
     found: dict[str, Any] = {
@@ -159,6 +168,7 @@ def settings(**changes: Any) -> Any:
         "compilation_config": SimpleNamespace(pass_config=None),
         "model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=False),
         "cache_config": SimpleNamespace(),
+        "scheduler_config": _scheduler(),
         "device_config": SimpleNamespace(device_type="cpu"),
         "speculative_config": None,
         "kv_transfer_config": None,
@@ -168,7 +178,7 @@ def settings(**changes: Any) -> Any:
 
 GUESSES: dict[str, Any] = {
     "speculative_config": SimpleNamespace(method="ngram"),
-    "scheduler_config": SimpleNamespace(async_scheduling=False),
+    "scheduler_config": _scheduler(),
 }
 STAGES = SimpleNamespace(pipeline_parallel_size=2, distributed_executor_backend="mp")
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -194,7 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "guesses on the V2 runner": ({**GUESSES, "use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     "guesses while the step before runs": (
-        {**GUESSES, "scheduler_config": SimpleNamespace(async_scheduling=True)},
+        {**GUESSES, "scheduler_config": _scheduler(async_scheduling=True)},
         "speculative decoding and asynchronous scheduling .* --no-async-scheduling",
     ),
     "an encoder-decoder": (
@@ -236,6 +246,67 @@ def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(UnsupportedError, match="Ray"):
         refuse(ray)
+
+
+class Own(Scheduler):
+    """A scheduler of one's own, which does not say what vLLM's says."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        return {}
+
+
+@pytest.fixture
+def configured(model_dir: str) -> Callable[..., Any]:
+    """vLLM's config, made as its command line makes it in each process that begins a server or a node of one."""
+    contract.install("every")
+    wire = SaesteerConfig(sites=("resid_post.3",)).to_json()
+
+    def make(headless: bool = False, **options: Any) -> Any:
+        some = EngineArgs(model_dir, enforce_eager=True, max_model_len=64, additional_config={KEY: wire}, **options)
+        return some.create_engine_config(headless=headless)
+
+    return make
+
+
+@pytest.mark.parametrize("headless", [False, True])
+@pytest.mark.parametrize("said", ["1", "01", "2"])
+def test_a_front_end_without_python_is_refused_before_it_starts(
+    configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, said: str, headless: bool
+) -> None:
+    configured(headless)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", said)
+    with pytest.raises(UnsupportedError, match="the Rust front end"):
+        configured(headless)
+    monkeypatch.setenv("SAESTEER_DISABLE", "1")
+    configured(headless)
+
+
+def test_a_worker_refuses_what_no_front_end_has(
+    configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached: list[Any] = []
+    monkeypatch.setattr(worker, "attach", lambda *found: attached.append(found))
+    wrapper = SimpleNamespace(vllm_config=configured(), worker=object())
+    begin = worker._attaching(lambda _: None)
+    begin(wrapper)
+    assert len(attached) == 1
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedError, match="the Rust front end"):
+        begin(wrapper)
+    assert len(attached) == 1
+
+
+@pytest.mark.parametrize("own", [Own, f"{__name__}.Own"])
+def test_a_scheduler_that_need_not_call_vllms_is_refused(configured: Callable[..., Any], own: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"--scheduler-cls tests\.plugin\.test_unservable\.Own\) .* leave"):
+        configured(scheduler_cls=own)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_vllms_own_schedulers_are_served(configured: Callable[..., Any], asynchronous: bool) -> None:
+    for found in (None, Scheduler, AsyncScheduler, "vllm.v1.core.sched.async_scheduler.AsyncScheduler"):
+        config = configured(async_scheduling=asynchronous, scheduler_cls=found)
+        assert hasattr(config.scheduler_config.get_scheduler_cls().update_from_output, "__wrapped__")
 
 
 START = """

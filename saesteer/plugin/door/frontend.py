@@ -1,6 +1,7 @@
 """The front door: checks specs, refuses wrong ones with 400, and sends on what the others edit. Knows no tensor.
 
 Wraps, each in the process that talks to clients:
+    EngineArgs.create_engine_config  refuses options that cannot be served, on each node, whatever will answer
     InputProcessor.__init__          reads the catalog of this server
     InputProcessor.process_inputs    checks the spec against it (admission.py)
     AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
@@ -48,11 +49,14 @@ from saesteer.plugin.wrap import Original, around
 
 def assets_of(vllm_config: Any) -> Assets | None:
     """What the operator configured, opened once per process; None without saesteer, or with SAESTEER_DISABLE=1."""
+    wire = _wire_of(vllm_config)
+    return None if wire is None else opened(wire)
+
+
+def _wire_of(vllm_config: Any) -> str | None:
     additional = vllm_config.additional_config
     raw = additional.get(KEY) if isinstance(additional, Mapping) else None
-    if raw is None or os.environ.get("SAESTEER_DISABLE") == "1":
-        return None
-    return opened(json.dumps(raw, default=str))
+    return None if raw is None or os.environ.get("SAESTEER_DISABLE") == "1" else json.dumps(raw, default=str)
 
 
 @cache
@@ -79,10 +83,17 @@ def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: 
 
 
 @around
+def _refusing(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(self, *args, **kwargs)
+    wire = _wire_of(found)
+    if wire is not None:  # the files stay closed: this process may only start others, which open them
+        unservable.refuse(found, SaesteerConfig.from_json(json.loads(wire)))
+    return found
+
+
+@around
 def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     assets = assets_of(vllm_config)
-    if assets is not None:
-        unservable.refuse(vllm_config, assets.config)
     self.saesteer_names, self.saesteer_door = None, Door()
     if assets is not None:
         config, model = assets.config, vllm_config.model_config

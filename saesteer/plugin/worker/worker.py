@@ -24,7 +24,7 @@ from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.models.families import other_widths
-from saesteer.plugin import contract, stages
+from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import rpc
 from saesteer.plugin.reasoning import cached_tokens, known_tokens
@@ -48,6 +48,8 @@ def _attaching(original: Original, self: Any) -> None:
     original(self)
     assets = frontend.assets_of(self.vllm_config)
     if assets is not None:
+        # Whoever made the config, and whoever answers: a front end without Python checks nothing.
+        unservable.refuse(self.vllm_config, assets.config)
         attach(self.worker, assets)
 
 
