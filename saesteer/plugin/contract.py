@@ -90,6 +90,7 @@ every vllm.v1.core.kv_cache_manager:KVCacheManager
   evict_blocks(block_ids)  used results.failures:end  a request fails
 every vllm.v1.core.sched.scheduler:Scheduler
   update_from_output(scheduler_output, model_runner_output)  results.counts:_sending  counts leave at the end
+  _free_request_blocks(request)  results.failures:_leaving  a request leaves that may have failed in its last step
   finish_requests(request_ids, finished_status)  used results.failures:end  a request fails, or is stopped by a rule
   has_unfinished_requests()  used results.reads:hold  an answer waits for its files while others go on
   has_finished_requests()  results.reads:_having  who waits so has one more step, though the engine may be paused

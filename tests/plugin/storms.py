@@ -242,7 +242,7 @@ class Storm:
             for name in ("rows", "_places", "_holders", "failed", "_kept", "_cached", "_borders", "_stops"):
                 assert not getattr(steering, name), (name, getattr(steering, name))
             assert not steering._sinks._known and not steering._sinks._open
-        for name in ("saesteer_read", "saesteer_filed", "saesteer_fired"):
+        for name in ("saesteer_read", "saesteer_filed", "saesteer_fired", "saesteer_left"):
             assert not vars(self.scheduler).get(name), (name, vars(self.scheduler)[name])
         assert not self.processor.request_states
         del self.processor

@@ -179,6 +179,7 @@ def _sending(
     original: Original, self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kw: Any
 ) -> Any:
     found: Table | Snapshot | None = getattr(model_runner_output, KEY, None)
+    failures.forget_left(self, scheduler_output)
     if found is None:
         outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
         # Somebody for whom something was kept may have been aborted.

@@ -3,7 +3,8 @@
     worker     a word for each failed request leaves with the step's counts (counts.py)
     scheduler  finishes the request before vLLM processes the step, as if its client had disconnected, and sends an
                output with the word instead of its tokens, even if the step had none. Requests that have meanwhile taken
-               one of its edited blocks from the prefix cache end with it
+               one of its edited blocks from the prefix cache end with it. It may have left by then, aborted or
+               preempted, so what it left in the cache is known for as long as one of its steps may run
     front end  puts a SpecRefused into the request's queue instead of what waits there, and ends its other choices
                (n > 1). LLM has no queues: once all its prompts have ended, generate or chat raises what failed
 
@@ -11,6 +12,7 @@ For the rest of the batch, it is as if a client had disconnected during its answ
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,8 +85,30 @@ def unwritten(error: OSError) -> SpecError:
     return SpecError(message, field=_ACTIVATIONS, code=consuming.SPACE)
 
 
+@around
+def _leaving(original: Original, self: Any, request: Any) -> None:
+    manager = self.kv_cache_manager
+    edited = [manager.block_pool.blocks[one] for one in edited_blocks(manager, request)]
+    if kept := [(block, block.block_hash) for block in edited if block.block_hash is not None]:
+        vars(self).setdefault("saesteer_left", defaultdict(list))[request.request_id] += kept
+    original(self, request)
+
+
+def _left(scheduler: Any) -> dict[str, set[int]]:
+    """The edited blocks of each request that has left, without those that others have got since, as free space."""
+    left: dict[str, list[tuple[Any, Any]]] = vars(scheduler).get("saesteer_left", {})
+    return {name: {one.block_id for one, key in kept if one.block_hash == key} for name, kept in left.items()}
+
+
+def forget_left(scheduler: Any, scheduler_output: Any) -> None:
+    """Forgets the blocks of requests that had left before a step was scheduled: all of their steps have been taken."""
+    if left := vars(scheduler).get("saesteer_left"):
+        for name in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            left.pop(name, None)
+
+
 def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
-    """Finishes requests and evicts their blocks from the prefix cache; requests that have ended are left alone.
+    """Finishes requests and evicts their blocks from the prefix cache, also of those that have ended already.
 
     Args:
         scheduler: the engine's, before it processes the step.
@@ -100,16 +124,19 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
     # step may already have been scheduled, with requests that found these blocks. What is not finite is seen in each
     # request that uses it, which ends for itself.
     misled = [request for request, word in ended.values() if not word.startswith(NON_FINITE)]
-    wrong = set().union(*(edited_blocks(blocks, request) for request in misled))
+    left = _left(scheduler)
+    gone = [left.get(name, set()) for name, word in failed.items() if not word.startswith(NON_FINITE)]
+    wrong = set().union(*(edited_blocks(blocks, request) for request in misled), *gone)
+    wrong = wrong.union(*(own for own in left.values() if own & wrong))
     for other in scheduler.requests.values() if wrong else ():
         if other.request_id not in ended and not other.is_finished():
-            own = edited_blocks(blocks, other)
+            own = edited_blocks(blocks, other) | left.get(other.request_id, set())
             if own & wrong:
                 ended[other.request_id] = other, SHARED
                 wrong |= own
     # NaN may have come from nowhere, in any block, and nobody else shall read it.
     sick = (blocks_from(blocks, request, 0) for request, word in ended.values() if word.startswith(NON_FINITE))
-    blocks.evict_blocks(wrong.union(*sick))
+    blocks.evict_blocks(wrong.union(*sick, *(left.get(name, ()) for name in failed)))
     scheduler.finish_requests(list(ended), RequestStatus.FINISHED_ERROR)
     return list(ended.values())
 
