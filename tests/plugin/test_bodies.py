@@ -50,9 +50,10 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     # And at the other end of the wire.
     params: Any = SimpleNamespace(saesteer_report=counts.Report([{"positions": [[1, None]]}]))
     tokens = SimpleNamespace(num_output_tokens=lambda: 1)
-    states: Any = {"ends": SimpleNamespace(detokenizer=tokens), "other": object()}
+    states: Any = {"other": object()}
     processor = SimpleNamespace(request_states=states)
-    counts._expecting(lambda *_: None)(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
+    add = counts._expecting(lambda *_: states.update(ends=SimpleNamespace(detokenizer=tokens)))
+    add(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
     counts._receiving(lambda *_: None)(processor, made)
     completion = counts._telling(lambda *_: SimpleNamespace())(states["ends"], [5], 1)
     assert completion.saesteer == {"applied": [{"positions": [[1, None]], "tokens_edited": 3, "tokens_cached": 1}]}

@@ -305,11 +305,12 @@ class Report:
 def _expecting(
     original: Original, self: Any, request: Any, prompt: Any, parent_req: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    known = request.request_id in self.request_states
     made = original(self, request, prompt, parent_req, *args, **kwargs)
     # Each of n answers has a copy of the parameters, without our part.
     params = request.sampling_params if parent_req is None else parent_req.sampling_params
     report: Report | None = getattr(params, "saesteer_report", None)
-    if report is not None:
+    if report is not None and not known:  # else it ends a session of streaming inputs
         state = self.request_states[request.request_id]
         state.saesteer = report.of_choice()
         if report.wanted is not None:
