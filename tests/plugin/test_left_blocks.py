@@ -68,7 +68,7 @@ class Engine:
         if not names:
             made = EMPTY_MODEL_RUNNER_OUTPUT
         elif failed:
-            made.saesteer = Table([], np.zeros((0, 1), np.int32), dict.fromkeys(failed, WORD), frozenset())  # type: ignore[attr-defined]
+            made.saesteer = Table([], np.zeros((0, 1), np.int32), dict.fromkeys(failed, WORD), frozenset())
         outputs = self.scheduler.update_from_output(step, made)
         ended = (one for each in outputs.values() for one in each.outputs if one.finish_reason is not None)
         return {one.request_id: one.kv_transfer_params[FAILED] for one in ended}

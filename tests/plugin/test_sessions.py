@@ -41,9 +41,11 @@ def test_a_session_ends_where_the_operator_captures(model_dir: str, tmp_path: Pa
         processor.add_request(chunk, None, None, 0, queue)
         state = processor.request_states[name]
         answer = EngineCoreOutput(name, [7], finish_reason=FinishReason.LENGTH)
-        steps = [lambda: processor.process_outputs([answer]), lambda: processor.add_request(end, None, None, 0, queue)]
-        for step in steps if waiting else steps[::-1]:
-            step()
+        if waiting:
+            processor.process_outputs([answer])
+        processor.add_request(end, None, None, 0, queue)
+        if not waiting:
+            processor.process_outputs([answer])
         assert not processor.request_states and not processor.external_req_ids
         told: Any = queue.get_nowait()
         assert told.outputs[0].token_ids == [7] and not hasattr(state, KEY)
