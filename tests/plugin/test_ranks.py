@@ -137,6 +137,12 @@ def test_a_rank_that_disagrees_is_refused(runs: dict[str, Any], way: str) -> Non
     assert "a worker runs another saesteer or other dictionaries" in runs[way]["handshake"]
 
 
+@pytest.mark.parametrize(("way", "told"), [("tensor", "EngineDeadError"), ("pipeline", "PromptsFailed")])
+def test_no_rank_goes_on_alone(runs: dict[str, Any], way: str, told: str) -> None:
+    """Of a stage's only rank the scheduler hears; one of several that cannot edit a request ends the engine."""
+    assert runs[way]["broken"] == told
+
+
 def counted(worker: Any) -> list[int]:
     """Of each row of a rank."""
     found: list[int] = worker.saesteer.engine.counts.sum(1).tolist()
@@ -163,6 +169,32 @@ def fail(worker: Any) -> None:
 def mend(worker: Any) -> None:
     """It has again."""
     vars(worker.saesteer.engine).pop("pin", None)
+
+
+def shatter(worker: Any) -> None:
+    """Rank 1 cannot fill a row."""
+    stock = worker.saesteer.engine.fill
+
+    def fill(row: int, content: Any, *more: Any) -> None:
+        if content is not None:
+            raise MemoryError("none left on rank 1")
+        stock(row, content, *more)
+
+    if worker.rank == 1:
+        worker.saesteer.engine.fill = fill
+
+
+def _broken(llm: Any) -> str:
+    """What becomes of a request that one rank cannot edit."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from saesteer import SpecError
+
+    try:
+        _ask(llm, SPECS["clamp"])
+    except (EngineDeadError, SpecError) as error:
+        return type(error).__name__
+    return "answered"
 
 
 def lose(worker: Any) -> None:
@@ -250,12 +282,16 @@ def main(folder: Path, way: str) -> None:
     found["captured"] = _captured(llm, folder / f"rows {way}")
     found["names"] = _names(llm, alone=way == "one")
     if way != "one":
+        llm.collective_rpc(shatter)
         llm.collective_rpc(lose)
         llm.llm_engine.saesteer_agreed = False
         try:
             llm.llm_engine.get_supported_tasks()
         except ConfigError as error:
             found["handshake"] = str(error)
+        llm.llm_engine.saesteer_agreed = True
+        if way != "ray":  # here its engine is in this process
+            found["broken"] = _broken(llm)
     llm.llm_engine.engine_core.shutdown()  # before Ray's own end, which vLLM would not survive
     tell(found)
 

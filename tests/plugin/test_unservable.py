@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from saesteer import plugin
 from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.engine.registry import Gone
 from saesteer.errors import UnsupportedError
 from saesteer.plugin import contract
 from saesteer.plugin.unservable import ALL, refuse
@@ -99,6 +100,29 @@ def test_reads_for_which_there_is_no_room_fail_their_requests_alone(
     assert steering.snapshot().failed == steering.failed and set(steering.rows) == {"reads", "edits"}
     steering.forget("reads")
     assert not steering.failed
+
+
+def test_a_rank_that_nobody_hears_ends_the_engine(steering: Steering, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests would go on, steered on the other ranks alone; what all ranks find for themselves is no reason."""
+    steering.heard = False
+    arrive(steering, "good", SPEC, 1)
+
+    def lacking(error: Exception) -> Callable[..., Any]:
+        def lack(*_: Any) -> Any:
+            raise error
+
+        return lack
+
+    monkeypatch.setattr(steering.engine, "make_row", lacking(Gone("its name was replaced")))
+    arrive(steering, "gone", OTHER, 2)
+    assert steering.failed == {"gone": "gone"}
+    monkeypatch.setattr(steering.engine, "make_row", lacking(torch.OutOfMemoryError("no room")))
+    with pytest.raises(SystemExit, match=r"those of the others \(no room\)"):
+        arrive(steering, "bad", OTHER, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(steering.engine, "fill", lacking(MemoryError("none left")))
+    with pytest.raises(SystemExit, match="none left"):
+        arrive(steering, "full", OTHER, 3)
 
 
 @pytest.mark.parametrize("wrap", [worker._wrap_v1, worker._wrap_v2])

@@ -39,6 +39,7 @@ class Steering:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.heard = True  # whether a failure that other ranks do not share ends its request on all of them
         self.choice = graphs.Choice(engine.graph_sets)
         self.health = health.Health() if engine.config.fail_fast else None
         self.rows: dict[str, Row] = {}  # of steered requests only
@@ -113,11 +114,22 @@ class Steering:
             self._cached[request] = computed
 
     def fail(self, request: str, exc: Exception) -> None:
-        """End a request for which something went wrong here; an exception that leaves here ends the engine for all."""
-        gone = isinstance(exc, Gone)
+        """End a request for which something went wrong here; an exception that leaves here ends the engine for all.
+
+        Raises:
+            SystemExit: nobody hears of it, and the request would go on, edited on the other ranks alone.
+        """
+        gone = isinstance(exc, Gone)  # on all ranks, or on none
         logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
+        if not gone:
+            self._stop_unheard(exc)
         self.forget(request)
         self.failed[request] = failures.GONE if gone else _broken(exc)
+
+    def _stop_unheard(self, exc: Exception) -> None:
+        """End this process, and so the engine: an exception from here vLLM would log, and let this rank go on."""
+        if not self.heard:
+            raise SystemExit(f"saesteer ends this rank, whose requests would no longer be those of the others ({exc})")
 
     def fill(self, request: str, row: int, known: _Known = lambda: ((), 0)) -> None:
         """Give a table row to a request that is about to run: its own content, or none if it is not steered."""
@@ -182,6 +194,7 @@ class Steering:
         except torch.OutOfMemoryError as exc:
             reading = [name for name in self._names if name in self._lanes.known]
             logger.error("no room for what %s requests read in a step (%s)", len(reading), exc)
+            self._stop_unheard(exc)
             # They keep their rows until the scheduler ends them: other ranks, which read nothing, know of no failure.
             self.failed |= dict.fromkeys(reading, _broken(exc))
             return None

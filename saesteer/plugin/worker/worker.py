@@ -69,6 +69,10 @@ def attach(worker: Any, assets: Assets) -> None:
         # As in counts.py, no other rank reads. What a read needs might find no room on one of them, and nobody would
         # hear of it: its request would go on, unsteered on this rank alone.
         steering.engine.answers = worker.is_driver_worker
+        # Under torchrun each rank has a scheduler of its own, which no other one hears.
+        parallel = runner.vllm_config.parallel_config
+        apart = parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+        steering.heard = worker.is_driver_worker and not apart
         if steering.engine.answers:
             steering.engine.warm_reads()
         if hasattr(runner, "model_state"):
