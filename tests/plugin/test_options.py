@@ -106,7 +106,7 @@ def test_serve_opens_each_file_once(wire: dict[str, Any], tmp_path: Path, read: 
 
 def test_front_end_and_worker_of_a_process_open_each_file_once(wire: dict[str, Any], read: Counter[str]) -> None:
     """The compile cache's key, the catalog, the engine and the handshake, with a stand-in for a VllmConfig."""
-    shape = SimpleNamespace(num_hidden_layers=LAYERS)
+    shape = SimpleNamespace(model_type="llama", num_hidden_layers=LAYERS)
     model = SimpleNamespace(model="m", hf_text_config=shape, get_hidden_size=lambda: WIDTH)
     outputs = SimpleNamespace(reasoning_parser="")
     config = SimpleNamespace(additional_config={"saesteer": wire}, model_config=model)

@@ -191,7 +191,7 @@ def _broken(llm: Any) -> str:
     from saesteer import SpecError
 
     try:
-        _ask(llm, SPECS["clamp"])
+        ask(llm, SPECS["clamp"])
     except (EngineDeadError, SpecError) as error:
         return type(error).__name__
     return "answered"
