@@ -26,7 +26,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache, reasoning
-from saesteer.plugin.door import admission
+from saesteer.plugin.door import admission, borders
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
@@ -295,7 +295,7 @@ def test_a_part_of_the_answer_is_in_the_key_of_every_generated_block(
 ) -> None:
     """Wherever the border is: the tokens in front of a block say that. What the parser is given may say otherwise."""
     monkeypatch.setattr(reasoning, "parser_of", lambda _, given: Parser(given))
-    monkeypatch.setattr(admission, "parser_of", lambda _, given: Parser(given))
+    monkeypatch.setattr(borders, "parser_of", lambda _, given: Parser(given))
     catalog = replace(engine.catalog, parts=True)
     scopes: list[Any] = [{"part": "reasoning"}, {"part": "answer"}, {"generated": True}]
     found = [hashes(catalog, {"edits": [CLAMP | {"scope": scope}]}, 16) for scope in scopes]
@@ -310,7 +310,9 @@ def test_a_part_of_the_answer_is_in_the_key_of_every_generated_block(
     assert shared(hashes(catalog, behind, 16), hashes(catalog, behind, 20)) == 6, "nor where both edit the same tokens"
 
     def given(**template: Any) -> Any:
-        return SimpleNamespace(roles=(), messages=(), chat_params=SimpleNamespace(chat_template_kwargs=template))
+        return SimpleNamespace(
+            roles=(), messages=(), opening=lambda _: 0, chat_params=SimpleNamespace(chat_template_kwargs=template)
+        )
 
     spec = {"edits": [CLAMP | {"scope": scopes[1]}]}
     thinks, answers = (hashes(catalog, spec, 16, conversation=given(thinking=on)) for on in (True, False))

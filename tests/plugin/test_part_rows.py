@@ -20,7 +20,7 @@ from saesteer.engine.engine import Engine
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import admission
+from saesteer.plugin.door import admission, borders
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.worker.worker import _wrap_v1, _wrap_v2
 from tests.parts import CLOSES, EDITS, explicit
@@ -201,7 +201,7 @@ class V1:
 def test_every_token_has_the_edits_of_its_part(
     runner: Any, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    for place in (admission, reasoning):
+    for place in (borders, reasoning):
         monkeypatch.setattr(place, "parser_of", lambda *_: Parser())
     engine, judge = engines
     world, step = runner(engine), 0

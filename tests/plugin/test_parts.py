@@ -13,7 +13,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import admission, conversation, frontend
+from saesteer.plugin.door import admission, borders, conversation, frontend
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
 from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
@@ -97,7 +97,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Admits a spec with a parser: what goes to the scheduler and the worker."""
 
     def admit(parser: Any, prompt: list[int], edits: list[Any], *, parts: bool = True, guesses: Any = None) -> Any:
-        for place in (admission, reasoning):
+        for place in (borders, reasoning):
             monkeypatch.setattr(place, "parser_of", lambda *_: parser)
         asked = SimpleNamespace(prompt_token_ids=prompt, sampling_params=SimpleNamespace(extra_args=None))
         config: Any = SimpleNamespace(speculative_config=guesses, model_config=None)
@@ -168,20 +168,22 @@ def test_what_a_parser_is_made_with() -> None:
 def test_what_a_chat_says_to_its_template_is_said_to_the_parser_also_next_to_an_image(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.renderers.params import ChatParams
+
     said, prompt = {"add_generation_prompt": True, "thinking": False}, {"type": kind, "prompt_token_ids": [5]}
 
     def render_chat(renderer: Any) -> None:
         raise AssertionError
 
     renderer = type("Renderer", (), {"render_chat": wraps(render_chat)(lambda _: None)})()
-    conversation._remember(renderer, [prompt], [[{"role": "user"}]], SimpleNamespace(chat_template_kwargs=said))
+    conversation._remember(renderer, [prompt], [[{"role": "user"}]], ChatParams(chat_template_kwargs=said))
     heard: list[Any] = []
 
     def parser_of(_: Any, given: Any) -> Any:
         heard.append(given)
         return Parser()
 
-    monkeypatch.setattr(admission, "parser_of", parser_of)
+    monkeypatch.setattr(borders, "parser_of", parser_of)
     monkeypatch.setattr(reasoning, "parser_of", lambda *_: Parser())
     config: Any = SimpleNamespace(speculative_config=None, model_config=None)
     catalog = replace(CATALOG, parts=True)

@@ -318,7 +318,7 @@ def main(folder: Path, way: str) -> None:
         [answer] = _ask(llm, None, PROMPTS[:1])
         middle = answer["tokens"][8:20]
         (folder / "end").write_text(str(next(one for one in middle if one not in answer["tokens"][:8])))
-        llm.llm_engine.input_processor.saesteer_door._closing.clear()
+        llm.llm_engine.input_processor.saesteer_door.borders._closing.clear()
 
     def ask(*words: Any, **more: Any) -> list[dict[str, Any]]:
         assert llm.reset_prefix_cache()

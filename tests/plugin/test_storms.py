@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import admission
+from saesteer.plugin.door import borders
 from tests.plugin.storms import Mode, Parser, Servers, Storm
 
 MODES = {
@@ -38,7 +38,7 @@ QUICK = {  # seeds of storms in which all of that happens
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
-        for place in (admission, reasoning):  # the model has no tokenizer here
+        for place in (borders, reasoning):  # the model has no tokenizer here
             patch.setattr(place, "parser_of", lambda *_: Parser())
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are small, and on a busy machine threads mostly wait for each other

@@ -17,8 +17,6 @@ from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
 from saesteer.engine.sinks import SPOOLS, address
 from saesteer.engine.wire import encode
-from saesteer.errors import SpecError
-from saesteer.kernels.layout import MOST_CLOSING
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
@@ -30,11 +28,12 @@ from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
+from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import FIRST, RUNS
-from saesteer.plugin.reasoning import BORDER, PARSER, arguments, border_of, closing, parser_of
+from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.counts import Report
 from saesteer.plugin.results.kept import Limits, Results, Room, kept_here
@@ -98,7 +97,7 @@ class Door:
         self._dtype = "float32" if model is None else str(model.dtype).removeprefix("torch.")
         self._catalog: Catalog | None = None
         self._kept: dict[_Key, tuple[object, Meaning]] = {}  # what was asked, and its meaning
-        self._closing: dict[str, tuple[int, ...]] = {}  # by what its parser is given
+        self.borders = Borders(vllm_config)
         self._lock = Lock()
 
     def captures(self, request: Any) -> bool:
@@ -148,8 +147,8 @@ class Door:
         params = request.sampling_params
         if template is None and conversation is not None:
             template = conversation.chat_params.chat_template_kwargs
-        parser = self._parser(meaning, template or {})
-        border = self._border(meaning.edits_part, parser or {}, ids) if meaning.edits_part else None
+        told = self.borders.told(ids, conversation, template or {}) if meaning.parts else None
+        border = self.borders.edited(meaning.edits_part, told, ids) if meaning.edits_part and told else None
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
         own = [one for one in meaning.readouts if one.readout.shown]
@@ -169,7 +168,7 @@ class Door:
             wanted=wanted,
             silent=silent,
             watches=bool(meaning.rules),
-            border=partial(border_of, self._vllm_config, parser or {}, ids) if reads_part or border else None,
+            border=partial(border_of, self._vllm_config, told, ids) if reads_part or border else None,
         )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
@@ -178,52 +177,19 @@ class Door:
         if meaning.first != (None, None):
             params.extra_args[FIRST] = meaning.first
         if meaning.rules:
-            params.extra_args |= {RULES: meaning.rules, PARSER: parser}
+            params.extra_args |= {RULES: meaning.rules, PARSER: told}
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later. Where
-            # a part of an answer begins follows from the tokens, from what its parser was given, and from the prompt's
+            # a part of an answer begins follows from the tokens, from what ends the reasoning, and from the prompt's
             # end, behind which it is looked for; so in the prompt, no part of an answer matters.
             apart = [(0, uuid4().hex if refusing else None)]
             if border and not refusing:
-                apart.append((len(ids), repr((parser, len(ids)))))
+                apart.append((len(ids), repr((border, len(ids)))))
             params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
         if border is not None:
             params.extra_args[BORDER] = border
         return spec
-
-    def _border(self, at: str, given: Mapping[str, Any], prompt: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """What ends the reasoning in an answer, and where the prompt has ended it, or END."""
-        # A wrong guess would end the reasoning for good.
-        if getattr(self._vllm_config, "speculative_config", None) is not None:
-            message = "names a part of the answer, and this server guesses tokens (speculative decoding)"
-            fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
-        found = border_of(self._vllm_config, given, prompt)
-        if found.found < END:
-            return (), found.found
-        key = repr(given)
-        if key not in self._closing:
-            if len(self._closing) == _KNOWN:
-                self._closing.clear()  # it takes a client that invents arguments
-            self._closing[key] = closing(parser_of(self._vllm_config, given))
-        if not self._closing[key]:
-            message = (
-                f"names a part of the answer, but no single token ends the reasoning (or more than {MOST_CLOSING})"
-            )
-            fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
-        return self._closing[key], END
-
-    def _parser(self, meaning: Meaning, template: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the reasoning parser of a request is made with; None if it names no part of the answer."""
-        if not meaning.parts:
-            return None
-        given = arguments(template)
-        try:
-            parser_of(self._vllm_config, given)  # behind the door, it would be an error of the server
-        except Exception as exc:
-            found = f"names a part of the answer, and the reasoning parser cannot tell it ({str(exc)[:200]})"
-            raise SpecError(f"{found}; expected other scopes", field=KEY, code="not_served") from exc
-        return given
 
     def _bound(
         self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any

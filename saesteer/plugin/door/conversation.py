@@ -32,6 +32,7 @@ class Conversation:
     tok_params: Any
     _ends: dict[int, int] = field(default_factory=dict)  # number of messages → tokens of the prompt up to there
     _told: list[list[dict[str, Any]] | None] = field(default_factory=list)  # empty until somebody asks
+    _opening: list[int] = field(default_factory=list)  # the same
 
     @property
     def roles(self) -> list[str]:
@@ -82,6 +83,19 @@ class Conversation:
                 [{"role": role, "index": n, "start": lo, "end": hi} for n, (role, (lo, hi)) in enumerate(found)]
             )
         return self._told[0]
+
+    def opening(self, ids: Sequence[int]) -> int:
+        """Where the tokens of the prompt begin that open the answer, or where the message begins that it continues.
+
+        0 where the template cannot tell, as in a prompt that is no chat.
+        """
+        if not self._opening:  # one rendering more than MOST_RENDERED allows to those who name messages
+            count = len(self.messages) - bool(self.chat_params.chat_template_kwargs.get("continue_final_message"))
+            try:
+                self._opening.append(self._ends.get(count) or self._end(count, ids, "messages") if count > 0 else 0)
+            except SpecError:
+                self._opening.append(0)
+        return self._opening[0]
 
     def _end(self, count: int, ids: Sequence[int], at: str) -> int:
         given = self.chat_params.chat_template_kwargs

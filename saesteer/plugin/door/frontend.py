@@ -174,7 +174,7 @@ async def _asking_ahead(
 ) -> Any:
     """Find messages in a thread: a long conversation is rendered many times, while other requests wait for tokens.
 
-    The rows of dictionaries in files are read there, too.
+    The rows of dictionaries in files are read there, too, and the tokens found that end a part of the answer.
     """
     known = self.input_processor.saesteer_names
     conversation, catalog = conversation_of(prompt), None if known is None else known.catalog
@@ -186,6 +186,10 @@ async def _asking_ahead(
             if fetching := self.input_processor.saesteer_door.fetching:
                 with suppress(SpecError):  # vLLM's own checks come first
                     await asyncio.to_thread(fetching.prepare, spec, catalog)
+        if catalog is not None and catalog.parts and (spec is not None or catalog.default):
+            borders, ids = self.input_processor.saesteer_door.borders, conversation and prompt["prompt_token_ids"]
+            about = spec or language.Spec(), catalog, ids or (), conversation, template_of(prompt)
+            await asyncio.to_thread(borders.prepare, *about)
     except SpecError as error:
         raise SpecRefused(error) from None
     params = with_spec(params, spec)
