@@ -223,7 +223,10 @@ def limits() -> str:
         ("characters of a name", fields.MAX_NAME),
         ("characters of the spec as JSON, where it comes as a text", f"{spec.MAX_CHARACTERS:,}"),
         ("numbers in a vector given as a list", inline.MAX_LIST),
-        ("bytes of a vector given in base64, decoded; of all in a spec", f"{inline.MAX_BYTES:,}; {spec.MAX_VECTORS:,}"),
+        (
+            "bytes of a vector given in base64, decoded; of all vectors in a spec, with 4 for each number of a list",
+            f"{inline.MAX_BYTES:,}; {spec.MAX_VECTORS:,}",
+        ),
         ("bytes of a settings file", f"{settings.MAX_FILE_BYTES:,}"),
     )
     return table(("what", "at most"), rows)

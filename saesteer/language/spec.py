@@ -110,16 +110,25 @@ def _edits(value: Any, at: str) -> Edits:
     parts: list[Alike] = []
     place = total = brought = 0
     vectors: set[int] = set()  # by id: edits that are made in Python may share one
-    while place < len(items):
-        path = f"{at}[{place}]"
-        edit = _edit(items[place], path)
-        vector = getattr(edit, "vector", None)
-        if isinstance(vector, InlineVector) and id(vector) not in vectors:
+
+    def bring(vector: Any, size: int, field: str) -> None:
+        nonlocal brought
+        if id(vector) not in vectors:
             vectors.add(id(vector))
-            brought += len(vector.data)
+            brought += size
         if brought > MAX_VECTORS:
             message = f"makes {brought} bytes of vectors up to here, expected at most {MAX_VECTORS}"
-            fail(f"{path}.vector.data", "too_many", message)
+            fail(f"{path}.{field}", "too_many", message)
+
+    while place < len(items):
+        path, item = f"{at}[{place}]", items[place]
+        numbers = item.get("vector") if isinstance(item, Mapping) else getattr(item, "vector", None)
+        if isinstance(numbers, list | tuple):  # before they are read, which takes longer than for bytes
+            bring(numbers, 4 * len(numbers), "vector")
+        edit = _edit(item, path)
+        vector = getattr(edit, "vector", None)
+        if isinstance(vector, InlineVector):
+            bring(vector, len(vector.data), "vector.data")
         intervals = len(edit.scope.positions or ())
         if total + intervals > MAX_POSITIONS:
             fail(

@@ -12,8 +12,19 @@ import saesteer
 from saesteer.errors import SpecError
 from saesteer.language.edits import MAX_POSITIONS
 from saesteer.language.fields import CODES
-from saesteer.language.inline import MAX_BYTES, InlineVector
-from saesteer.language.spec import MAX_CHARACTERS, MAX_EDITS, MAX_VECTORS, Clamp, Gate, Scope, Spec, as_spec, from_json
+from saesteer.language.inline import MAX_BYTES, MAX_LIST, InlineVector
+from saesteer.language.spec import (
+    MAX_CHARACTERS,
+    MAX_EDITS,
+    MAX_VECTORS,
+    Clamp,
+    Gate,
+    Scope,
+    Spec,
+    add,
+    as_spec,
+    from_json,
+)
 
 CLAMP: dict[str, Any] = {"op": "clamp", "dictionary": "gs20", "feature": 34, "value": 8.0}
 ADD: dict[str, Any] = {"op": "add", "vector": "happy", "site": "resid_post.12"}
@@ -164,6 +175,19 @@ def test_vectors_have_a_limit_together() -> None:
         from_json({"edits": edits(most + 1)})
     assert (caught.value.field, caught.value.code) == (f"saesteer.edits[{most}].vector.data", "too_many")
     assert f"expected at most {MAX_VECTORS}" in str(caught.value)
+
+
+def test_lists_count_among_all_vectors_before_they_are_read() -> None:
+    most = MAX_VECTORS // 4 // MAX_LIST
+
+    last = {"op": "add", "site": "resid_post.1", "vector": ["no number"]}
+    brought = [{**last, "vector": [1] * MAX_LIST} for _ in range(most)]
+    for first in (brought, [add(one["vector"], "resid_post.1") for one in brought]):
+        with pytest.raises(SpecError) as caught:
+            from_json({"edits": [*first, last]})
+        assert (caught.value.field, caught.value.code) == (f"saesteer.edits[{most}].vector", "too_many")
+        assert f"makes {MAX_VECTORS + 4} bytes of vectors up to here" in str(caught.value)
+    assert len(from_json({"edits": brought}).edits) == most
 
 
 @pytest.mark.parametrize(("field", "code", "edit"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
