@@ -174,6 +174,7 @@ class Assets:
             vectors=self.vectors,
             modules=self.modules,
             width=width,
+            layers=layers,
             inline_rows=self.config.inline_rows,
             registers=self.config.registers,
             default=self.config.default_module,

@@ -222,7 +222,11 @@ def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None
             found = f"got {show(vector)}{closest(vector, known)}, expected one of: {listing(known)}"
             fail(f"{at}.vector", "unknown_name", found)
         return known[vector].layers
-    return vector.layers if isinstance(vector, InlineVector) else None
+    layers = vector.layers if isinstance(vector, InlineVector) else None
+    if layers and catalog.layers is not None and (last := max(layers)) >= catalog.layers:
+        expected = f"layers of this model, 0 to {catalog.layers - 1}"
+        fail(f"{at}.vector.layers[{layers.index(last)}]", "out_of_range", f"got {last}, expected {expected}")
+    return layers
 
 
 def _check_width(catalog: Catalog, vector: Vector, site: str, path: str) -> None:

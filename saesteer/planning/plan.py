@@ -159,6 +159,7 @@ class Catalog:
     stages: tuple[int, ...] = ()  # the layers with which the later stages of a pipeline begin
     sums: Mapping[str, str] = option(default_factory=lambda: SUMS)  # as ``op_site`` takes them, of this model
     pregain: bool = True  # whether mlp_in_pregain is what the op of resid_mid makes of it
+    layers: int | None = None  # of the model; None: any number
 
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""

@@ -1,5 +1,6 @@
 """What front end and worker remember of specs: equal plans mean equal rows, and nobody borrows from another."""
 
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
 from saesteer.engine.sinks import SPOOLS
 from saesteer.errors import SpecError
+from saesteer.language.inline import InlineVector
 from saesteer.language.spec import from_json
 from saesteer.planning.digests import module_digests
 from saesteer.planning.planner import plan
@@ -109,6 +111,26 @@ def test_few_specs_are_known(engine: Engine) -> None:
     assert known.meaning(specs[-1], engine.catalog, 3) is meanings[-1], "no scope counts from the prompt"
     assert known.meaning(specs[0], engine.catalog, 9) is not meanings[0]
     assert len(known._kept) == admission._KNOWN
+
+
+@pytest.mark.parametrize("form", ["bytes", "list"])
+@pytest.mark.parametrize("over", [0, 1])
+def test_specs_that_bring_much_are_not_known(
+    engine: Engine, form: str, over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 of them with 12 MiB of vectors each would be held for good."""
+    several = {0: 8 * WIDTH, 1: 64 * WIDTH}[form == "list"]  # bytes of two vectors, and of a tuple's numbers
+    monkeypatch.setattr(admission, "_LARGEST", several + (form == "list") * 8 * WIDTH - over)
+    numbers = [[float(n)] * WIDTH for n in (1, 2)]
+    brought = (
+        numbers
+        if form == "list"
+        else [InlineVector("float32", (WIDTH,), struct.pack("f", n[0]) * WIDTH) for n in numbers]
+    )
+    edits = [{**ADD, "vector": vector, "site": f"resid_mid.{n}"} for n, vector in enumerate(brought, 1)]
+    known, spec = admission.Door(), from_json({"edits": edits})
+    assert known.meaning(spec, engine.catalog, 9).edits
+    assert len(known._kept) == 1 - over
 
 
 @settings(

@@ -1,5 +1,6 @@
 """Edits of every kind at admission: their groups, places, conditions and modules, and each way they are refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ def planned(*edits: Any, catalog: Catalog = CATALOG) -> Plan:
     return plan(from_json({"edits": list(edits)}), catalog, P)
 
 
-def refusal(*edits: Any) -> tuple[str, str, str]:
-    return refusal_of(lambda: planned(*edits))
+def refusal(*edits: Any, catalog: Catalog = CATALOG) -> tuple[str, str, str]:
+    return refusal_of(lambda: planned(*edits, catalog=catalog))
 
 
 def test_what_each_kind_becomes() -> None:
@@ -96,6 +97,14 @@ def test_sites_of_vectors() -> None:
     assert places(add("any", ["resid_post.15", "resid_post.16"])) == [("resid_post.15", None), ("resid_post.16", None)]
     inline = {"dtype": "float32", "shape": [2, 4], "data": b"\x01" * 32, "layers": [20, 15]}
     assert places(add(inline, "resid_post")) == [("resid_post.20", 20), ("resid_post.15", 15)]
+
+
+def test_rows_for_layers_that_the_model_does_not_have() -> None:
+    inline = {"dtype": "float32", "shape": [2, 4], "data": b"\x01" * 32, "layers": [20, 15]}
+    assert planned(add(inline, "resid_post.15"), catalog=replace(CATALOG, layers=21))
+    field, code, message = refusal(add(inline, "resid_post.15"), catalog=replace(CATALOG, layers=20))
+    assert (field, code) == ("saesteer.edits[0].vector.layers[0]", "out_of_range")
+    assert message.endswith("got 20, expected layers of this model, 0 to 19")
 
 
 def gated(when: Any, site: str = "resid_post.15") -> Any:

@@ -17,6 +17,7 @@ from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
 from saesteer.engine.sinks import SPOOLS, address
 from saesteer.engine.wire import encode
+from saesteer.language.alike import parts_of
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
@@ -42,6 +43,7 @@ from saesteer.plugin.results.spools import Layout, Spool
 
 _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
+_LARGEST = 2**20  # bytes that a spec brings; one that brings more is planned for each request
 
 
 @immutable
@@ -234,8 +236,9 @@ class Door:
             rows = self.fetching.fetch(planned, catalog) if self.fetching else {}
             full = replace(catalog, rows=rows) if rows else catalog
             found = _meaning(spec, full, planned, self._dtype, self._capture)
-            with self._lock:
-                self._keep(catalog, (number, prompt_len if planned.relative else None), asked, found)
+            if _brought(spec, found.admitted) <= _LARGEST:
+                with self._lock:
+                    self._keep(catalog, (number, prompt_len if planned.relative else None), asked, found)
         elif self.fetching:
             self.fetching.check(found.rows.items())
         return found
@@ -295,6 +298,13 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
         edits_part,
         rows,
     )
+
+
+def _brought(spec: Spec, admitted: Mapping[str, Any]) -> int:
+    """The bytes that are kept with a spec because it brings vectors, or because features come from files."""
+    own = (getattr(part.first, "vector", None) for part in parts_of(spec.edits))
+    lists = {id(one): len(one) for one in own if isinstance(one, tuple)}
+    return 32 * sum(lists.values()) + sum(len(data) for *_, data in admitted["vectors"])
 
 
 def needs_messages(spec: Spec) -> bool:
