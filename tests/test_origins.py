@@ -142,7 +142,7 @@ def test_transformers_take_addresses(tmp_path: Path) -> None:
 
 def start(place: Path, served: str, **options: Any) -> None:
     """What a server does at start with the dictionary."""
-    shape = SimpleNamespace(num_hidden_layers=30)
+    shape = SimpleNamespace(model_type="gemma2", num_hidden_layers=30)
     model = SimpleNamespace(model=served, hf_text_config=shape, get_hidden_size=lambda: writers.D)
     assets = Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": str(place)}, **options}))
     alone, outputs = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(reasoning_parser="")

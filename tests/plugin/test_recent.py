@@ -28,7 +28,7 @@ from saesteer.plugin.prefix_cache import FIRST, first_read
 from saesteer.plugin.worker import steering as steered  # needs vLLM
 from tests.plugin.admitted import ADD, admitted
 from tests.small_engine import make_engine
-from tests.small_world import TOKENS, edits
+from tests.small_world import TOKENS, WIDTH, edits
 
 
 @pytest.fixture(scope="module")

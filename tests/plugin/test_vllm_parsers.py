@@ -24,7 +24,7 @@ from saesteer.plugin.door import borders
 from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.reasoning import NEAR, Border, border_of, closing, parser_of
-from tests.spec.test_readouts import CATALOG
+from tests.spec.reads import CATALOG
 
 PLAIN, LETTERS = 3, 24  # ids of letters
 TEXT = (
