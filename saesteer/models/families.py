@@ -201,9 +201,7 @@ def sums_of(config: Any) -> Mapping[str, str]:
     """
     if config.model_type == "granite":  # multiplies what attention and the MLP make before it adds it
         return {}
-    if config.model_type.startswith(
-        "gemma4"
-    ):  # adds and multiplies once more behind the MLP
+    if config.model_type.startswith("gemma4"):  # adds and multiplies once more behind the MLP
         return {kind: place for kind, place in SUMS.items() if kind != "mlp_out"}
     return SUMS
 

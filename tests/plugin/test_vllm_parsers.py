@@ -1,7 +1,9 @@
 """The border between the parts of an answer with vLLM's own reasoning parsers, and what of a prompt they see."""
 
+import asyncio
 from dataclasses import replace
 from itertools import chain
+from threading import Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.params import ChatParams
 
+from saesteer.consumers.known import Consumers
 from saesteer.errors import SpecError
-from saesteer.language.spec import Spec, from_json
+from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import borders
+from saesteer.plugin.door import borders, frontend
 from saesteer.plugin.door.borders import Borders
-from saesteer.plugin.door.conversation import Conversation
+from saesteer.plugin.door.conversation import CONVERSATION, Conversation
 from saesteer.plugin.reasoning import NEAR, Border, border_of, closing, parser_of
 from tests.spec.reads import CATALOG
 
@@ -272,14 +275,33 @@ def test_what_clients_invent_for_a_parser_is_neither_kept_nor_taken_without_limi
 def test_what_takes_a_while_is_done_ahead(spec: Any, looks: int, renders: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = {"op": "add", "site": "resid_post.1", "vector": [1.0], "scope": {"part": "answer"}}
     catalog = replace(CATALOG, parts=True, modules={"calm": from_json({"edits": [inner]})})
-    looked, (conversation, ids) = [], chat([USER, CALL, RESULT])
-    monkeypatch.setattr(borders, "closing", lambda parser: looked.append(parser) or (ENDED,))
+    looked: list[Thread] = []
+    rendered: list[Thread] = []
+    conversation, ids = chat([USER, CALL, RESULT])
+
+    def looking(parser: Any) -> tuple[int, ...]:
+        looked.append(current_thread())
+        return closing(parser)
+
+    def rendering(*asked: Any) -> Any:
+        rendered.append(current_thread())
+        return conversation.render(*asked)
+
+    async def original(*_: Any) -> None:
+        assert (len(looked), len(rendered)) == (looks, renders)
+        assert current_thread() not in looked + rendered
+
+    monkeypatch.setattr(borders, "closing", looking)
     door = Borders(server("deepseek_r1"))
-    asked: Spec = from_json(spec)
-    door.prepare(asked, catalog, ids, conversation, {})
-    assert (len(looked), len(conversation._opening)) == (looks, renders)
-    door.edited("saesteer.edits[0]", door.told(ids, conversation, {}), ids)
-    assert len(looked) == 1
+    slow = replace(conversation, render=rendering)
+    served = SimpleNamespace(fetching=None, consumers=Consumers({}), borders=door)
+    names = SimpleNamespace(catalog=catalog)
+    engine = SimpleNamespace(input_processor=SimpleNamespace(saesteer_door=served, saesteer_names=names))
+    monkeypatch.setattr(frontend, "located", lambda *_: None)  # other messages
+    prompt, params = {"prompt_token_ids": ids, CONVERSATION: slow}, SimpleNamespace(extra_args={"saesteer": spec})
+    asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
+    door.edited("saesteer.edits[0]", door.told(ids, slow, {}), ids)
+    assert (len(looked), len(rendered)) == (1, 1)
 
 
 @pytest.mark.usefixtures("tokenizer")

@@ -180,7 +180,7 @@ def test_vectors_have_a_limit_together() -> None:
 def test_lists_count_among_all_vectors_before_they_are_read() -> None:
     most = MAX_VECTORS // 4 // MAX_LIST
 
-    last = {"op": "add", "site": "resid_post.1", "vector": ["no number"]}
+    last: dict[str, Any] = {"op": "add", "site": "resid_post.1", "vector": ["no number"]}
     brought = [{**last, "vector": [1] * MAX_LIST} for _ in range(most)]
     for first in (brought, [add(one["vector"], "resid_post.1") for one in brought]):
         with pytest.raises(SpecError) as caught:

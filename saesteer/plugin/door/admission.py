@@ -170,7 +170,7 @@ class Door:
             wanted=wanted,
             silent=silent,
             watches=bool(meaning.rules),
-            border=partial(border_of, self._vllm_config, told, ids) if reads_part or border else None,
+            border=partial(border_of, self._vllm_config, told, ids) if told and (reads_part or border) else None,
         )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.

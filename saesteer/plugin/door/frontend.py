@@ -187,9 +187,9 @@ async def _asking_ahead(
                 with suppress(SpecError):  # vLLM's own checks come first
                     await asyncio.to_thread(fetching.prepare, spec, catalog)
         if catalog is not None and catalog.parts and (spec is not None or catalog.default):
-            borders, ids = self.input_processor.saesteer_door.borders, conversation and prompt["prompt_token_ids"]
-            about = spec or language.Spec(), catalog, ids or (), conversation, template_of(prompt)
-            await asyncio.to_thread(borders.prepare, *about)
+            prepare, asked = self.input_processor.saesteer_door.borders.prepare, spec or language.Spec()
+            ids = () if conversation is None else prompt["prompt_token_ids"]
+            await asyncio.to_thread(prepare, asked, catalog, ids, conversation, template_of(prompt))
     except SpecError as error:
         raise SpecRefused(error) from None
     params = with_spec(params, spec)
