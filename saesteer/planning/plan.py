@@ -147,9 +147,7 @@ class Catalog:
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
     other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream
-    rows: "Mapping[Feature, FeatureRow]" = option(
-        default_factory=dict
-    )  # what one request brings of files, once planned
+    rows: "Mapping[Feature, FeatureRow]" = option(default_factory=dict)  # what a planned request brings of files
     sets: Mapping[str, tuple[int, ...]] = option(default_factory=dict)  # the layers of each set, by its name
     parts: bool = False  # whether a reasoning parser tells the parts of an answer
     reads: frozenset[str] | None = None  # sites whose op keeps its tensor for requests that read it; None: all
