@@ -24,6 +24,7 @@ from tests.plugin.neuronpedia.stand_in import StandIn
 @pytest.fixture(scope="module")
 def engine(model_dir: str) -> StandIn:
     from transformers import AutoTokenizer
+    from vllm.tokenizers.hf import get_cached_tokenizer
 
     mlp = str(next(DEMO_SAE.parent.glob("*l12*.safetensors")))
     places = {"demo": str(DEMO_SAE), "mlp": mlp, "stored": f"rows:{DEMO_SAE}"}
@@ -32,7 +33,8 @@ def engine(model_dir: str) -> StandIn:
     held = assets.catalog(width=576, layers=30)
     addresses = {"np:smollm2/15-demo-res": "demo", "np:smollm2/12-demo-mlp": "mlp"}
     catalog = replace(held, addresses=addresses, origins={})
-    return StandIn(catalog, AutoTokenizer.from_pretrained(model_dir), Fetching(assets.rows, torch.float32))
+    tokenizer = get_cached_tokenizer(AutoTokenizer.from_pretrained(model_dir))  # as vLLM has it
+    return StandIn(catalog, tokenizer, Fetching(assets.rows, torch.float32))
 
 
 @pytest.fixture(scope="module")

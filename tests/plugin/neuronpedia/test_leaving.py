@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from threading import Event, Semaphore, Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import uvicorn
 from fastapi.testclient import TestClient
 
-from saesteer.config.decoders import Decoders
-from saesteer.plugin.http.neuronpedia.host import Host
-from tests.plugin.neuronpedia.asking import ALL, CHAT, COMPLETION, SINGLE, TEXT
+from saesteer.plugin.http.neuronpedia.host import Busy, Turns
+from tests.plugin.neuronpedia.asking import ALL, CHAT, COMPLETION, SINGLE, TEXT, ask
 from tests.plugin.neuronpedia.stand_in import StandIn
 
 SOURCE = {"prompts": [TEXT, "Who?"], "model": "m", "source": "demo"}
@@ -84,9 +82,9 @@ def test_a_file_that_is_read_for_nobody_is_still_the_only_one() -> None:
         reading -= 1
         return reading
 
-    async def ask() -> None:
-        host = Host(SimpleNamespace(), SimpleNamespace(), None, None, Decoders(), asyncio.Lock())  # type: ignore[arg-type]
-        first, second = (asyncio.create_task(host.whole_file(read)) for _ in range(2))
+    async def run() -> None:
+        turns = Turns()
+        first, second = (asyncio.create_task(turns.alone(read)) for _ in range(2))
         start = time.monotonic()
         while not reading and time.monotonic() < start + 20:
             await asyncio.sleep(0.01)
@@ -96,4 +94,35 @@ def test_a_file_that_is_read_for_nobody_is_still_the_only_one() -> None:
         go.set()
         assert await second == 0 and first.cancelled()
 
-    asyncio.run(ask())
+    asyncio.run(run())
+
+
+def test_nothing_is_read_for_those_who_left_while_they_waited() -> None:
+    go, reads = Event(), 0
+
+    def read() -> None:
+        nonlocal reads
+        reads += 1
+        assert go.wait(20)
+
+    async def run() -> None:
+        turns = Turns()
+        first, *others = (asyncio.create_task(turns.alone(read)) for _ in range(9))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Busy, match="8 requests wait"):
+            await turns.alone(read)
+        for one in others:
+            one.cancel()
+        await asyncio.wait(others)
+        last = asyncio.create_task(turns.alone(read))
+        go.set()
+        await asyncio.gather(first, last)
+        assert reads == 2
+
+    asyncio.run(run())
+
+
+def test_who_would_have_to_wait_too_long_is_told_so(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saesteer.plugin.http.neuronpedia.host._MOST_WAITING", 0)
+    body = {"model": "m", "source": "demo", "feature": {"model": "m", "source": "demo", "index": 7}, "numResults": 1}
+    assert "whole file" in ask(client, "util/sae-topk-by-decoder-cossim", body, 429)["error"]

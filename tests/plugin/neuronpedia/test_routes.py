@@ -16,7 +16,20 @@ from saesteer.commands.embedded import DEMO_SAE
 from saesteer.loaders import load
 from saesteer.plugin.http.neuronpedia import keys, routes
 from tests.plugin.apps import app_of_vllm
-from tests.plugin.neuronpedia.asking import COMPLETION, SCHEMA, TEXT, ask, check, prompt_of, refusal, row_of
+from tests.plugin.neuronpedia.asking import (
+    ALL,
+    CHAT,
+    COMPLETION,
+    SCHEMA,
+    SINGLE,
+    TEXT,
+    TOPK,
+    ask,
+    check,
+    prompt_of,
+    refusal,
+    row_of,
+)
 from tests.plugin.neuronpedia.stand_in import LONGEST, StandIn
 
 
@@ -117,6 +130,48 @@ def test_wrong_bodies_are_refused_as_published(client: TestClient) -> None:
         assert found.status_code == 422
     error = client.post("/v1/tokenize", json={"saesteer": {}, "model": "m", "text": "a"})
     assert error.status_code == 400, "a spec has no place here"
+
+
+def prompts(text: str) -> list[tuple[str, Any]]:
+    """Every kind of request, with this text."""
+    return [
+        ("tokenize", {"model": "m", "text": text}),
+        ("steer/completion", {**COMPLETION, "prompt": text}),
+        ("steer/completion-chat", {**CHAT, "prompt": [{"role": "user", "content": text}]}),
+        ("activation/single", {**SINGLE, "prompt": text}),
+        ("activation/all", {**ALL, "prompt": text}),
+        ("activation/topk-by-token", {**TOPK, "prompt": text}),
+        ("activation/source", {"model": "m", "source": "demo", "prompts": ["a", text]}),
+        ("activation/raw", {"prompts": ["a", text], "layers": [3]}),
+    ]
+
+
+def test_what_no_prompt_can_be_is_refused_before_it_is_tokenized(client: TestClient, engine: StandIn) -> None:
+    most = LONGEST * max(map(len, engine.tokenizer.get_vocab()))
+    encoded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.tokenizer, "encode", lambda text, **_: encoded.append(text))
+        patch.setattr(engine.tokenizer, "apply_chat_template", lambda *_, **__: encoded.append("a chat"))
+        for path, body in prompts("x" * (most + 1)):
+            assert f"characters, expected at most {most}" in refusal(client, path, body), path
+        half = {"prompts": ["x" * (most // 2 + 1)] * 2, "layers": [3]}
+        assert f"prompts: has {2 * (most // 2 + 1)} characters" in refusal(client, "activation/raw", half)
+        assert not encoded
+    for path, body in prompts("x" * (most - 1)):
+        if path != "steer/completion-chat":
+            assert "tokens, expected at most" in refusal(client, path, body), path
+    longer = {**CHAT, "prompt": [{"role": "user", "content": "x" * most}]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.tokenizer, "encode", lambda text, **_: encoded.append(text))
+        assert "characters" in refusal(client, "steer/completion-chat", longer), "the template adds to it"
+        assert not encoded
+
+
+def test_what_is_no_text_is_refused(client: TestClient) -> None:
+    for path, body in prompts("a\ud800"):
+        headers = {"Content-Type": "application/json"}
+        found = client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
+        assert found.status_code == 400 and "half of a surrogate pair" in found.json()["error"], path
 
 
 def test_tokenize(client: TestClient, engine: StandIn) -> None:

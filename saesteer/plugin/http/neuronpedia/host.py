@@ -27,6 +27,37 @@ from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, check_
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_MOST_WAITING = 8  # requests that wait until a whole file may be read
+
+
+class Busy(Exception):
+    """Too many requests wait already; the message says for what."""
+
+
+class Turns:
+    """Whole files are read one after the other: a dictionary takes as much memory as its file."""
+
+    def __init__(self) -> None:
+        self._lock, self._waiting = asyncio.Lock(), 0
+
+    async def alone(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads a whole file, in a thread, once no other does. A request that ends while it waits reads nothing.
+
+        Raises:
+            Busy: so many wait already.
+            SpecError: the file cannot be read.
+        """
+        if self._waiting >= _MOST_WAITING:
+            raise Busy(f"{self._waiting} requests wait to read the whole file of a dictionary; send it again later")
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        # A request may be cancelled, but its thread goes on: the lock is held until that has ended.
+        work = asyncio.ensure_future(in_thread(made, *args, **kwargs))
+        work.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +69,7 @@ class Host:
     template: str | None  # the operator's chat template: a file or the text itself
     fetching: Fetching | None  # dictionaries that are served by rows
     decoders: Decoders  # of the others
-    reading: asyncio.Lock  # of whole files, one at a time
+    turns: Turns  # of whole files
 
     @property
     def model(self) -> Any:
@@ -51,6 +82,26 @@ class Host:
         found: int = self.model.max_model_len
         return found
 
+    def check_texts(self, texts: Sequence[str], at: str = "prompt") -> None:
+        """Looks at texts before anything is made of them: a tokenizer takes 270 bytes for each character.
+
+        Args:
+            texts: of one request.
+            at: the field of all of them.
+
+        Raises:
+            SpecError: together they have more characters than the longest prompt can have, or one is no text.
+        """
+        size, most = sum(map(len, texts)), self.longest * self.engine.get_tokenizer().max_chars_per_token
+        if size > most:
+            message = f"has {size} characters, expected at most {most}: {self.longest} tokens cannot have more"
+            fail(at, "too_many", message)
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError:
+            fail(at, "out_of_range", "has half of a surrogate pair, expected text that UTF-8 can hold")
+
     async def prompt(self, text: str, *, bos: bool = True) -> Prompt:
         """A text as tokens.
 
@@ -59,8 +110,9 @@ class Host:
             bos: whether a BOS token comes first, if the tokenizer has one and the text does not begin with it.
 
         Raises:
-            SpecError: it is too long.
+            SpecError: it is too long, or no text.
         """
+        self.check_texts([text])
         word = self.engine.get_tokenizer().bos_token
         put = bos and word and not text.startswith(word)
         return await asyncio.to_thread(self._tokens, word + text if put else text)
@@ -69,8 +121,9 @@ class Host:
         """A chat as the model's template writes it, with the opening of an answer.
 
         Raises:
-            SpecError: the model has no template, the template refuses the messages, or they are too long.
+            SpecError: the model has no template, the template refuses the messages, or they are too long or no text.
         """
+        self.check_texts([one["content"] for one in messages])
         return await asyncio.to_thread(self._chat, messages)
 
     def plain(self, ids: Sequence[int]) -> str:
@@ -90,6 +143,7 @@ class Host:
         except Exception as exc:  # templates may raise anything
             message = f"is refused by the chat template ({str(exc)[:200]}), expected messages that it takes"
             raise SpecError(message, field="prompt", code="not_served") from exc
+        self.check_texts([text])
         return self._tokens(text)
 
     def _tokens(self, text: str) -> Prompt:
@@ -166,6 +220,7 @@ class Host:
 
         Raises:
             SpecError: there is no such feature, it writes several rows, or the file has changed or cannot be read.
+            Busy: it takes the whole file, for which too many wait.
         """
         info = place.info
         assert isinstance(info, CoderInfo)
@@ -181,18 +236,19 @@ class Host:
             assert self.fetching is not None
             return await in_thread(self.fetching.decoders, place.key, features)
         found = await in_thread(self.decoders.alone, info, features)
-        return await self.whole_file(self.decoders.whole, info, features) if found is None else found
+        return await self.turns.alone(self.decoders.whole, info, features) if found is None else found
 
     async def nearest(self, place: Place, vector: NDArray[np.float32], most: int) -> list[tuple[int, float]]:
         """As of ``decoders.nearest``.
 
         Raises:
             SpecError: the file has changed, or cannot be read.
+            Busy: too many wait for a whole file.
         """
         info = place.info
         assert isinstance(info, CoderInfo)
         await self._check(place.key, info)
-        found = await self.whole_file(nearest, info, vector, most)
+        found = await self.turns.alone(nearest, info, vector, most)
         await self._check(place.key, info)
         return found
 
@@ -201,15 +257,6 @@ class Host:
         if info.by_rows:
             assert self.fetching is not None
             await in_thread(self.fetching.check_file, key)
-
-    async def whole_file(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What reads a whole file, in a thread, while no other does: a dictionary takes as much memory as its file."""
-        # A request may be cancelled, but a thread goes on: the lock is held until it has ended.
-        return await asyncio.shield(self._alone(made, *args, **kwargs))
-
-    async def _alone(self, made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        async with self.reading:
-            return await in_thread(made, *args, **kwargs)
 
 
 async def in_thread(made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

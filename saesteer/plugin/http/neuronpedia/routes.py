@@ -19,7 +19,7 @@ from saesteer.errors import SpecError
 from saesteer.language.fields import fail
 from saesteer.plugin.http.leaving import while_there
 from saesteer.plugin.http.neuronpedia import activation_shapes, activations, keys, shapes, steering
-from saesteer.plugin.http.neuronpedia.host import Host
+from saesteer.plugin.http.neuronpedia.host import Busy, Host, Turns
 from saesteer.plugin.http.neuronpedia.meaning import place_of, sets_of
 from saesteer.plugin.http.refusals import refusing
 
@@ -35,9 +35,9 @@ _SERVED = (
 _OFF = ("activation_attention", "dfa", "lens_logit", "lens_jacobian", "neurons")
 
 
-def refuse(message: str) -> JSONResponse:
+def refuse(message: str, status: int = 400) -> JSONResponse:
     """The answer of a refusal."""
-    return JSONResponse(shapes.Failure(error=message).model_dump(), 400)
+    return JSONResponse(shapes.Failure(error=message).model_dump(), status)
 
 
 def _refusal(error: Exception) -> JSONResponse | None:
@@ -45,6 +45,8 @@ def _refusal(error: Exception) -> JSONResponse | None:
     match error:
         case SpecError():
             return refuse(str(error))
+        case Busy():
+            return refuse(str(error), 429)
         case RequestValidationError():
             detail = [{key: one[key] for key in ("loc", "msg", "type")} for one in error.errors()]
             return JSONResponse({"detail": detail}, 422)
@@ -58,7 +60,7 @@ def add_neuronpedia(app: FastAPI, args: Any) -> None:
         app: vLLM's.
         args: vLLM's; it adds the middleware that stands there outside of its own check of keys.
     """
-    app.state.saesteer_decoders = Decoders(), asyncio.Lock()
+    app.state.saesteer_decoders = Decoders(), Turns()
     args.middleware = [*args.middleware, keys.MIDDLEWARE]
     app.include_router(router)
 
@@ -72,7 +74,8 @@ async def _host(request: Request) -> Host:
 
 _Host = Annotated[Host, Depends(_host)]
 _REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": shapes.Failure, "description": "The request is wrong, or asks for what this server lacks."}
+    400: {"model": shapes.Failure, "description": "The request is wrong, or asks for what this server lacks."},
+    429: {"model": shapes.Failure, "description": "Too many requests wait for the whole file of a dictionary."},
 }
 router = APIRouter(route_class=refusing(_refusal, handled=while_there), tags=["neuronpedia"], responses=_REFUSED)
 _LEAN: dict[str, Any] = {"response_model_exclude_none": True}
@@ -168,6 +171,7 @@ async def _each(made: Callable[[Host, Any, str], Awaitable[T]], host: Host, aske
     """The results of several prompts; the engine reads them at the same time."""
     if not 1 <= len(asked.prompts) <= _MOST_PROMPTS:
         fail("prompts", "too_many", f"has {len(asked.prompts)} texts, expected 1 to {_MOST_PROMPTS}")
+    host.check_texts(asked.prompts, "prompts")
     tasks = [asyncio.ensure_future(made(host, asked, one)) for one in asked.prompts]
     try:
         return list(await asyncio.gather(*tasks))
