@@ -33,6 +33,8 @@ from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from saesteer.engine.private import private
+
 LACKING = 0o400  # mode of a file that lacks rows
 THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 PAUSE = 0.25  # seconds that rows wait for those of later steps, so that one call writes several
@@ -107,8 +109,10 @@ class _File:
         """
         if self._failed:
             return
+        folder, name = os.path.split(self.path)
         try:
-            file = os.open(self.path, os.O_WRONLY)
+            with private(folder) as inside:
+                file = os.open(name, os.O_WRONLY, dir_fd=inside)
             try:
                 for run in runs:
                     at = run.at
@@ -128,10 +132,12 @@ class _File:
 
 def _mark(path: str) -> None:
     """As a file that lacks rows. On some file systems a mode does not last, and the file is deleted."""
+    folder, name = os.path.split(path)
     try:
-        os.chmod(path, LACKING)
-        if S_IMODE(os.stat(path).st_mode) == LACKING:
-            return
+        with private(folder) as inside:
+            os.chmod(name, LACKING, dir_fd=inside)
+            if S_IMODE(os.stat(name, dir_fd=inside).st_mode) == LACKING:
+                return
     except OSError:
         pass
     with suppress(OSError):  # the front end cannot write it, either

@@ -4,10 +4,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from saesteer.plugin.results import counts
 from saesteer.plugin.results.kept import Limits, Results, Room
 from saesteer.plugin.results.spools import Spool
 from tests.plugin.blobs import blob
+
+ABOUT = {"site": "resid_post.3", "at": "before", "layers": [3]}
+ENTRY = {**ABOUT, "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
+DATA = np.arange(6, dtype="<f4").tobytes()
 
 
 def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
@@ -19,6 +25,12 @@ def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) 
 def files(found: Results) -> list[str]:
     """The names of the files in their folder."""
     return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
+
+
+def kept(found: Results) -> str:
+    """The handle of one that holds DATA."""
+    [room] = found.promise([len(DATA)])
+    return room.keep(ENTRY, DATA)
 
 
 def fill_the_disk(room: Room | Spool) -> None:

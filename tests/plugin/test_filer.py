@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -150,13 +151,34 @@ def test_a_file_whose_mode_does_not_last_is_deleted_if_it_lacks_rows(
     file = filer._File(str(tmp_path / "a"), 0)
     (tmp_path / "a").touch()
 
-    def fails(*given: Any) -> None:
+    def fails(*given: Any, **named: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(PUT, fails)
-    monkeypatch.setattr(os, "chmod", (lambda *given: None) if kept else fails)
+    monkeypatch.setattr(os, "chmod", (lambda *given, **named: None) if kept else fails)
     part = filer._Part(0, 1)
     file.add(0, filer._Piece(part, 0, 1), (0, 1))
     with pytest.raises(PermissionError):
         file.write(memoryview(b"x"), file.runs)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("taken", ["a link", "open to others"])
+def test_nothing_is_written_into_a_folder_that_others_may_use(taken: str, tmp_path: Path) -> None:
+    """Whoever puts a folder where one was removed could lead a file's name anywhere."""
+    victim, place = tmp_path / "victim", tmp_path / "place"
+    victim.mkdir(mode=0o700)
+    (victim / "a").write_bytes(b"own")
+    if taken == "a link":
+        place.symlink_to(victim)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+        (place / "a").symlink_to(victim / "a")
+    file = filer._File(str(place / "a"), 0)
+    file.add(0, filer._Piece(filer._Part(0, 1), 0, 1), (0, 1))
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        file.write(memoryview(b"x"), file.runs)
+    file.write(memoryview(b"x"), file.runs)  # nothing is tried again
+    if taken != "a link":  # of a file that lacks rows, the name goes; the mode of what a link leads to stays
+        assert (victim / "a").read_bytes() == b"own" and stat.S_IMODE((victim / "a").stat().st_mode) != filer.LACKING

@@ -7,6 +7,7 @@ import os
 import pickle
 import platform
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from saesteer.plugin.door.admission import Door, without_ours
 from saesteer.plugin.results.kept import Results
 from tests.plugin.blobs import inside
 from tests.plugin.filers import PUT, in_this_process, path_of, steps_of_copies
-from tests.plugin.results import files
+from tests.plugin.results import files, kept
 from tests.plugin.spooling import STEP, WIDTH, Steps, check, filed, roomy, sinks_of, spool_of, told
 from tests.spec.scopes import windows
 
@@ -199,24 +200,50 @@ def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: 
     assert not found.of("moved")
 
 
-def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = roomy(tmp_path, number=20), roomy(tmp_path, number=20)  # of two API servers
-    looks, sweep = 0, Results.sweep
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Results]:
+    """Who has counted what is there."""
+    found, sweep = list[Results](), Results.sweep
 
     def counted(self: Results) -> list[int]:
-        nonlocal looks
-        looks += 1
+        found.append(self)
         return sweep(self)
 
     monkeypatch.setattr(Results, "sweep", counted)
     monkeypatch.setattr("saesteer.plugin.results.kept._sweep", lambda _: None)
+    return found
+
+
+def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, looks: list[Results]) -> None:
+    one, two = roomy(tmp_path, number=20), roomy(tmp_path, number=20)  # of two API servers
     held = [(one, two)[n % 2].promise([5]) for n in range(10)]
-    assert looks == 1, "at first"
+    assert len(looks) == 1, "at first"
     del held[5:]
     gc.collect()
     for _ in range(30):
         one.promise([5])
-    assert looks == 3, "once for each 15 that are left"
+    assert len(looks) == 3, "once for each 15 that are left"
+
+
+def test_who_is_refused_does_not_look_again_and_again(
+    tmp_path: Path, looks: list[Results], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = roomy(tmp_path, number=3), roomy(tmp_path, number=3)
+    monkeypatch.setattr("saesteer.plugin.results.kept._REST", 1e9)
+    handles = [kept(one) for _ in range(3)]
+    looks.clear()
+    for at in range(20):
+        with pytest.raises(SpecError, match="while 3 of 3"):
+            (one, two)[at % 2].promise([1])
+    assert len(looks) == 1
+    two.delete(handles.pop())
+    handles.append(kept(one))
+    assert len(looks) == 2, "a deletion makes room at once"
+    past = time.time() - 61
+    for handle in handles:
+        os.utime(one.folder / handle, (past, past))
+    kept(two)
+    assert len(looks) == 3 and len(files(one)) == 1, "and so does what expires"
 
 
 @pytest.mark.parametrize("case", ["one", "two choices", "a consumer", "captured"])

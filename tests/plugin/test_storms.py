@@ -50,7 +50,7 @@ def run(servers: Servers, name: str, seeds: Sequence[int], folder: Path) -> Coun
     """Storms with these seeds, and what has happened in them."""
     seen = Counter[str]()
     for seed in seeds:
-        (folder / str(seed)).mkdir()
+        (folder / str(seed)).mkdir(mode=0o700)
         seen += Storm(servers, MODES[name], seed, folder / str(seed)).run()
     return seen
 

@@ -338,10 +338,10 @@ def test_a_failure_marks_the_file_and_is_said_where_a_server_says_things(
 ) -> None:
     whole = put if at == PUT else os.open
 
-    def full(file: Any, *given: Any) -> Any:
-        if file == files[0].path or (at == PUT and path_of(file) == files[0].path):
+    def full(file: Any, *given: Any, **named: Any) -> Any:
+        if file == "a" or (at == PUT and path_of(file) == files[0].path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return cast(Any, whole)(file, *given)
+        return cast(Any, whole)(file, *given, **named)
 
     writer, files = Writer(), sinks_in(tmp_path, "ab", 9)
     monkeypatch.setattr(at, full)

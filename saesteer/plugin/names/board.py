@@ -23,6 +23,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
+from saesteer.engine.private import open_in, open_private
 from saesteer.errors import UnsupportedError
 
 ENV = "SAESTEER_BOARD"  # <process>-<word>
@@ -43,21 +44,13 @@ def _folder(word: str) -> Path:
 
 
 def meeting_place() -> Path | None:
-    """The folder that the processes of this server share, made if it does not exist; None if none was announced.
-
-    Raises:
-        UnsupportedError: it belongs to another user.
-    """
+    """The folder that the processes of this server share, made if it does not exist; None if none was announced."""
     parent, word = parent_process(), os.environ.get(ENV, "")
     own = [os.getpid()] if parent is None else [os.getpid(), parent.pid]
-    return _made(_folder(word)) if any(word.startswith(f"{pid}-") for pid in own) else None
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise UnsupportedError(f"{folder} belongs to another user, so the API servers cannot meet there")
-    return folder
+    if not any(word.startswith(f"{pid}-") for pid in own):
+        return None
+    _folder(word).mkdir(mode=0o700, exist_ok=True)
+    return _folder(word)
 
 
 class Board:
@@ -67,13 +60,25 @@ class Board:
         folder: shared by all processes; made if it does not exist.
         rank: this process's number, from 0.
         count: number of processes.
+
+    Raises:
+        UnsupportedError: the folder is not this user's alone.
     """
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
-        self._folder = _made(folder)
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        files = [os.open(folder / f"uses-{one}", os.O_RDWR | os.O_CREAT, 0o600) for one in range(count)]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._folder = open_private(folder)  # kept: another folder that somebody puts there later is not this one
+        except PermissionError as error:
+            message = f"{folder} is not this user's alone, so the API servers cannot meet there"
+            raise UnsupportedError(message) from error
+        # What cleans up /tmp, if it is systemd, leaves alone what somebody has locked.
+        fcntl.flock(self._folder, fcntl.LOCK_SH)
+        self._lock, *files = (self._open(name) for name in ("lock", *(f"uses-{one}" for one in range(count))))
         self._own, self._all = files[rank], files
+
+    def _open(self, name: str) -> int:
+        return os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._folder)
 
     @classmethod
     def of(cls, rank: int, count: int) -> "Board":
@@ -104,7 +109,7 @@ class Board:
 
     def read(self) -> Any:
         """The state that was posted last."""
-        return json.loads((self._folder / "names").read_text())
+        return self._read("names")
 
     def change(self, number: int) -> Any:
         """What a change has put.
@@ -112,11 +117,19 @@ class Board:
         Raises:
             FileNotFoundError: the name has come to stand for something else.
         """
-        return json.loads((self._folder / f"change-{number}").read_text())
+        return self._read(f"change-{number}")
 
     def put(self, number: int, found: Any) -> None:
         """Store what a change puts, for ``change``; nobody reads it before the change is posted."""
-        (self._folder / f"change-{number}").write_text(json.dumps(found))
+        self._write(f"change-{number}", found)
+
+    def _read(self, name: str) -> Any:
+        with open_in(self._folder, name, "r") as file:
+            return json.load(file)
+
+    def _write(self, name: str, found: Any) -> None:
+        with open_in(self._folder, name, "w") as file:
+            file.write(json.dumps(found))
 
     def post(self, number: int, state: Any, changes: Collection[int]) -> None:
         """Publish a change; a reader finds either all of it or the previous state.
@@ -126,13 +139,13 @@ class Board:
             state: what ``read`` returns from now on.
             changes: those that a name stands for; the files of all others are deleted.
         """
-        new = self._folder / "new"
-        new.write_text(json.dumps(state))
-        new.replace(self._folder / "names")
+        self._write("new", state)
+        os.replace("new", "names", src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.pwrite(self._lock, number.to_bytes(8, "little"), 0)
-        for old in self._folder.glob("change-*"):
-            if int(old.name.removeprefix("change-")) not in changes:
-                old.unlink()
+        for name in os.listdir(self._folder):
+            word, _, change = name.partition("-")
+            if word == "change" and int(change) not in changes:
+                os.unlink(name, dir_fd=self._folder)
 
     def use(self, change: int) -> None:
         """Count one more request here that has used what a change has put."""

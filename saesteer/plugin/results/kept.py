@@ -7,8 +7,9 @@ they know of each other:
                       Or one of the names of a file of several results (spools.py), where all rows of a position are one
     <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but without space on the disk;
                       <handle>.<pid>.<n> for n of them in one file, which gets rows as they come, and names in the end
-    lock              who promises holds it. It has the number and bytes of all, at most: who deletes does not tell, so
-                      what is there is counted only when less might not fit
+    lock              who promises holds it. It has the number and bytes of all, at most: rooms are given up without a
+                      word, so what is there is counted only when less might not fit. If then it does not, nobody
+                      counts again for ten times as long as that took, unless somebody deletes a result
 
 A request gets its rooms when it is admitted, or is refused, so nothing that was promised is dropped for want of room.
 A room that nobody holds is given up: whatever ends a request, an abort or an error, needs no word about it.
@@ -16,6 +17,7 @@ A room that nobody holds is given up: whatever ends a request, an abort or an er
 
 import atexit
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -36,10 +38,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.engine.private import open_in, private
 from saesteer.language.fields import fail, show
 from saesteer.plugin.names.board import meeting_place
 from saesteer.plugin.results.failures import unwritten
 from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
+
+logger = logging.getLogger("vllm.saesteer")
 
 _HANDLE = re.compile("[0-9a-f]{32}")
 _body: ContextVar["list[Room | Spool] | None"] = ContextVar("saesteer_body", default=None)
@@ -111,14 +116,18 @@ class Room:
         self._path = results.folder / f"{self._handle}.{os.getpid()}"
         self._give_up = weakref.finalize(self, remove, [self._path])
 
-    def take(self, size: int) -> None:
+    def take(self, folder: int, size: int) -> None:
         """Makes the file; it takes no space on the disk, but others count its size.
+
+        Args:
+            folder: a descriptor of the folder of results.
+            size: bytes of the result.
 
         Raises:
             OSError: it cannot be made.
         """
-        self._path.touch(0o600)
-        os.truncate(self._path, size)
+        with open_in(folder, self._path.name, "xb") as file:
+            file.truncate(size)
 
     def keep(self, entry: Mapping[str, Any], data: bytes) -> Handle:
         """Writes the result.
@@ -131,10 +140,12 @@ class Room:
             OSError: it could not be written, for instance as the disk is full; the room is given up.
         """
         try:
-            with self._path.open("r+b") as file:  # what was promised stays taken until all is written
-                file.writelines([head(entry, len(data)), np.array(entry["positions"], "<i8").data, data])
-                file.truncate()
-            self._path.rename(self._results.folder / self._handle)
+            with private(self._path.parent) as folder:
+                name = self._path.name
+                with open_in(folder, name, "r+b") as file:  # what was promised stays taken until all is written
+                    file.writelines([head(entry, len(data)), np.array(entry["positions"], "<i8").data, data])
+                    file.truncate()
+                os.rename(name, self._handle, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
             self._give_up()  # a result has another name
         return self._handle
@@ -160,15 +171,18 @@ class Results:
     @cached_property
     def folder(self) -> Path:
         """Made when it is first needed, with a thread that removes what has expired."""
-        place = self._given or meeting_place()
-        if place is None:  # this server has one process
+        if self._above is None:  # this server has one process
             found = Path(tempfile.mkdtemp(prefix="saesteer-results-"))
             atexit.register(shutil.rmtree, found, ignore_errors=True)
         else:
-            found = place / "results"
+            found = self._above / "results"
             found.mkdir(mode=0o700, exist_ok=True)
         threading.Thread(target=_sweep, args=[weakref.ref(self)], daemon=True).start()
         return found
+
+    @cached_property
+    def _above(self) -> Path | None:
+        return self._given or meeting_place()
 
     @overload
     def promise(self, wanted: Sequence[int]) -> list[Room]: ...
@@ -189,33 +203,37 @@ class Results:
             message = f"asks for {asked} results of {size} bytes together, expected at most {most.number}"
             fail(_AT, "too_large", f"{message} of {most.size}; the server keeps more when started with {_FLAGS}")
         try:
-            with self._alone() as lock:
+            with self._alone() as (folder, lock):
                 heads = sum(one.start if isinstance(one, Layout) else _HEAD for one in wanted)
                 self._count(lock, asked, size, heads)
-                return [self._room(one) for one in wanted]
+                return [self._room(folder, one) for one in wanted]
         except OSError as error:
             raise unwritten(error) from error
 
     def _count(self, lock: int, asked: int, size: int, heads: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
         most, known = self.limits, os.pread(lock, _TAKEN.size, 0)
-        number, taken = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size)
-        if number + asked > most.number or taken + size > most.size:
+        number, taken, rest = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size, 0.0)
+        looks = (number + asked > most.number or taken + size > most.size) and time.monotonic() >= rest
+        if looks:
+            begin = time.thread_time()
             found = self.sweep()
-            number, taken = len(found), sum(found)
+            number, taken, rest = len(found), sum(found), time.monotonic() + _REST * (time.thread_time() - begin)
         if number + asked > most.number or taken + size > most.size:
+            if looks:
+                os.pwrite(lock, _TAKEN.pack(number, taken, rest), 0)
             message = f"asks for {asked} results of {size} bytes together, while {number} of {most.number} with "
             message += f"{taken} of {most.size} bytes are kept; delete some, or wait: a result is kept for "
             fail(_AT, "results_full", f"{message}{most.seconds} seconds ({_FLAGS})")
-        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + heads), 0)
+        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + heads, 0.0), 0)
 
-    def _room(self, wanted: int | Layout) -> Room | Spool:
+    def _room(self, folder: int, wanted: int | Layout) -> Room | Spool:
         if isinstance(wanted, Layout):
             spool = Spool(self.folder, self.handles(len(wanted.abouts)), wanted)
-            spool.take()
+            spool.take(folder)
             return spool
         room = Room(self)
-        room.take(wanted)
+        room.take(folder, wanted)
         return room
 
     def handles(self, number: int) -> list[Handle]:
@@ -232,9 +250,11 @@ class Results:
         Raises:
             SpecError: there is no such result.
         """
+        self._check(handle)
         try:
-            file = self._path(handle).open("rb")
-        except FileNotFoundError:
+            with private(self.folder) as folder:
+                file: Any = open_in(folder, handle, "rb")
+        except (FileNotFoundError, PermissionError):
             self._refuse(handle)
         if self._expired(os.fstat(file.fileno())):
             file.close()
@@ -247,35 +267,41 @@ class Results:
         Raises:
             SpecError: there is no such result.
         """
-        path = self._path(handle)
+        self._check(handle)
         try:
-            expired = self._expired(path.stat())
-            path.unlink()
-        except FileNotFoundError:
+            with self._alone() as (folder, lock):
+                expired = self._expired(os.stat(handle, dir_fd=folder))
+                os.unlink(handle, dir_fd=folder)
+                os.pwrite(lock, bytes(8), _TAKEN.size - 8)  # whoever needs room may look at once
+        except (FileNotFoundError, PermissionError):
             expired = True
         if expired:
             self._refuse(handle)
 
     def sweep(self) -> list[int]:
-        """Removes what has expired, and the rooms of processes that have died; returns the bytes of all others."""
+        """Removes what has expired, and the rooms of processes that have died; returns the bytes of all others.
+
+        Raises:
+            OSError: the folder is gone, is not this user's alone, or cannot be read.
+        """
         found = []
-        for entry in os.scandir(self.folder):
-            handle, process, several = f"{entry.name}..".split(".")[:3]
-            if not _HANDLE.fullmatch(handle):
-                continue
-            with suppress(FileNotFoundError):  # it was deleted, or is a result since
-                about = entry.stat()
-                if not _lives(int(process)) if process else self._expired(about):
-                    os.unlink(entry)
-                else:
-                    number = int(several or 1)
-                    found += [about.st_size // max(number, about.st_nlink)] * number  # a file of several has names
+        with private(self.folder) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                handle, process, several = f"{entry.name}..".split(".")[:3]
+                if not _HANDLE.fullmatch(handle):
+                    continue
+                with suppress(FileNotFoundError):  # it was deleted, or is a result since
+                    about = entry.stat()
+                    if not _lives(int(process)) if process else self._expired(about):
+                        os.unlink(entry.name, dir_fd=folder)
+                    else:
+                        number = int(several or 1)
+                        found += [about.st_size // max(number, about.st_nlink)] * number  # a file of several has names
         return found
 
-    def _path(self, handle: str) -> Path:
+    def _check(self, handle: str) -> None:
         if not _HANDLE.fullmatch(handle):
             self._refuse(handle)
-        return self.folder / handle
 
     def _expired(self, about: os.stat_result) -> bool:
         return about.st_mtime + self.limits.seconds < time.time()
@@ -285,18 +311,28 @@ class Results:
         fail("handle", "unknown_name", f"got {show(handle)}, expected the handle of a result: this one {why}")
 
     @contextmanager
-    def _alone(self) -> Iterator[int]:
-        """Keeps other processes and threads from promising meanwhile; a process that dies releases the lock."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what cleans up /tmp may have removed it
-        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield lock
-        finally:
-            os.close(lock)
+    def _alone(self) -> Iterator[tuple[int, int]]:
+        """Keeps other processes and threads from promising meanwhile; a process that dies releases the lock.
+
+        Gives descriptors of the folder and of the lock.
+
+        Raises:
+            OSError: the folder is not this user's alone, or cannot be made.
+        """
+        if self._above is not None:
+            with private(self._above, make=True):  # what cleans up /tmp may have removed both
+                pass
+        with private(self.folder, make=True) as folder:
+            lock = os.open("lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield folder, lock
+            finally:
+                os.close(lock)
 
 
-_TAKEN = Struct("<qq")  # number and bytes, at most
+_TAKEN = Struct("<qqd")  # number and bytes, at most, and when of time.monotonic they may be counted again
+_REST = 10  # times as long as a count in vain nobody counts again: refusals take a tenth of the event loop at most
 _HEAD = 4096  # bytes of a result beside its numbers
 _FLAGS = "--max-results, --max-results-mib, --result-seconds"
 
@@ -304,8 +340,12 @@ _FLAGS = "--max-results, --max-results-mib, --result-seconds"
 def _sweep(results: "weakref.ref[Results]") -> None:
     while (one := results()) is not None:
         pause = max(1.0, min(60.0, one.limits.seconds / 10))
-        with suppress(OSError):  # the process ends, or has too many files open now
+        try:
             one.sweep()
+        except PermissionError as error:
+            logger.error("no result can be kept: %s; start the server again", error)
+        except OSError:  # the folder is gone, or the process ends, or has too many files open now
+            pass
         del one
         time.sleep(pause)
 

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from saesteer.engine.filer import LACKING, put
+from saesteer.engine.private import open_in, private
 
 MAGIC = b"saesteer"  # as the length of a safetensors header it would be an absurd one
 _PAGE = 4096
@@ -69,14 +70,17 @@ class Spool:
         self._error: OSError | None = None
         self.width = layout.stride // len(handles)  # bytes of one result's row
 
-    def take(self) -> None:
+    def take(self, folder: int) -> None:
         """Make the file; it takes no space on the disk, but others count its size.
+
+        Args:
+            folder: a descriptor of the folder of results.
 
         Raises:
             OSError: it cannot be made.
         """
-        self._path.touch(0o600)
-        os.truncate(self._path, self.layout.size)
+        with open_in(folder, self._path.name, "xb") as file:
+            file.truncate(self.layout.size)
 
     @property
     def address(self) -> list[Any]:
@@ -92,7 +96,7 @@ class Spool:
         """
         layout, rest = self.layout, memoryview(data)
         try:
-            with self._path.open("r+b") as file:
+            with private(self._path.parent) as folder, open_in(folder, self._path.name, "r+b") as file:
                 for first, rows in places:
                     fits = max(0, min(rows, layout.rows - first))
                     put(file.fileno(), self._start + layout.stride * first, [rest[: layout.stride * fits]])
@@ -114,10 +118,12 @@ class Spool:
             OSError: a row or this could not be written, for instance as the disk is full; the file is given up.
         """
         try:
-            self._finish(entries, places)
-            for name in self._names[1:]:
-                os.link(self._path, name)
-            os.rename(self._path, self._names[0])
+            with private(self._path.parent) as folder:
+                name, (first, *others) = self._path.name, self._handles
+                self._finish(folder, entries, places)
+                for handle in others:
+                    os.link(name, handle, src_dir_fd=folder, dst_dir_fd=folder)
+                os.rename(name, first, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
             self.remove()
             raise
@@ -129,7 +135,7 @@ class Spool:
         remove(map(Path, self._names))
         self._give_up()
 
-    def _finish(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
+    def _finish(self, folder: int, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
         if self._error is not None:
             raise self._error
         start, stride = self._start, self.layout.stride
@@ -141,9 +147,9 @@ class Spool:
         positions = np.array(entries[0]["positions"], "<i8").tobytes()
         head = b"".join([MAGIC, len(text).to_bytes(8, "little"), text, positions, np.array(places, "<i8").tobytes()])
         assert len(head) <= start, "there is room for what is said of results"
-        if stat.S_IMODE(self._path.stat().st_mode) == LACKING:
+        if stat.S_IMODE(os.stat(self._path.name, dir_fd=folder).st_mode) == LACKING:
             raise OSError(errno.EIO, "some of its rows could not be written")
-        with self._path.open("r+b") as file:
+        with open_in(folder, self._path.name, "r+b") as file:
             file.write(head)
             # A step behind the last token may still write a row there, which nobody will read.
             file.truncate(start + stride * (max(places, default=-1) + 1))
