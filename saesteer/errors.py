@@ -17,6 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """Text out of a file that anybody may have made, in which nothing speaks to the terminal or begins a line."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
+
+
 class SaesteerError(Exception):
     """The base class of all errors that saesteer raises on purpose."""
 
@@ -70,7 +75,14 @@ class PromptsFailed(SpecError):
 
 
 class LoadError(SaesteerError, ValueError):
-    """A weight file is wrong or unreadable; the message names the file, the key and what was expected."""
+    """A weight file is wrong or unreadable; the message names the file, the key and what was expected.
+
+    Args:
+        message: may have words of the file; what is not printable in it becomes ``·``.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(SaesteerError, ValueError):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, OPTIONS
-from saesteer.errors import ConfigError, SaesteerError
+from saesteer.errors import ConfigError, SaesteerError, printable
 
 app = typer.Typer(
     add_completion=False,
@@ -387,5 +387,5 @@ def main() -> None:
     try:
         app()
     except SaesteerError as error:
-        typer.echo(f"saesteer: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"saesteer: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(2)

@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import DICTIONARIES
-from saesteer.commands.written import printable
 from saesteer.config.config import SaesteerConfig
-from saesteer.errors import ConfigError
+from saesteer.errors import ConfigError, printable
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
 
 if TYPE_CHECKING:

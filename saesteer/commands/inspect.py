@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from saesteer.commands.written import printable
 from saesteer.config.assets import in_words, sited, unserved
 from saesteer.config.config import DictionarySource
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
-from saesteer.errors import LoadError
+from saesteer.errors import LoadError, printable
 from saesteer.language.address import PREFIX
 from saesteer.loaders import describe, hub
 from saesteer.loaders.vectors import read_vectors

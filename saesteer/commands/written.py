@@ -19,11 +19,6 @@ def check_folder(flag: str, file: Path | None) -> None:
         raise ConfigError(f"{flag} {file}: its folder does not exist")
 
 
-def printable(text: str) -> str:
-    """Text out of a file that anybody may have made, in which nothing speaks to the terminal or begins a line."""
-    return "".join(letter if letter.isprintable() else "·" for letter in text)
-
-
 def write(flag: str, file: Path, text: str) -> None:
     """Write a text; an older file is replaced.
 

@@ -1,14 +1,19 @@
 """Mistakes on the command line, as a user makes them: one sentence on stderr, exit code 2, no traceback."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from saesteer import __version__
 from saesteer.commands.embedded import DEMO_SAE
+from saesteer.errors import LoadError
+from saesteer.loaders.vectors import read_vectors
 from tests.cli.commands import ENVIRONMENT, saesteer
 
 
@@ -148,3 +153,17 @@ def test_python_m() -> None:
     assert done.returncode == 0
     assert "resid_post.15" in done.stdout
     assert "9,216" in done.stdout
+
+
+def test_a_file_does_not_speak_to_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\x1b[32mAll checks passed\u202e"
+    arrays = {name: np.ones(4, np.float32) for name in (evil, "layer.3")}
+    save_file(arrays, tmp_path / "vectors.safetensors")
+    with pytest.raises(LoadError, match="All checks passed") as caught:
+        read_vectors(tmp_path / "vectors.safetensors")
+    assert str(caught.value).isprintable() and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    (tmp_path / "settings.yaml").write_text(json.dumps({evil: 1}))
+    for words in (["serve", "demo", "--saesteer-config", f"{tmp_path}/settings.yaml"], ["inspect", evil]):
+        done = saesteer(*words, before="import sys; sys.modules['vllm'] = None")
+        assert_one_sentence(done, "All checks passed")
+        assert done.stderr.strip().isprintable()
