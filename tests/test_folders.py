@@ -77,6 +77,7 @@ def test_what_a_folder_cannot_serve_is_refused(name: str, tree: Path) -> None:
         door.meaning(from_json({"edits": [{**CLAMP, "dictionary": called}]}), assets.catalog(width=WIDTH, layers=4), 4)
     assert (refused.value.field, refused.value.code) == (f"saesteer.edits[0].{part}", code)
     assert words in str(refused.value)
+    assert str(tree) not in str(refused.value)
 
 
 @pytest.mark.parametrize("called", [NAMES[3], f"{NAMES[2]}@resid_post.1"])

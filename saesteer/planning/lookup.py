@@ -3,6 +3,8 @@
 Every refusal names the field, the value and what is available. Knows no prompt and no order of edits.
 """
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 
 from saesteer.errors import ConfigError, LoadError
@@ -12,6 +14,24 @@ from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.sites import canonical, parse
 from saesteer.planning.plan import Catalog, Dictionary, Direction, Feature, layer_of
+
+logger = logging.getLogger("vllm.saesteer")
+
+_PATH = re.compile(r"(?<![\w.~/-])~?/[^\s:;,()'\"]+")
+_LONGEST = 500  # characters of a reason that clients are told
+
+
+def without_path(error: ConfigError | LoadError) -> str:
+    """Why a dictionary's files cannot be used, for clients, who need not know where the operator has them.
+
+    The log gets all of it. The message of a LoadError begins with a path, of which the file's name stays.
+    """
+    logger.warning("a request names a dictionary whose files cannot be used: %s", error)
+    text = str(error)
+    if isinstance(error, LoadError):
+        place, found, rest = text.partition(": ")
+        text = place.rpartition("/")[2] + found + rest
+    return _PATH.sub("<path>", text)[:_LONGEST]
 
 
 def dictionary_of(
@@ -36,7 +56,7 @@ def dictionary_of(
     try:
         info = catalog.dictionaries.get(key)
     except (ConfigError, LoadError) as exc:
-        fail(f"{at}.dictionary", "not_served", f"cannot be opened: {exc}")
+        fail(f"{at}.dictionary", "not_served", f"{show(name)} cannot be opened: {without_path(exc)}")
     if layers is not None and layer is None:
         message = f"is missing: {name!r} has a dictionary for each of several layers"
         fail(f"{at}.layer", "missing_field", f"{message}, expected one of {listing(layers)}")

@@ -107,6 +107,13 @@ def test_refusals(client: Any, query: dict[str, Any], status: int, param: str, c
     assert found.status_code == status
     error = found.json()["error"]
     assert (error["param"], error["code"]) == (f"query.{param}", code) and told in error["message"]
+    assert "/" not in error["message"].replace(str(query.get("dictionary")), "")
+
+
+def test_the_operator_is_told_where_the_file_is(client: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    error = client.get(ROUTE, params={"dictionary": "broken", "q": "x"}).json()["error"]
+    assert "the labels of 'broken' cannot be read: d.safetensors.labels: is no SQLite" in error["message"]
+    assert f"{folder}/broken/d.safetensors.labels: is no SQLite" in caplog.text
 
 
 NAMES = st.sampled_from(["dictionary", "q", "feature", "layer", "limit", "other"])

@@ -20,6 +20,7 @@ from saesteer.errors import ConfigError, LoadError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.by_rows import features_of, mentioned
+from saesteer.planning.lookup import without_path
 from saesteer.planning.plan import Catalog, Feature, Plan
 
 
@@ -88,4 +89,4 @@ class Fetching:
 
 
 def _refuse(exc: LoadError, feature: Feature, at: str) -> None:
-    fail(f"{at}.dictionary", "unreadable", f"the file of {feature.dictionary!r} gives no rows: {exc}")
+    fail(f"{at}.dictionary", "unreadable", f"the file of {feature.dictionary!r} gives no rows: {without_path(exc)}")

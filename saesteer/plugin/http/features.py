@@ -19,7 +19,7 @@ from saesteer.labels.places import place_of
 from saesteer.labels.store import MAX_QUERY, MOST, words_of
 from saesteer.language.fields import MAX_NAME, fail
 from saesteer.planning.by_rows import is_by_rows
-from saesteer.planning.lookup import dictionary_of, feature_of
+from saesteer.planning.lookup import dictionary_of, feature_of, without_path
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
 
@@ -88,8 +88,6 @@ def _refusal(error: Exception) -> JSONResponse | None:
         case RequestValidationError():
             message, code, path = first_of(error, _AT)
             return refuse(400, f"{_AT}.{path}: {message}", code, f"{_AT}.{path}")
-        case LoadError():
-            return refuse(400, str(error), "unreadable", f"{_AT}.dictionary")
         case _Missing():
             return refuse(404, str(error), "not_served", f"{_AT}.dictionary")
     return None
@@ -153,15 +151,18 @@ def list_features(
     if q is not None and not words_of(q):
         fail(f"{_AT}.q", "out_of_range", f"got {q!r}, expected words")
     assert isinstance(info, CoderInfo)
-    place = _place_of(info)
-    if not place.file.is_file():
-        raise _Missing(f"dictionary {key!r} has no labels, expected one for which `saesteer label` has made them")
-    with place.open() as labels:
-        if q is not None:
-            found = [one.to_json() | {"score": score} for score, one in labels.find(q, limit)]
-        else:
-            one = labels.feature(int(feature or 0))
-            found = [] if one is None else [one.to_json()]
-        source = labels.about.source
+    try:
+        place = _place_of(info)
+        if not place.file.is_file():
+            raise _Missing(f"dictionary {key!r} has no labels, expected one for which `saesteer label` has made them")
+        with place.open() as labels:
+            if q is not None:
+                found = [one.to_json() | {"score": score} for score, one in labels.find(q, limit)]
+            else:
+                one = labels.feature(int(feature or 0))
+                found = [] if one is None else [one.to_json()]
+            source = labels.about.source
+    except LoadError as exc:
+        fail(f"{_AT}.dictionary", "unreadable", f"the labels of {key!r} cannot be read: {without_path(exc)}")
     entries = [FeatureEntry(**one) for one in found]
     return FeatureList(dictionary=dictionary, layer=layer, source=source, features=entries)

@@ -20,7 +20,7 @@ from saesteer.config.decoders import Decoders, nearest
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import LoadError, SpecError
 from saesteer.language.fields import fail
-from saesteer.planning.lookup import check_feature
+from saesteer.planning.lookup import check_feature, without_path
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http.neuronpedia.meaning import Json, Place, Prompt, check_finite
@@ -268,4 +268,4 @@ async def in_thread(made: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     try:
         return await asyncio.to_thread(made, *args, **kwargs)
     except LoadError as exc:
-        raise SpecError(str(exc), field="source", code="unreadable") from exc
+        raise SpecError(f"cannot be read: {without_path(exc)}", field="source", code="unreadable") from exc
