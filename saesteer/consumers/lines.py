@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from saesteer.consumers.consumer import Consumer, Request, Rows
+from saesteer.language.fields import show
 
 logger = logging.getLogger("vllm.saesteer.consumers")
 
@@ -65,7 +66,9 @@ class Logging(Consumer):
         told = [f"{' '.join(key)}: {one.rows} rows, {one.text(key[0])}" for key, one in [*seen.items()][:_READS]]
         more = [f"{len(seen) - _READS} more reads"] if len(seen) > _READS else []
         about = f"{len(request.tokens)} tokens, {request.finish}"
-        logger.info("request %s, choice %d (%s): %s", request.id, request.choice, about, "; ".join([*told, *more]))
+        logger.info(
+            "request %s, choice %d (%s): %s", show(request.id), request.choice, about, "; ".join([*told, *more])
+        )
 
     def drop(self, request: Request) -> None:
         """Forget its numbers."""

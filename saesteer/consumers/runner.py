@@ -15,7 +15,7 @@ from typing import Any
 
 from saesteer.consumers.consumer import Consumer, ConsumerError, DiskError, Request, Rows
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.fields import fail, flag, integer
+from saesteer.language.fields import fail, flag, integer, show
 
 logger = logging.getLogger("vllm.saesteer.consumers")
 
@@ -198,7 +198,7 @@ class Runner:
         except BaseException as exc:  # noqa: BLE001  # sys.exit would end the thread, and all later requests with it
             ticket.failed = exc
             self._count("failures", self.name, 1)
-            about = self.name, ticket.request.id, _kind(exc), _words(exc)
+            about = self.name, show(ticket.request.id), _kind(exc), _words(exc)
             logger.error("consumer %s failed for request %s: %s: %s", *about)
             return None
 

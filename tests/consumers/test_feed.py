@@ -154,7 +154,7 @@ def test_the_log_has_one_line_for_an_answer(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level("INFO", "vllm.saesteer.consumers"):
         assert consumer.end(asked) is None
     assert caplog.messages == [
-        "request request 0, choice 0 (9 tokens, length): activation resid_post.3 before: 9 rows, mean norm 8, "
+        "request 'request 0', choice 0 (9 tokens, length): activation resid_post.3 before: 9 rows, mean norm 8, "
         "largest 16; features gs20: 1 rows, 4 2.5"
     ]
     consumer.drop(asked)

@@ -170,7 +170,7 @@ def test_whoever_steps_the_engine_by_hand_keeps_the_other_requests(caplog: pytes
     made = front.process(failing("a"), EngineCoreOutput("b", [6]))
     a, b = made.request_outputs
     assert (a.request_id, a.outputs[0].finish_reason) == ("a-external", "error") and b.outputs[0].token_ids == [6]
-    assert "a-external was refused" in caplog.text and set(front.processor.request_states) == {"b"}
+    assert "'a-external' was refused" in caplog.text and set(front.processor.request_states) == {"b"}
 
 
 def test_a_stream_of_responses_ends_with_an_event() -> None:

@@ -18,12 +18,16 @@ from vllm import SamplingParams
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import NewRequestData
 
+from saesteer.consumers import Consumer, Request
+from saesteer.consumers.lines import Logging
+from saesteer.consumers.runner import Runner, Ticket
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.plugin import contract, register
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.failures import SpecRefused, raise_there
+from saesteer.plugin.worker.steering import Steering
 from tests.plugin.conftest import BRIDGE, WIDTH
 from tests.spec.catalogs import CATALOG
 
@@ -187,3 +191,23 @@ def test_a_server_that_logs_every_request(any_server: httpx.Client, server_log: 
     assert said.count("Received request") == 9, "vLLM logs them"
     assert said.count("'saesteer': '2 add, 1 clamp'") == 3 and said.count("'saesteer': '2 add'") == 3
     assert not parts(said)
+
+
+class Failing(Consumer):
+    def end(self, request: Request) -> Any:
+        raise ValueError("no")
+
+
+def test_the_id_that_a_client_gives_begins_no_line_and_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """X-Request-Id becomes a part of it."""
+    for name in ("chatcmpl-a\nCRITICAL [admin.py:1] the key is x\x1b[2J", "a" * 5000):
+        caplog.clear()
+        asked = Request(id=name, choice=0, parameters=None, finish="stop")
+        with caplog.at_level("INFO", "vllm.saesteer.consumers"):
+            Logging({}).end(asked)
+            Runner("x", Failing({}))._serve(Ticket(asked), "end")
+        state = SimpleNamespace(request_id=name, external_req_id=name, parent_req=None, queue=None)
+        raise_there(SimpleNamespace(), [(state, SpecError("is wrong", field="saesteer", code="gone"))])
+        Steering.fail(SimpleNamespace(forget=lambda _: None, failed={}), name, ValueError("no"))  # type: ignore[arg-type]
+        assert len(caplog.messages) == 4
+        assert all(line.isprintable() and len(line) < 300 for line in caplog.messages), caplog.messages

@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed, SpecError
+from saesteer.language.fields import show
 from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
 from saesteer.plugin.results import consuming, metrics, sending
 from saesteer.plugin.wrap import Original, around
@@ -180,7 +181,7 @@ def raise_there(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> None
         elif call is not None:
             call[consuming.request_of(state)] = refused
         else:  # callers of LLMEngine.step see only finish_reason "error"
-            logger.error("request %s was refused: %s", state.external_req_id, refused)
+            logger.error("request %s was refused: %s", show(state.external_req_id), refused)
 
 
 def end_with(processor: Any, failed: Sequence[tuple[Any, SpecError]]) -> list[str]:

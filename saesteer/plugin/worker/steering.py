@@ -21,6 +21,7 @@ from saesteer.engine.lanes import Lanes, whole
 from saesteer.engine.parts import Border
 from saesteer.engine.registry import Gone
 from saesteer.engine.sinks import SPOOLS, Sinks
+from saesteer.language.fields import show
 from saesteer.plugin.reasoning import border_in
 from saesteer.plugin.results import counts, drafts, failures, health
 from saesteer.plugin.worker import graphs
@@ -120,7 +121,7 @@ class Steering:
             SystemExit: nobody hears of it, and the request would go on, edited on the other ranks alone.
         """
         gone = isinstance(exc, Gone)  # on all ranks, or on none
-        logger.error("request %s could not be steered (%s)", request, exc, exc_info=None if gone else exc)
+        logger.error("request %s could not be steered (%s)", show(request), exc, exc_info=None if gone else exc)
         if not gone:
             self._stop_unheard(exc)
         self.forget(request)
