@@ -257,6 +257,23 @@ def test_a_server_that_cannot_steer_refuses_on_every_route(why: str, monkeypatch
             assert_refused(ask(app, path, json=body), "this server was started without saesteer")
 
 
+def test_a_body_that_no_route_takes_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may send one, without a key as well, and 16 MiB of JSON take seconds to parse."""
+    app = app_of_vllm(monkeypatch)
+    read: list[bytes] = []
+
+    def parsed(body: bytes) -> bool:
+        read.append(body)
+        return False
+
+    monkeypatch.setattr(routes, "_json_asks", parsed)
+    for path, status in (("/nothing", 404), ("/v1/nothing", 404), ("/version", 405)):
+        assert ask(app, path, json=ASKING[0]).status_code == status
+    assert not read
+    ask(app, "/tokenize", json=ASKING[0])
+    assert read
+
+
 def test_keys_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     app = app_of_vllm(monkeypatch, "--api-key", "usual")
     assert ask(app, "/v1/embeddings", json=ASKING[0]).status_code == 401

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saesteer.config.config import KEY
@@ -53,8 +54,9 @@ def path_of(scope: Scope) -> str:
 class Guard:
     """ASGI middleware that answers 400 if a body asks for steering on a route that does not serve the field.
 
-    Requests to served routes pass unchanged. Other bodies are read before the app gets them, up to LIMIT, and parsed
-    only if they may contain the key. A longer body is passed on as it arrives, and refused once it contains the word.
+    Requests to served routes pass unchanged, and so do those that no route takes. Other bodies are read before the app
+    gets them, up to LIMIT, and parsed only if they may contain the key. A longer body is passed on as it arrives, and
+    refused once it contains the word.
 
     Args:
         app: the app behind the guard.
@@ -70,7 +72,7 @@ class Guard:
         kind, path = scope["type"], path_of(scope)
         if kind == "websocket":
             receive = _without_specs(receive, send, self._refusal(path))
-        elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path):
+        elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path) and _is_routed(scope):
             body = _Body(receive, self._refusal(path))
             whole = await body.begin()
             if await _asks(scope, whole) if body.ended else _WORD in whole:
@@ -87,6 +89,12 @@ class Guard:
             why = "without saesteer's configuration or with SAESTEER_DISABLE=1"
             return f"this server was started {why}, so it cannot steer"
         return unserved(show(path), self.served)
+
+
+def _is_routed(scope: Scope) -> bool:
+    """Whether a route of the app takes the request; nobody looks at the body of another."""
+    routes = getattr(scope.get("app"), "routes", None)
+    return routes is None or any(route.matches(scope)[0] is Match.FULL for route in routes)
 
 
 def unserved(where: str, served: Collection[str] = SERVED) -> str:
