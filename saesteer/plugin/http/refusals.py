@@ -1,6 +1,7 @@
 """How saesteer's own routes refuse: one body for all of them. Knows no route."""
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import reduce
 from typing import Any
 
 from fastapi import Request
@@ -8,6 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
+
+from saesteer.language.fields import step
 
 Handler = Callable[[Request], Coroutine[Any, Any, Any]]
 
@@ -43,11 +46,17 @@ def first_of(error: RequestValidationError, where: str) -> tuple[str, str, str]:
         where: which of them; it is no part of the field.
     """
     first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"] if part != where)
+    parts = first["loc"][first["loc"][:1] == (where,) :]
+    if first["type"] == "string_unicode":  # a name with half a surrogate pair, which no field has
+        return "Extra inputs are not permitted", "unknown_field", _path([*parts, first["input"]])
     codes = {"missing": "missing_field", "extra_forbidden": "unknown_field", "json_invalid": "bad_json"}
     ranges = ("greater_than_equal", "less_than_equal", "string_too_long")
     code = "out_of_range" if first["type"] in ranges else codes.get(first["type"], "wrong_type")
-    return str(first["msg"]), code, path
+    return str(first["msg"]), code, _path(parts)
+
+
+def _path(parts: Sequence[object]) -> str:
+    return reduce(step, parts, "").removeprefix(".")
 
 
 def refusing(
