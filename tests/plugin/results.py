@@ -8,7 +8,7 @@ import numpy as np
 
 from saesteer.plugin.results import counts
 from saesteer.plugin.results.kept import Limits, Results, Room
-from saesteer.plugin.results.spools import Spool
+from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.blobs import blob
 
 ABOUT = {"site": "resid_post.3", "at": "before", "layers": [3]}
@@ -25,6 +25,13 @@ def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) 
 def files(found: Results) -> list[str]:
     """The names of the files in their folder."""
     return sorted(path.name for path in found.folder.iterdir() if path.name != "lock")
+
+
+def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
+    """Of rows of so many sites, a row of each site with so many bytes."""
+    return Layout(
+        [{"name": "activation"}, *({"name": f"activation {at}"} for at in range(1, sites))], rows, sites * width
+    )
 
 
 def kept(found: Results) -> str:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from saesteer.plugin.http.admin import VectorBody
-from tests.plugin.test_guard import app_of_vllm
+from tests.plugin.apps import app_of_vllm
 
 HEADERS = {"Authorization": "Bearer other", "Content-Type": "application/json"}
 

@@ -36,20 +36,12 @@ from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results import consuming, counts, failures
 from saesteer.plugin.results.kept import Handle, Results, Room
-from saesteer.plugin.results.spools import Layout
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.blobs import blob, readout
-from tests.plugin.results import DATA, ENTRY, files, fill_the_disk, kept, results, state
+from tests.plugin.results import DATA, ENTRY, files, fill_the_disk, kept, layout, results, state
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
-
-
-def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
-    """Of rows of so many sites, a row of each site with so many bytes."""
-    return Layout(
-        [{"name": "activation"}, *({"name": f"activation {at}"} for at in range(1, sites))], rows, sites * width
-    )
 
 
 def code(caught: pytest.ExceptionInfo[SpecError]) -> tuple[str, str]:

@@ -208,6 +208,7 @@ def test_the_id_that_a_client_gives_begins_no_line_and_is_cut(caplog: pytest.Log
             Runner("x", Failing({}))._serve(Ticket(asked), "end")
         state = SimpleNamespace(request_id=name, external_req_id=name, parent_req=None, queue=None)
         raise_there(SimpleNamespace(), [(state, SpecError("is wrong", field="saesteer", code="gone"))])
-        Steering.fail(SimpleNamespace(forget=lambda _: None, failed={}), name, ValueError("no"))  # type: ignore[arg-type]
+        rank: Any = SimpleNamespace(forget=lambda _: None, failed={}, _stop_unheard=lambda _: None)
+        Steering.fail(rank, name, ValueError("no"))
         assert len(caplog.messages) == 4
         assert all(line.isprintable() and len(line) < 300 for line in caplog.messages), caplog.messages

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.errors import SpecError, UnsupportedError
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.results.spools import Spool
-from tests.plugin.test_kept import DATA, ENTRY, kept, layout, results
+from tests.plugin.results import DATA, ENTRY, kept, layout, results
 
 TAKEN = ["a link", "a link above", "open to others", "another user's"]
 
