@@ -272,7 +272,8 @@ def test_a_shard_takes_time_in_proportion_to_its_pieces() -> None:
         assert shard.rows == pieces
         return time.thread_time() - begun
 
-    assert seconds(16_000) < 40 * seconds(1_000), "16 times as much; its square would be 256"
+    few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (1_000, 16_000))  # Python may collect in one
+    assert many < 60 * few, "16 times as much; its square would be 256"
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
