@@ -108,7 +108,7 @@ def by_serve(folder: Path, edits: list[Any], **more: Any) -> None:
 
 
 def in_front_end(folder: Path, edits: list[Any], parser: str = "", **more: Any) -> None:
-    text = SimpleNamespace(num_hidden_layers=LAYERS)
+    text = SimpleNamespace(model_type="llama", num_hidden_layers=LAYERS)
     model = SimpleNamespace(
         model="m", hf_text_config=text, get_hidden_size=lambda: WIDTH, skip_tokenizer_init=False
     )  # all of a VllmConfig that is asked for
