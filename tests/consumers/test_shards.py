@@ -19,6 +19,7 @@ from saesteer.consumers import DiskError, shards
 from saesteer.consumers.filesystem import Filesystem
 from saesteer.errors import ConfigError, SpecError
 from tests.consumers.rows import SITE, request, rows, token, value
+from tests.timing import growth
 
 WIDE = 100  # numbers
 MOST = rows(0, 0, 10, WIDE).nbytes  # ten such rows
@@ -272,8 +273,7 @@ def test_a_shard_takes_time_in_proportion_to_its_pieces() -> None:
         assert shard.rows == pieces
         return time.thread_time() - begun
 
-    few, many = (min(seconds(pieces) for _ in range(3)) for pieces in (1_000, 16_000))  # Python may collect in one
-    assert many < 60 * few, "16 times as much; its square would be 256"
+    assert growth(seconds, 1_000, 16_000) < 60, "16 times as much; its square would be 256"
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
