@@ -170,7 +170,6 @@ UNSERVED: dict[str, dict[str, Any]] = {
     "/v1/systemone": {"prompt": "x"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
-    "/v1/embeddings": {"input": "x"},
 }
 
 
@@ -183,3 +182,9 @@ def test_a_route_that_drops_the_field_refuses_it(demo_server: httpx.Client, path
         assert (error["param"], error["code"]) == ("saesteer", 400) and error["message"].endswith("[not_served]")
         assert path in error["message"] and "/v1/chat/completions, " in error["message"]
     assert "not_served" not in demo_server.post(path, json={"model": "demo", **UNSERVED[path]}).text
+
+
+def test_a_path_that_no_route_takes_is_not_found(demo_server: httpx.Client) -> None:
+    """As in stock vLLM, whatever its body holds: this server makes no embeddings."""
+    response = demo_server.post("/v1/embeddings", json={"model": "demo", "input": "x", "saesteer": STEERED})
+    assert response.status_code == 404
