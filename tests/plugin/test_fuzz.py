@@ -300,6 +300,9 @@ def test_admin_routes(any_server: httpx.Client, registry: Any, capsys: pytest.Ca
     @given(st.lists(calls, min_size=AT_ONCE, max_size=AT_ONCE))
     def run(drawn: list[Call]) -> None:
         steered: Call = ("POST", "/v1/completions", body_of("/v1/completions", {"edits": [BY_NAME]}, False), {})
+        # Those that Hypothesis draws mostly name what is gone already, so one goes that is there.
+        there = sorted(registered(any_server)[ROUTES[0]].keys() - registry[ROUTES[0]].keys())
+        drawn += [("DELETE", f"{ROUTES[0]}/{quote(name, safe='')}", ..., ADMIN) for name in there[:1]]
         *told, by_name = call(any_server, [*drawn, steered])
         assert by_name.status_code == 200 or "[unknown_name]" in by_name.text, by_name.text
         for what, response in zip(drawn, told, strict=True):
