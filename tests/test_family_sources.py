@@ -25,13 +25,7 @@ WHOLE = [
     "hidden_states=self.post_attention_layernorm(hidden_states)",
     "self.mlp(",
 ]
-GRANITE = [
-    WHOLE[0],
-    "self.self_attn(",
-    "hidden_states=residual+hidden_states*self.residual_multiplier#FullyConnectedresidual=hidden_states"
-    "hidden_states=self.post_attention_layernorm(hidden_states)",
-    "self.mlp(",
-]
+GRANITE = [step.replace("residual+hidden_states", "residual+hidden_states*self.residual_multiplier") for step in WHOLE]
 LATENT = ["self.self_attn(positions,hidden_states)", ADDED, "hidden_states=self.mlp(hidden_states)"]
 # Which source vLLM runs a family by, and where it does what, if that differs from Llama's.
 SOURCES = {
@@ -91,11 +85,22 @@ SOURCES = {
 }
 
 
-def forward_of(module: str, name: str) -> str:
-    """The source of a class's forward, its own or its first parent's; without an import, which can need torchvision."""
+def source_of(module: str) -> str:
+    """The text of an installed module, which is not imported."""
     found = find_spec(module)
     assert found is not None and found.origin is not None
-    source = Path(found.origin).read_text()
+    return Path(found.origin).read_text()
+
+
+def where(family: Family) -> tuple[str, str, list[str]]:
+    """The row of SOURCES, or what holds for families that have none."""
+    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"), STEPS)
+    return SOURCES.get(family.name, usual)
+
+
+def forward_of(module: str, name: str) -> str:
+    """The source of a class's forward, its own or its first parent's; without an import, which can need torchvision."""
+    source = source_of(module)
     tree = ast.parse(source)
     [layer] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     for node in layer.body:
@@ -112,8 +117,7 @@ def forward_of(module: str, name: str) -> str:
 def test_the_installed_source_adds_to_the_stream_where_the_row_says(family: Family) -> None:
     """Attention's part comes to the stream before the module at resid_mid reads it, and the MLP comes after."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"), STEPS)
-    library, name, steps = SOURCES.get(family.name, usual)
+    library, name, steps = where(family)
     source = "".join(forward_of(MODULES[library].format(name), family.vllm).split())
     norm = family.sites["resid_mid"].vllm.module if "resid_mid" in family.sites else ""
     steps = [step.format(norm=norm) for step in steps]
@@ -132,11 +136,8 @@ def test_the_installed_source_projects_all_heads_by_the_module_at_z(family: Fami
     pytest.importorskip("vllm", reason="vLLM is not installed")
     if "z" not in family.sites:
         return
-    usual = ("vllm", family.name.lower().replace(" ", "").replace("-", "_"))
-    library, name = ATTENTION.get(family.name, SOURCES.get(family.name, usual)[:2])
-    found = find_spec(MODULES[library].format(name))
-    assert found is not None and found.origin is not None
-    source = "".join(Path(found.origin).read_text().split())
+    library, name = ATTENTION.get(family.name, where(family)[:2])
+    source = "".join(source_of(MODULES[library].format(name)).split())
     usual_step = "output,_=self.o_proj(attn_output)" if library == "vllm" else "attn_output=self.o_proj(attn_output)"
     step = PROJECTIONS.get(family.name, usual_step)
     assert source.count(step) == 1
