@@ -17,7 +17,7 @@ from saesteer.engine.captures import Captures
 from saesteer.engine.engine import Engine, Row
 from saesteer.engine.readouts import Reading, Segment, Source
 from saesteer.kernels import ops
-from saesteer.kernels.read.features import Encoder, read_features_ref
+from saesteer.kernels.read.features import Encoder, read_features
 from saesteer.kernels.read.rows import Probes
 from saesteer.planning.plan import END
 from tests.one_site import CODERS, TOKENS, WIDTH, make_engine
@@ -58,7 +58,7 @@ def readings(draw: Any) -> Reading:
     last = kind == "hidden" and draw(st.booleans())
     reduce: Any = draw(st.sampled_from(["none", "mean", "max", "last"])) if kind == "activation" else "none"
     source = draw(st.sampled_from(SOURCES[kind][WIDTHS[op]])) if kind in SOURCES and op else None
-    asked = [(3, ()), (3, (2,)), (0, (5, 1)), (0, (1, 5)), (8, (6,))]
+    asked = [(3, ()), (3, (2,)), (0, (5, 1)), (0, (1, 5)), (0, (1,)), (0, (0, 1, 2, 3, 4, 5, 6)), (8, (6,))]
     top_k, named = draw(st.sampled_from(asked)) if kind == "features" else (0, ())
     windows = [] if last else draw(spans(30))
     ops = () if op is None else (op,)
@@ -94,11 +94,23 @@ def expected(reading: Reading, rows: Tensor) -> list[Tensor]:
         directions, bias, at = next(SCORED[number] for number, one in MADE.items() if one is reading.source)
         own = rows.reshape(len(rows), len(reading.ops), -1)
         return [torch.stack([own[:, site] @ v + b for v, b, site in zip(directions, bias, at, strict=True)], dim=1)]
-    return [*read_features_ref(rows, reading.source.encoder, reading.top_k, torch.tensor(reading.named).long())]
+    return [*read_features(rows, reading.source.encoder, reading.top_k, torch.tensor(reading.named).long())]
 
 
-@given(segments=steps(), ending=st.sets(st.sampled_from([f"request {n}" for n in range(5)])))
-def test_each_readout_gets_its_own_positions(segments: list[Segment], ending: set[str]) -> None:
+@given(
+    segments=steps(),
+    ending=st.sets(st.sampled_from([f"request {n}" for n in range(5)])),
+    at_once=st.sampled_from([1, 4, 4096]),
+)
+def test_each_readout_gets_its_own_positions(segments: list[Segment], ending: set[str], at_once: int) -> None:
+    """However many rows are taken at once, whoever else reads of the same dictionary, and whatever they name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saesteer.engine.lanes.ROWS", at_once)
+        judge(segments, ending, at_once)
+
+
+def judge(segments: list[Segment], ending: set[str], at_once: int) -> None:
+    """Compare what comes home with plain indexing."""
     captures = Captures(WIDTHS, MAX_TOKENS, torch.float32, torch.device("cpu"))
     planes = {}
     for site, width in WIDTHS.items():
@@ -125,6 +137,11 @@ def test_each_readout_gets_its_own_positions(segments: list[Segment], ending: se
     brought = captures.read(segments, hidden)
     assert (brought is not None) == some
     found = {} if brought is None else brought.blobs(ending)
+    asked = {one.name: one.readings for one in segments}
+    found = {name: joined(blobs, asked[name]) for name, blobs in found.items()}
+    for one in () if brought is None else brought.made:
+        rows = sum(one.rows) if one.order is None else int(one.order.max()) + 1
+        assert rows <= max(3, 2 * at_once), "memory is bounded"
     assert found.keys() == wanted.keys()
     for name, blobs in found.items():
         assert [number for number, *_ in sorted(blobs, key=lambda one: one[0])] == [one[0] for one in wanted[name]]
@@ -135,6 +152,25 @@ def test_each_readout_gets_its_own_positions(segments: list[Segment], ending: se
             for got, array in zip(data, arrays, strict=True):
                 there = torch.frombuffer(bytearray(got), dtype=array.dtype) if got else torch.empty(0)
                 assert torch.equal(there, array.flatten())
+
+
+def joined(blobs: list[Any], readings: Any) -> list[Any]:
+    """The blobs of a request with the pieces of each readout joined."""
+    found: dict[int, list[Any]] = {}
+    for number, spans, *data in blobs:
+        if number not in found:
+            found[number] = [number, [*spans], *data]
+            continue
+        found[number][1] += spans
+        both, how = [*zip(found[number][2:], data, strict=True)], readings[number].reduce
+        if how == "none":
+            found[number][2:] = [a + b for a, b in both]
+        elif how == "last":
+            found[number][2:] = data
+        else:
+            (one, other), *_ = [[np.frombuffer(each, "<f4") for each in pair] for pair in both]
+            found[number][2:] = [(one + other if how == "mean" else np.maximum(one, other)).tobytes()]
+    return [*found.values()]
 
 
 def test_sites_that_keep_nothing_have_no_tensors() -> None:

@@ -1,9 +1,8 @@
-"""The strongest features of rows of a site's tensor: what that means, in plain torch. Knows no request and no site."""
+"""The strongest features of rows of a site's tensor, and chosen ones, in plain torch. Knows no request and no site."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,8 @@ from saesteer.kernels import layout
 
 Found = tuple[Tensor, Tensor, Tensor]
 
-LISTED = 32  # features that the kernels list; longer lists are sorted whole, as nothing is compiled for them at start
 _PLENTY = 1 << 24  # pre-activations in memory at once
+_GATHER = 3  # a product with a part of an encoder moves its rows so many times, as they are gathered first
 _ROWS_AT_ONCE = 1 << 15  # rows of an encoder widened to fp32 at a time
 _LAYER_NORM_EPS = 1e-5
 _SMALLEST_NORM = 1e-12
@@ -56,7 +55,8 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
     """The strongest active features of each row, and the activations of chosen ones.
 
     The strongest comes first; of equal ones, that of lower index. Nothing waits for the device, and what is allocated
-    depends on shapes alone.
+    depends on shapes alone. Chosen features of a dictionary that ranks none take their own rows of the encoder, unless
+    they are so many that the whole encoder moves fewer bytes.
 
     Args:
         x: [n, d], any float dtype; n may be 0.
@@ -68,55 +68,55 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
         Indices [n, top_k] int32, -1 behind the last active feature; their activations [n, top_k] fp32, 0 there; and
         the activations of the named features [n, m] fp32, 0 where they are not active.
     """
-    if x.is_cuda and top_k <= LISTED:
-        from saesteer.kernels.read.select import read_features_triton  # Triton need not be there before
-
-        return read_features_triton(x, encoder, top_k, named)
-    return read_features_ref(x, encoder, top_k, named)
-
-
-def warm_up(encoder: Encoder) -> None:
-    """Compile what reads of this dictionary launch, before a request asks; there is nothing to do on a CPU."""
-    if encoder.w_enc.is_cuda:
-        from saesteer.kernels.read.select import launch_all  # Triton need not be there before
-
-        launch_all(encoder)
-
-
-def read_features_ref(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
-    """The definition of ``read_features`` in plain torch, on any device."""
-    some = parts(x, encoder, _PLENTY)
-    return joined([chosen(dots(part, encoder.w_enc), part, encoder, top_k, named) for part in some])
-
-
-def chosen(products: Tensor, x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
-    """``read_features_ref`` of rows whose products x · w_enc [n, F] are known."""
-    pre = products * scale(x, encoder.norm)[:, None] + encoder.b_enc
-    key = pre.abs() if encoder.magnitude else pre
-    key = torch.where(pre > encoder.threshold, key, -math.inf)
-    if encoder.groups:
-        grouped = key.view(len(x), encoder.groups, encoder.features // encoder.groups)
-        order = grouped.argsort(dim=2, descending=True, stable=True)
-        grouped.scatter_(2, order[:, :, encoder.k :], -math.inf)
-    order = key.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    active = key > -math.inf
-    f = torch.where(active, pre, 0.0)
-    indices = torch.where(active.gather(1, order), order, -1).to(torch.int32)
-    missing = (0, top_k - order.shape[1])
-    return pad(indices, missing, value=-1), pad(f.gather(1, order), missing), f[:, named.long()]
-
-
-def parts(x: Tensor, encoder: Encoder, plenty: int) -> tuple[Tensor, ...]:
-    """The rows of x, in parts with at most so many pre-activations; at least one part."""
-    return torch.split(x, max(1, plenty // encoder.features))
-
-
-def joined(found: Sequence[Found]) -> Found:
-    """What was found in the parts, one behind the other."""
+    w_enc, b_enc, threshold, read = encoder.w_enc, encoder.b_enc, encoder.threshold, _read
+    if not (top_k or encoder.groups) and _GATHER * len(named) < encoder.features:
+        w_enc, b_enc, threshold = (one.index_select(0, named) for one in (w_enc, b_enc, threshold))
+        read = _read_all
+    found = []
+    for some in torch.split(x, max(1, _PLENTY // max(1, len(w_enc)))):
+        pre = dots(some, w_enc)
+        if encoder.norm and len(some):
+            pre *= scale(some, encoder.norm)[:, None]
+        pre += b_enc
+        found.append(read(pre, pre > threshold, encoder, top_k, named))
     if len(found) == 1:
         return found[0]
-    indices, activations, named = zip(*found, strict=True)
-    return torch.cat(indices), torch.cat(activations), torch.cat(named)
+    indices, activations, values = zip(*found, strict=True)
+    return torch.cat(indices), torch.cat(activations), torch.cat(values)
+
+
+def _read_all(pre: Tensor, active: Tensor, _: Encoder, top_k: int, named: Tensor) -> Found:
+    """Of pre-activations of the named features alone, [n, m]."""
+    none = pre.new_empty(len(pre), top_k)
+    return none.int(), none, torch.where(active, pre, 0.0)
+
+
+def _read(pre: Tensor, active: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
+    """Of the pre-activations of all features, [n, F]."""
+    f = torch.where(active, pre, 0.0)
+    if not (top_k or encoder.groups):
+        return *_read_all(pre, active, encoder, 0, named)[:2], f.index_select(1, named)
+    keys = _keys(torch.where(active, pre.abs() if encoder.magnitude else pre, -math.inf))
+    if encoder.groups > 1:
+        best, kept = keys.view(len(pre), encoder.groups, encoder.features // encoder.groups).max(2)
+        kept += torch.arange(0, encoder.features, encoder.features // encoder.groups, device=pre.device)
+        order = kept.gather(1, best.topk(min(top_k, encoder.groups)).indices)
+    else:
+        order = kept = keys.topk(min(encoder.k or top_k, encoder.features)).indices
+    if encoder.groups:
+        f = torch.zeros_like(f).scatter_(1, kept, f.gather(1, kept))
+    order = order[:, :top_k]
+    indices = torch.where(active.gather(1, order), order, -1).to(torch.int32)
+    missing = (0, top_k - order.shape[1])
+    return pad(indices, missing, value=-1), pad(f.gather(1, order), missing), f.index_select(1, named)
+
+
+def _keys(strength: Tensor) -> Tensor:
+    """Numbers [n, F] int64 that order features by strength, equal ones by falling index; -0.0 equals 0.0."""
+    bits = (strength + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    features = strength.shape[1]
+    return (bits.long() << 32) + torch.arange(features - 1, -1, -1, device=strength.device)
 
 
 def dots(x: Tensor, w_enc: Tensor) -> Tensor:
@@ -135,6 +135,5 @@ def scale(x: Tensor, norm: int) -> Tensor:
     """The factor of each row into a dictionary with this input norm, [n] fp32."""
     if norm == layout.LAYER_NORM:
         return 1 / (x.float().std(1) + _LAYER_NORM_EPS)
-    if norm == layout.L2_NORM:
-        return math.sqrt(x.shape[1]) / torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_min(_SMALLEST_NORM)
-    return torch.ones(len(x), device=x.device)
+    assert norm == layout.L2_NORM, norm
+    return math.sqrt(x.shape[1]) / torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).clamp_min(_SMALLEST_NORM)

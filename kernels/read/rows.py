@@ -13,7 +13,6 @@ Reduction = Literal["mean", "max", "last"]
 
 
 _PARTS = 3  # of a direction on a GPU with a bf16 stream: numbers of 8 bits that add up to the 24 of fp32
-_FEW = 256  # rows that one kernel scores; a long step is better off with products of torch's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,8 +20,8 @@ class Probes:
     """Probes at several sites that are read together; ``of`` makes it."""
 
     # Of sites that have equally many probes: their numbers, None for all; directions [sites, m, d] fp32, or in parts
-    # [sites, 3 m, d] bf16; the probes' numbers [sites, m] int32.
-    groups: Sequence[tuple[Tensor | None, Tensor, Tensor]]
+    # [sites, 3 m, d] bf16.
+    groups: Sequence[tuple[Tensor | None, Tensor]]
     columns: Tensor | None  # where each probe's product is among those of the groups; None: they are in order
     bias: Tensor  # [k] fp32
 
@@ -42,19 +41,26 @@ class Probes:
         own: list[list[int]] = [[] for _ in range(max(at) + 1)]
         for number, site in enumerate(at):
             own[site].append(number)
-        groups: list[tuple[Tensor | None, Tensor, Tensor]] = []
+        groups: list[tuple[Tensor | None, Tensor]] = []
         order: list[int] = []
         for size in sorted({*map(len, own)}):
             sites = [site for site, members in enumerate(own) if len(members) == size]
             order += [number for site in sites for number in own[site]]
-            numbers = torch.tensor([own[site] for site in sites])
-            v = directions[numbers]
+            v = directions[torch.tensor([own[site] for site in sites])]
             if device.type == "cuda" and dtype == torch.bfloat16:
                 v = _in_parts(v)
             which = None if len(sites) == len(own) else torch.tensor(sites).to(device)
-            groups.append((which, v.to(device), numbers.int().to(device)))
+            groups.append((which, v.to(device)))
         columns = None if order == sorted(order) else torch.tensor(order).argsort().to(device)
         return cls(groups, columns, torch.tensor(bias, dtype=torch.float32).to(device))
+
+    @classmethod
+    def joined(cls, several: Sequence[Probes]) -> Probes:
+        """Probes of one site each, all of the same, one behind the other."""
+        first, *_ = [one.groups[0][1] for one in several]
+        parts = 1 if first.dtype == torch.float32 else _PARTS
+        v = torch.cat([one.groups[0][1].unflatten(1, (parts, -1)) for one in several], dim=2).flatten(1, 2)
+        return cls([(None, v)], None, torch.cat([one.bias for one in several]))
 
 
 def _in_parts(v: Tensor) -> Tensor:
@@ -76,15 +82,8 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
     Returns:
         [n, k] fp32.
     """
-    if probes.groups[0][1].dtype == x.dtype == torch.bfloat16 and x.is_cuda and 0 < len(x) <= _FEW:
-        from saesteer.kernels.read.scores import score  # Triton need not be there before
-
-        scores = torch.empty(len(x), len(probes.bias), device=x.device)
-        for sites, v, numbers in probes.groups:
-            score(x.contiguous(), sites, v, numbers, probes.bias, scores)
-        return scores
     found = []
-    for sites, v, _ in probes.groups:
+    for sites, v in probes.groups:
         rows = (x if sites is None else x[:, sites]).transpose(0, 1)
         if v.dtype == torch.bfloat16:
             products = torch.bmm(rows, v.transpose(1, 2), out_dtype=torch.float32)
@@ -94,19 +93,6 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
         found.append(products.transpose(0, 1).flatten(1))
     scores = found[0] if len(found) == 1 else torch.cat(found, dim=1)
     return (scores if probes.columns is None else scores[:, probes.columns]) + probes.bias
-
-
-def warm_up(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what reads of probes launch, before a request asks; there is nothing to do on a CPU.
-
-    Args:
-        width: of the rows.
-        dtype: of the rows.
-        device: where they are.
-    """
-    for at in ([0], [0, 1, 1]) if device.type == "cuda" else ():  # as many at every site, or not
-        probes = Probes.of(torch.zeros(len(at), width), [0.0] * len(at), at, device, dtype)
-        read_probes(torch.zeros(1, max(at) + 1, width, dtype=dtype, device=device), probes)
 
 
 def reduce_rows(x: Tensor, how: Reduction) -> Tensor:

@@ -21,6 +21,7 @@ from saesteer.engine.staging import Filed
 logger = logging.getLogger("vllm.saesteer")
 
 Blob = list[Any]  # number of the readout, spans, then the bytes of its arrays, unless they are in a file
+_Rows = slice | NDArray[np.int64]
 Told = list[Any]  # number of the readout, spans
 Sent = tuple[Callable[..., Any], tuple[Any, ...]]  # as __reduce__ returns it
 
@@ -38,14 +39,23 @@ class Made(NamedTuple):
 
     parts: Sequence[Part]
     spans: Sequence[list[Span]]  # positions of each part
-    rows: Sequence[int]  # of the arrays, for each part
+    rows: Sequence[int]  # for each part
+    # Of features the strongest ones and their activations, [n, top_k]; the last has the numbers of names.
     arrays: tuple[Tensor, ...]
+    # Where the last array is flat: how many names each part has, and for each row of the parts that of the others.
+    widths: Sequence[int] | None = None
+    order: NDArray[np.int64] | None = None
 
-    def each(self) -> Iterator[tuple[Part, list[Span], slice]]:
-        """The parts, their positions, and their rows of the arrays."""
-        at = 0
-        for part, spans, rows in zip(self.parts, self.spans, self.rows, strict=True):
-            yield part, spans, slice(at, at + rows)
+    def each(self) -> Iterator[tuple[Part, list[Span], _Rows, _Rows]]:
+        """The parts, their positions, their rows of the arrays, and what they have of the last one."""
+        at = value = 0
+        for number, (part, spans, rows) in enumerate(zip(self.parts, self.spans, self.rows, strict=True)):
+            own: _Rows = slice(at, at + rows)
+            last = own
+            if self.widths is not None:
+                last = slice(value, value + rows * self.widths[number])
+                value = last.stop
+            yield part, spans, own if self.order is None else self.order[own], last
             at += rows
 
 
@@ -85,11 +95,15 @@ class Brought:
             self._land()
         found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
         for one in made:
-            for (name, _, reading), spans, rows in one.each():
-                if reading.watched is not None:
-                    own = found.setdefault(name, {}).setdefault(reading.watched, ([], []))
-                    own[0].extend(at for lo, hi in spans for at in range(lo, hi))
-                    own[1].extend(one.arrays[-1][rows, 0].tolist())  # [rows, 1]
+            for (name, _, reading), spans, _, last in one.each():
+                if reading.watched is None:
+                    continue
+                positions = [at for lo, hi in spans for at in range(lo, hi)]
+                values = one.arrays[-1][last].view(-1, len(reading.watched)).T.tolist()
+                for measure, numbers in zip(reading.watched, values, strict=True):
+                    own = found.setdefault(name, {}).setdefault(measure, ([], []))
+                    own[0].extend(positions)
+                    own[1].extend(numbers)
         return found
 
     def told(self) -> Mapping[str, Sequence[Told]]:
@@ -115,12 +129,13 @@ class Brought:
             own = numbers.get(id(one.arrays))
             if own is None:
                 own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
-            for (name, number, reading), spans, rows in one.each():
+            for (name, number, reading), spans, rows, last in one.each():
                 if reading.watched is not None or (reading.last and name not in ending):
                     continue
                 if ends and name in ends and spans[0][0] >= ends[name]:
                     continue
-                blob = [number, spans, *[array[rows].tobytes() for array in own]]
+                blob = [number, spans, *[array[rows, : 4 * reading.top_k].tobytes() for array in own[:-1]]]
+                blob.append(own[-1][last].tobytes())
                 if name in found:
                     found[name].append(blob)
                 else:
@@ -145,9 +160,10 @@ def _fail(words: str) -> None:
 
 
 def _bytes_of(arrays: tuple[Tensor, ...], reading: Reading) -> list[NDArray[np.uint8]]:
-    """Arrays as they are sent, [rows, bytes]; features by their index in the dictionary."""
+    """Arrays as they are sent, [rows, bytes] or, where the last is flat, [numbers, bytes]; features by their index in
+    the dictionary."""
     if reading.kind == "features" and reading.source is not None and reading.source.ids is not None:
         rows, *others = arrays
         # torch's own indexing: of no columns, which is what names alone take, numpy makes an array that has no bytes.
         arrays = torch.from_numpy(np.append(reading.source.ids, np.int32(-1)))[rows.long()], *others
-    return [array.contiguous().view(torch.uint8).numpy() for array in arrays]
+    return [(array if array.dim() > 1 else array[:, None]).contiguous().view(torch.uint8).numpy() for array in arrays]

@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.engine.brought import Brought, Made
-from saesteer.engine.lanes import File, Lanes, Read
-from saesteer.engine.readouts import Reading, Segment
+from saesteer.engine.lanes import Lanes
+from saesteer.engine.readouts import Segment, Source
+from saesteer.engine.shares import ROWS, File, Read
 from saesteer.engine.sinks import Sink
 from saesteer.engine.staging import Filed, Staging
 from saesteer.kernels.read.features import read_features
-from saesteer.kernels.read.rows import read_probes, reduce_rows
-from saesteer.kernels.read.rows import warm_up as warm_probes
+from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
-_INDICES = 16  # of rows, kept; of a step in which all decode, and of those with prompts
+_INDICES = 128  # of rows and names, kept, and bytes of the largest; those of a step in which all decode come again
+_LARGEST = 1 << 20
+_JOINED = 16  # sets of probes that are read together, kept
 
 
 class Captures:
@@ -52,7 +54,7 @@ class Captures:
         }
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
-        self._last: tuple[NDArray[np.int64], Tensor] | None = None  # the one that was asked for last
+        self._joined: dict[tuple[Source, ...], Probes] = {}  # the last used stands last
         self._side: Any = None
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -70,9 +72,7 @@ class Captures:
         return self._banks[width][number * self.max_tokens :][: self.max_tokens]
 
     def warm(self) -> None:
-        """Compile what probes launch, and make the memory in which rows for files come home."""
-        for width, bank in self._banks.items():
-            warm_probes(width, bank.dtype, self.device)
+        """Make the memory in which rows for files come home."""
         if self._banks:
             self._staging.warm()
 
@@ -103,19 +103,76 @@ class Captures:
         return Brought(made, event, Filed(sinks, self._staging) if sinks else None)
 
     def _make(self, reads: Sequence[Read], hidden: Tensor | None) -> tuple[list[Made], Any]:
-        """What is made of gathered rows, and the event behind it."""
-        gathered = self._gather(reads, hidden)
+        """What is made of gathered rows, and the event behind it.
+
+        Of few rows it is made beside the next step. Many, such as those of long prompts, are gathered and used up one
+        Read behind the other, in line with the steps, so that they need no more memory than one.
+        """
         if self._side is None:
-            return [*map(_made, reads, gathered)], None
+            return [self._made(one, *self._gather([one], hidden)) for one in reads], None
+        if sum(len(one.chosen) for one in reads) > 2 * ROWS:
+            made = [self._made(one, *self._gather([one], hidden)) for one in reads]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            return made, event
+        gathered = self._gather(reads, hidden)
+        for one in reads:  # their way to the device is on the stream that the event stands in
+            self._indices_of(one)
         self._ready.record(torch.cuda.current_stream(self.device))
         self._side.wait_event(self._ready)
         with torch.cuda.stream(self._side):
-            made = [*map(_made, reads, gathered)]
+            made = [self._made(one, rows) for one, rows in zip(reads, gathered, strict=True)]
             for rows in gathered:
                 rows.record_stream(self._side)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._side)
         return made, event
+
+    def _indices_of(self, read: Read) -> tuple[Tensor | None, Tensor | None]:
+        """On the device, the features that are named and what is picked of their numbers."""
+        names = None if read.names is None or read.names.sources else self._known(read.names.features)
+        picks = None if read.picks is None else self._known(read.picks)
+        for index in (names, picks):
+            if index is not None and self._side is not None:
+                index.record_stream(self._side)
+        return names, picks
+
+    def _made(self, read: Read, rows: Tensor) -> Made:
+        """What is made of gathered rows [n, d], in host memory or on its way there."""
+        there = tuple(one.to("cpu", non_blocking=True) for one in self._arrays(rows, read))
+        return Made(read.parts, read.spans, read.rows, there, read.widths, read.order)
+
+    def _arrays(self, rows: Tensor, read: Read) -> tuple[Tensor, ...]:
+        reading = read.parts[0].reading
+        if reading.reduce != "none":
+            if not read.reduced:
+                return (rows.float(),)  # a single position is its own sum, maximum and last row
+            reduction = "mean" if reading.reduce == "message" else reading.reduce
+            return (reduce_rows(rows.reshape(len(rows) // max(1, len(reading.ops)), -1), reduction)[None],)
+        if reading.source is None:
+            return (rows,)
+        if read.names is None:  # probes of several sites
+            assert reading.source.probes is not None
+            return (read_probes(rows.view(-1, len(reading.ops), rows.shape[1]), reading.source.probes),)
+        features, picks = self._indices_of(read)
+        if features is None:
+            found: tuple[Tensor, ...] = (read_probes(rows[:, None], self._probes(read.names.sources)),)
+        else:
+            assert reading.source.encoder is not None
+            found = read_features(rows, reading.source.encoder, read.names.top_k, features)
+        *listed, numbers = found
+        numbers = numbers.reshape(-1)
+        return *listed, numbers if picks is None else numbers.index_select(0, picks)
+
+    def _probes(self, sources: tuple[Source, ...]) -> Probes:
+        """Probes of one site that are read together."""
+        found = self._joined.pop(sources, None)
+        if found is None:
+            found = Probes.joined([one.probes for one in sources if one.probes is not None])
+            if len(self._joined) >= _JOINED:
+                del self._joined[next(iter(self._joined))]
+        self._joined[sources] = found
+        return found
 
     def _source(self, bank: int | None, hidden: Tensor | None) -> Tensor:
         source = hidden if bank is None else self._banks[bank]
@@ -137,18 +194,17 @@ class Captures:
             found |= zip((number for number, _ in here), torch.split(x, sizes), strict=True)
         return [found[number] for number in range(len(reads))]
 
-    def _known(self, chosen: NDArray[np.int64]) -> Tensor:
+    def _known(self, index: NDArray[np.int64]) -> Tensor:
         """An index on the device, where steps before often had the same one."""
-        if self._last is not None and chosen is self._last[0]:
-            return self._last[1]
-        key = chosen.tobytes()
+        key = index.tobytes()
         there = self._indices.pop(key, None)
         if there is None:
-            there = self._on_device(chosen)
+            there = self._on_device(index)
+            if len(key) > _LARGEST:
+                return there
             if len(self._indices) >= _INDICES:
                 del self._indices[next(iter(self._indices))]
         self._indices[key] = there  # the last used stands last
-        self._last = chosen, there
         return there
 
     def read(self, segments: Sequence[Segment], hidden: Tensor | None) -> Brought | None:
@@ -182,25 +238,3 @@ class Captures:
     def _on_device(self, index: NDArray[np.int64]) -> Tensor:
         found = torch.from_numpy(index)
         return found if self._side is None else found.pin_memory().to(self.device, non_blocking=True)
-
-
-def _made(read: Read, rows: Tensor) -> Made:
-    """What is made of gathered rows [n, d], in host memory or on its way there."""
-    reading = read.parts[0].reading
-    there = tuple(one.to("cpu", non_blocking=True) for one in _arrays(rows, reading, reduced=read.reduced))
-    return Made(read.parts, read.spans, read.rows, there)
-
-
-def _arrays(rows: Tensor, reading: Reading, *, reduced: bool) -> tuple[Tensor, ...]:
-    if reading.reduce != "none":
-        if not reduced:
-            return (rows.float(),)  # a single position is its own sum, maximum and last row
-        reduction = "mean" if reading.reduce == "message" else reading.reduce
-        return (reduce_rows(rows.reshape(len(rows) // max(1, len(reading.ops)), -1), reduction)[None],)
-    if reading.source is None:
-        return (rows,)
-    if reading.source.encoder is not None:
-        named = torch.tensor(reading.named, dtype=torch.int64).to(rows.device, non_blocking=True)
-        return read_features(rows, reading.source.encoder, reading.top_k, named)
-    assert reading.source.probes is not None
-    return (read_probes(rows.view(-1, len(reading.ops), rows.shape[1]), reading.source.probes),)

@@ -23,7 +23,7 @@ from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
 from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
-from saesteer.kernels.read.features import warm_up as warm_features
+from saesteer.kernels.read.features import read_features
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
 from saesteer.planning.pins import Pins, Place, counts, settle
@@ -200,7 +200,7 @@ class Engine:
         top_k: int,
         features: Sequence[int],
         starts: Sequence[int],
-        watched: int | None,
+        watched: Sequence[int],
     ) -> Reading | None:
         if not (ops[0] in self.sites if ops else self.is_last):
             return None
@@ -220,7 +220,7 @@ class Engine:
             self._probes[key] = of  # the last used stands last
             while len(self._probes) > 1 and sum(map(len, self._probes)) > _PROBES:
                 del self._probes[next(iter(self._probes))]
-        return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, watched)
+        return Reading(kind, tuple(ops), after, windows, last, reduce, of, top_k, named, starts, tuple(watched) or None)
 
     def pin(self, pins: Pins, unpinned: Collection[Place]) -> None:
         """Keep vectors for names; the device gets new ones with the next work list, like all that a row needs.
@@ -367,13 +367,14 @@ class Engine:
         self._map(self._nobody, 0, self._nobody, 0, 0, 1)  # as flush does, with types of its own
 
     def warm_reads(self) -> None:
-        """Compile what reads of features and probes launch, and make the memory in which rows for files come home."""
+        """Load what reads of features launch, and make the memory in which rows for files come home."""
         for key, place in self.places.dictionaries.items():
             site = self._reads[key]
             if site.before is not None and key not in self._sources:
                 source = self._sources[key] = source_of(place, site)
                 assert source.encoder is not None
-                warm_features(source.encoder)
+                zeros = torch.zeros(1, site.width, dtype=self.dtype, device=self.device)
+                read_features(zeros, source.encoder, 1, self._nobody)
         self.captures.warm()
 
     @contextmanager

@@ -6,9 +6,9 @@ looked at request by request.
 """
 
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from functools import lru_cache
-from itertools import repeat
-from typing import Any, NamedTuple
+from itertools import groupby, repeat
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from saesteer.engine.brought import Part
 from saesteer.engine.filer import Span
 from saesteer.engine.readouts import Reading
+from saesteer.engine.shares import ROWS, File, Names, Read, computed
 from saesteer.engine.sinks import Sink
 from saesteer.engine.spool import Filing
 from saesteer.planning.plan import END
@@ -47,7 +48,7 @@ class Lane:
         # Rows that are made of a position. All sites of a probe become one.
         self.each = 1 if reading.kind == "probe" else len(self.planes)
         # Lanes with the same are computed together.
-        self.key = self.bank, len(self.planes), sink is not None, reading.reduce == "none", *_computed(reading)
+        self.key = self.bank, len(self.planes), sink is not None, reading.reduce == "none", *computed(reading)
         # Positions from lo up to hi are read; one after the other, each is the file's row of that number less `base`.
         self.lo = self.hi = self.base = 0
 
@@ -73,32 +74,6 @@ class Lane:
                 yield lo, lo - self.base, min(hi, self.hi) - lo
 
 
-def _computed(reading: Reading) -> tuple[Any, ...]:
-    """Equal for readouts that one computation serves."""
-    if reading.kind == "features":
-        return 2, id(reading.source), reading.top_k, reading.named
-    return (1, id(reading.source)) if reading.kind == "probe" else (0,)
-
-
-class Read(NamedTuple):
-    """Rows of a step of which something is made together, and whose that is, one part behind the other."""
-
-    bank: int | None  # None: what lm_head multiplies
-    chosen: _Ints  # rows of the bank, those of a position side by side
-    parts: Sequence[Part]
-    spans: Sequence[list[Span]]  # positions of each part
-    rows: Sequence[int]  # that are made for each part
-    reduced: bool = False  # whether all become one
-
-
-class File(NamedTuple):
-    """Rows of a step that go into files, one file behind the other."""
-
-    bank: int | None
-    chosen: _Ints  # as in Read
-    filing: Filing
-
-
 _Several = tuple[int, int, int, int]  # tokens of a lane's request: number of the lane, first, position, and how many
 
 
@@ -113,6 +88,7 @@ class _Kind:
     def __init__(self, lane: Lane, number: int) -> None:
         self.number, self.bank, self.each, self.key = number, lane.bank, lane.each, lane.key
         self.filed = lane.sink is not None  # all of them, or none
+        self.named = not self.filed and lane.part.reading.source is not None and len(lane.planes) == 1
         self.lanes: dict[int, Lane] = {}  # by seat
         self._left: list[int] = []  # seats that somebody has left
         self.planes: _Ints = np.zeros((1, len(lane.planes)), dtype=np.int64)
@@ -153,17 +129,20 @@ class _Group:
     Args:
         kind: of all.
         seats: of each.
-        places: of their requests in the batch.
+        places: of their requests in the batch, ascending.
     """
 
     def __init__(self, kind: _Kind, seats: _Ints, places: _Ints) -> None:
         self._kind, self._bank = kind, kind.bank
         self._seats, self._places = seats, places
         self._whose: list[Any] = kind.whose.take(seats).tolist()
-        self._ones = _ones(len(seats))
+        self._ones: _Ints = np.ones(len(seats), dtype=np.int64)
         self._planes: _Ints = kind.planes.take(seats, axis=0)
+        self._names = Names([part.reading for part in self._whose]) if kind.named else None
+        self._several = bool((places[1:] == places[:-1]).any())  # whether a request has several lanes
         # Of a step of single tokens that all lanes read: its rows, and where the first lane is in such steps behind it.
-        self._chosen, self._same = seats, range(0)
+        self._chosen: Read | _Ints = seats
+        self._same = range(0)
         self._look()
 
     def _look(self) -> None:
@@ -190,8 +169,10 @@ class _Group:
             if len(over):
                 self._look()
                 reads = alone & (position >= self._lo) & (position < self._hi)
-        if reads.all():
-            chosen = _rows(self._planes, at)
+        if reads.all() and (self._kind.filed or self._planes.size <= ROWS):
+            chosen: Read | _Ints = _rows(self._planes, at)
+            if not self._kind.filed:
+                chosen = self._read(chosen, range(len(position)), (), [self._kind.each] * len(position))
             if single:
                 self._chosen, self._same = chosen, range(here, here + int((self._hi - position).min()))
             return [self._all(chosen, position)]
@@ -202,31 +183,70 @@ class _Group:
         made = self._files if self._kind.filed else self._reads
         return [*made(one, chosen, position.take(one), several, pieces)]
 
-    def _all(self, chosen: _Ints, position: NDArray[Any]) -> Read | File:
-        if self._kind.filed:
-            return File(self._bank, chosen, Filing(self._whose, position - self._base, position, self._ones))
-        return Read(self._bank, chosen, self._whose, _singles(position), [self._kind.each] * len(position))
+    def _all(self, chosen: Read | _Ints, position: NDArray[Any]) -> Read | File:
+        if isinstance(chosen, Read):
+            return chosen._replace(spans=_singles(position))
+        return File(self._bank, chosen, Filing(self._whose, position - self._base, position, self._ones))
+
+    def _read(
+        self,
+        chosen: _Ints,
+        lanes: Sequence[int],
+        spans: Sequence[list[Span]],
+        rows: Sequence[int],
+        *,
+        reduced: bool = False,
+    ) -> Read:
+        """Rows of lanes, by their numbers; each row once."""
+        parts, names = [self._whose[number] for number in lanes], self._names
+        if names is None:
+            return Read(self._bank, chosen, parts, spans, rows, reduced)
+        order = None
+        if self._several:
+            once, order = np.unique(chosen, return_inverse=True)
+            chosen, order = (chosen, None) if len(once) == len(chosen) else (once, order)
+        widths = [names.widths[number] for number in lanes]
+        return Read(
+            self._bank, chosen, parts, spans, rows, False, names, widths, order, names.picks(lanes, rows, order)
+        )
 
     def _reads(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
     ) -> Iterator[Read]:
-        bank, each, where = self._bank, self._kind.each, _singles(position)
-        parts, made, rows = [self._whose[number] for number in one.tolist()], [each] * len(one), [chosen]
-        for number, at, here, tokens in several:
-            part = self._whose[number]
-            for ahead, some in pieces(part.name, tokens):
-                for spans in part.reading.parts(here + ahead, some):
-                    there = np.concatenate([np.arange(lo, hi) for lo, hi in spans]) + (at - here)
-                    own = _rows(self._planes[number], there)
-                    if part.reading.reduce != "none":  # each by itself
-                        yield Read(bank, own, [part], [spans], [1], True)
-                        continue
-                    rows.append(own)
-                    parts.append(part)
-                    where.append(spans)
-                    made.append(each * len(there))
-        if parts:
-            yield Read(bank, np.concatenate(rows), parts, where, made)
+        each, wide = self._kind.each, self._planes.shape[1]
+        most = max(1, ROWS // wide)  # tokens at once
+        spans = _singles(position)
+        for start in range(0, len(one), most):
+            some = slice(start, start + most)
+            lanes = one[some].tolist()
+            yield self._read(chosen[start * wide :][: len(lanes) * wide], lanes, spans[some], [each] * len(lanes))
+        lanes, where, made, rows, held = [], [], [], [], 0  # what is not in a Read yet, and its distinct rows
+        for _, own in groupby(several, itemgetter(1)):
+            request = sorted(own, key=lambda one: tuple(self._planes[one[0]].tolist()))  # whose rows are the same
+            name, tokens = self._whose[request[0][0]].name, request[0][3]
+            for ahead, length, ends in _cut(pieces(name, tokens), most):
+                before, counted = None, 0
+                for number, at, here, _ in request:
+                    reading, planes = self._whose[number].reading, self._planes[number]
+                    fresh = self._names is None or before is None or not np.array_equal(planes, before)
+                    before, counted = planes, 0 if fresh else counted
+                    if fresh and held >= ROWS:
+                        yield self._read(np.concatenate(rows), lanes, where, made)
+                        lanes, where, made, rows, held = [], [], [], [], 0
+                    for those in () if reading.last and not ends else reading.parts(here + ahead, length):
+                        there = np.concatenate([np.arange(lo, hi) for lo, hi in those]) + (at - here)
+                        mine = _rows(planes, there)
+                        if reading.reduce != "none":  # each by itself
+                            yield self._read(mine, [number], [those], [1], reduced=True)
+                            continue
+                        held += max(0, len(mine) - counted)
+                        counted = max(len(mine), counted)
+                        rows.append(mine)
+                        lanes.append(number)
+                        where.append(those)
+                        made.append(each * len(there))
+        if rows:
+            yield self._read(np.concatenate(rows), lanes, where, made)
 
     def _files(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], _: Pieces
@@ -250,9 +270,12 @@ class _Group:
             yield File(self._bank, np.concatenate(rows) if more else chosen, Filing(sinks, *numbers))
 
 
-@lru_cache(64)
-def _ones(number: int) -> _Ints:
-    return np.ones(number, dtype=np.int64)
+def _cut(pieces: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int, bool]]:
+    """Pieces of tokens, of which none is longer than so many, and whether each ends one of those given."""
+    for first, length in pieces:
+        for start in range(first, first + length, most):
+            left = first + length - start
+            yield start, min(most, left), left <= most
 
 
 def _rows(planes: _Ints, tokens: NDArray[Any]) -> _Ints:
@@ -341,12 +364,14 @@ class Lanes:
         """
         lines = np.fromiter(map(self._known.get, batch, repeat(0)), dtype=np.int64, count=len(batch))
         found = self._table.take(lines, axis=0)
-        kinds, seats = found[:, :, 0], found[:, :, 1]
+        places, lanes = (found[:, :, 0] >= 0).nonzero()
+        kinds, seats = found[places, lanes].T
+        order = kinds.argsort(kind="stable")
         groups = []
-        for number in sorted({*kinds.ravel().tolist()} - {-1}):
-            kind, here = self._numbered[number], kinds == number
+        for own in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1) if len(order) else ():
+            kind = self._numbered[int(kinds[own[0]])]
             assert kind is not None
-            groups.append(_Group(kind, seats[here], here.nonzero()[0]))
+            groups.append(_Group(kind, seats[own], places[own]))
         self._groups, self.sinks = groups, sinks
 
     def step(
@@ -367,12 +392,5 @@ class Lanes:
             pieces: of a request with several tokens.
             single: each request of the batch has one token, so that the first is the first request's.
         """
-        reads: list[Read] = []
-        files: list[File] = []
-        for group in self._groups:
-            for one in group.step(first, end, positions, pieces, single=single):
-                if isinstance(one, Read):
-                    reads.append(one)
-                else:
-                    files.append(one)
-        return reads, files
+        found = [one for group in self._groups for one in group.step(first, end, positions, pieces, single=single)]
+        return [one for one in found if isinstance(one, Read)], [one for one in found if isinstance(one, File)]

@@ -30,6 +30,11 @@ class Source:
     ids: NDArray[np.int32] | None = None  # of the encoder's rows, where a file holds only some features
     probes: Probes | None = None
 
+    @property
+    def probed(self) -> int:
+        """Number of its probes."""
+        return 0 if self.probes is None else len(self.probes.bias)
+
     def __reduce__(self) -> tuple[type["Source"], tuple[None, NDArray[np.int32] | None]]:
         """Another process, which gets what was read, needs no weights."""
         return Source, (None, self.ids)
@@ -74,7 +79,8 @@ class Reading:
     top_k: int
     named: tuple[int, ...]  # rows of the encoder
     starts: Sequence[int] = ()  # of chat messages, each with a mean of its own; ascending, from 0
-    watched: int | None = None  # number among what the request's rules watch; no answer has it
+    # For each name its number among what the request's rules watch; no answer has it.
+    watched: tuple[int, ...] | None = None
 
     def spans(self, position: int, tokens: int) -> Iterator[Span]:
         """The positions that it asks for among a step's tokens of its request."""

@@ -39,7 +39,7 @@ from saesteer.planning.plan import (
     Readout,
     Whole,
 )
-from saesteer.planning.readouts import together
+from saesteer.planning.readouts import together, watched_together
 
 # A line is an entry whose SLOT is a feature's number, without GROUP_END and the dictionary's values, and these words:
 TARGET = layout.ENTRY  # index in Wire.dictionaries, or for a vector or a feature's rows ~index in Wire.digests
@@ -99,8 +99,7 @@ def encode(plan: Plan, catalog: Catalog, *, dose: bool = False) -> dict[str, Any
     edited = {catalog.op_site(site) for site in changed}
     captured: defaultdict[str, int] = defaultdict(int)
     readouts: list[list[Any]] = []
-    measures = (((one,), number) for number, one in enumerate(plan.measures))
-    for several, watched in (*((several, None) for several in together(plan.readouts, catalog)), *measures):
+    for several, watched in (*((several, ()) for several in together(plan.readouts, catalog)), *watched_together(plan)):
         # Where the request edits nothing, both are the same, and what comes in is copied faster.
         after = several[0].captured_after and any(one.op in edited for one in several)
         for readout in several:
@@ -211,13 +210,13 @@ class _Targets:
         behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
         return [_LINE(source.slot, 0, lo, ~hi if one.part == "answer" else hi, *behind) for lo, hi in one.windows]
 
-    def readout(self, several: Sequence[Readout], after: bool, watched: int | None) -> list[Any]:
+    def readout(self, several: Sequence[Readout], after: bool, watched: Sequence[int]) -> list[Any]:
         """What the worker must know of readouts whose rows travel as one; ``Engine`` takes it apart.
 
         Args:
             several: of the same tensors but for their sites.
             after: whether the tensors are captured as the ops leave them.
-            watched: number of what rules watch, which no answer has.
+            watched: for each name its number among what rules watch, which no answer has.
         """
         one = several[0]
         source: int | list[int] = 0

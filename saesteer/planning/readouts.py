@@ -74,6 +74,21 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
         yield tuple(several)
 
 
+def watched_together(plan: Plan) -> Iterator[tuple[tuple[Readout, ...], tuple[int, ...]]]:
+    """What the rules of a plan watch at the same positions of a tensor: features of a dictionary as one read-out that
+    names them all, probes side by side; and for each name its number among ``plan.measures``."""
+    found: dict[Readout, list[int]] = {}
+    for number, one in enumerate(plan.measures):
+        found.setdefault(replace(one, field="", features=(), probe=None), []).append(number)
+    for numbers in found.values():
+        first, *others = [plan.measures[number] for number in numbers]
+        if first.kind == "features":
+            named = (feature for one in (first, *others) for feature in one.features)
+            yield (replace(first, features=tuple(named)),), tuple(numbers)
+        else:
+            yield (first, *others), tuple(numbers)
+
+
 def function_of(one: Readout, catalog: Catalog) -> Function:
     """What becomes of a probe's products."""
     name = None if one.probe is None else one.probe.vector

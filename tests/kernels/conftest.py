@@ -18,8 +18,6 @@ if not torch.cuda.is_available():
     import triton.experimental.gluon  # noqa: F401  (Triton imports it at the first launch, and it asks again)
 
     import saesteer.kernels.edit.launch
-    import saesteer.kernels.read.scores
-    import saesteer.kernels.read.select
     import saesteer.kernels.step.border
     import saesteer.kernels.step.map
     import saesteer.kernels.step.publish  # noqa: F401

@@ -1,11 +1,10 @@
-"""The strongest features of rows: the kernels against the definition bit for bit, and the definition against what edits
-and dictionaries call a feature's activation. Knows no request."""
+"""The strongest features of rows, and chosen ones: against sorting in Python, and against what edits and dictionaries
+call a feature's activation. Knows no request."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,16 +14,12 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.kernels import layout
-from saesteer.kernels.read import product, select
-from saesteer.kernels.read.features import Encoder, Found, chosen, read_features, read_features_ref, scale
-from saesteer.kernels.read.rows import Probes, _in_parts, read_probes, reduce_rows
-from saesteer.kernels.read.scores import Tiles, score
-from saesteer.kernels.read.select import KEPT, choose, read_features_triton, sizes
+from saesteer.kernels.read.features import Encoder, Found, read_features
+from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
 from saesteer.kernels.reference import _encode, _input_norm, _ranked
 
 GPU = torch.cuda.is_available()
 EDGES = [0.0, -0.0, 0.5, 1.0, 2.0, -1.0, 1e-40, -1e-40, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]
-MANY = [8, 32]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "topk": {"groups": 1},
@@ -48,29 +43,6 @@ def encoder(w_enc: Tensor, kind: str, k: int = 3, threshold: float | Tensor = 0.
     )
 
 
-def assert_same(found: Found, expected: Found) -> None:
-    """Equal in every bit but the sign of a zero."""
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert torch.equal(one, other), (one, other)
-
-
-def both(x: Tensor, one: Encoder, top_k: int, named: Tensor) -> Found:
-    """What the kernels find, which is what the definition finds; of their own products, where these are not torch's."""
-    found = read_features_triton(x, one, top_k, named)
-    if product.serves(x, one, top_k):
-        expected = chosen(products_of(x, one, top_k)[0], x, one, top_k, named)
-    else:
-        expected = read_features_ref(x, one, top_k, named)
-    assert_same(found, expected)
-    return found
-
-
-def products_of(x: Tensor, one: Encoder, top_k: int) -> tuple[Tensor, Tensor]:
-    """Products and the best of each group, as the kernel for few rows finds them."""
-    return product.best(x, scale(x, one.norm), one, sizes(one, top_k, product.FEATURES).size)
-
-
 def listed(f: Tensor, active: Tensor, top_k: int, *, magnitude: bool) -> list[list[tuple[int, float]]]:
     """The strongest features of each row, by sorting in Python."""
     rows = []
@@ -90,12 +62,12 @@ def pairs(found: Found) -> list[list[tuple[int, float]]]:
     return rows
 
 
-@settings(deadline=None, max_examples=200 if GPU else 20)
+@settings(deadline=None, max_examples=200)
 @given(
     values=st.lists(st.sampled_from(EDGES), min_size=1, max_size=150),
     kind=st.sampled_from(list(KINDS)),
     k=st.integers(1, 40),
-    top_k=st.integers(0, KEPT[-1]) if GPU else st.sampled_from([0, 1, 7, 8, 9, KEPT[-1]]),
+    top_k=st.integers(0, 40),
     factors=st.lists(st.sampled_from([1.0, -1.0, 0.5]), min_size=0, max_size=3),
     limits=st.lists(st.sampled_from([0.0, 0.5, -1.0, math.inf, -math.inf]), min_size=1, max_size=3),
     named=st.lists(st.integers(0, 149), max_size=20),
@@ -119,7 +91,7 @@ def test_every_order_of_edges(
     one = encoder(w_enc, kind, min(k, len(values)), threshold)
     chosen = torch.tensor([i for i in named if i < len(values)], dtype=torch.int64, device=device)
     x = torch.tensor(factors, device=device).view(-1, 1)
-    found = both(x, one, top_k, chosen)
+    found = read_features(x, one, top_k, chosen)
     pre = x * w_enc.T
     active = pre > one.threshold
     key = torch.where(active, pre.abs() if one.magnitude else pre, -math.inf)
@@ -129,18 +101,6 @@ def test_every_order_of_edges(
         active &= (order < one.k).reshape(active.shape)
     assert pairs(found) == listed(pre, active, top_k, magnitude=one.magnitude)
     assert torch.equal(found[2], torch.where(active, pre, 0.0)[:, chosen])
-
-
-@pytest.mark.parametrize("top_k", MANY)
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_features(kind: str, top_k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one chunk of groups and of their features, and hundreds of equal keys."""
-    monkeypatch.setattr("saesteer.kernels.read.select._TILE", 64)
-    torch.manual_seed(top_k)
-    w_enc = torch.randint(-9, 10, (9000 if GPU else 1000, 1), device=device).float()
-    w_enc[500:900] = 9
-    named = torch.arange(490, 530, dtype=torch.int32, device=device)
-    both(torch.tensor([[1.0], [-1.0]], device=device), encoder(w_enc, kind, 20), top_k, named)
 
 
 @pytest.mark.parametrize("norm", [0, layout.LAYER_NORM, layout.L2_NORM])
@@ -155,7 +115,7 @@ def test_features_are_those_that_edits_see(
     w_enc = torch.randn(30, 24, device=device).to(dtypes[1])
     one = encoder(w_enc, kind, 6, 0.3, b_enc=torch.randn(30, device=device), norm=norm)
     named = torch.arange(30, device=device)
-    indices, values, every = (part.cpu() for part in both(x, one, 8, named))
+    indices, values, every = (part.cpu() for part in read_features(x, one, 8, named))
     ranked = (layout.RANKED if one.groups else 0) | (layout.MAGNITUDE if one.magnitude else 0)
     entry = torch.zeros(layout.ENTRY, dtype=torch.int32)
     entry[[layout.SIZE, layout.TOP_K, layout.FLAGS]] = torch.tensor(
@@ -213,84 +173,39 @@ def test_features_are_those_of_the_dictionary(activation: Any, in_norm: Any) -> 
         assert [abs(value) for _, value in pair] == sorted((abs(value) for _, value in pair), reverse=True)
 
 
-@pytest.mark.parametrize("norm", [0, layout.LAYER_NORM])
-@pytest.mark.parametrize("kind", ["plain", "topk", "abstopk"])
-@pytest.mark.parametrize(("rows", "features", "width", "top_k"), [(5, 200, 24, 8), (1, 67, 128, 3), (1, 9000, 8, 32)])
-def test_few_rows_have_their_products_from_the_kernel_that_finds_the_best(
-    rows: int, features: int, width: int, top_k: int, kind: str, norm: int, device: torch.device
+@settings(deadline=None, max_examples=100)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    norm=st.sampled_from([0, layout.LAYER_NORM, layout.L2_NORM]),
+    rows=st.integers(0, 4),
+    named=st.lists(st.integers(0, 59), max_size=30),
+    top_k=st.integers(0, 9),
+)
+def test_chosen_features_have_one_value_however_they_are_computed(
+    kind: str, norm: int, rows: int, named: list[int], top_k: int
 ) -> None:
-    """The products within rounding, what is chosen of them to the bit."""
-    torch.manual_seed(rows)
-    x, w_enc = torch.randn(rows, width, device=device).half(), torch.randn(features, width, device=device).half()
-    w_enc[features // 2 :] = w_enc[: features - features // 2].clone()  # equal keys
-    one = encoder(w_enc, kind, 6, 0.3, b_enc=torch.randn(features, device=device), norm=norm)
-    products, maxima = products_of(x, one, top_k)
-    exact = x.double() @ w_enc.double().T
-    assert torch.allclose(products.double(), exact, atol=1e-4)
-    named = torch.tensor([0, features - 1], device=device)
-    indices = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-    found = indices, torch.empty(rows, top_k, device=device), torch.empty(rows, 2, device=device)
-    choose(products, scale(x, norm), one, named, *found, maxima)
-    assert_same(found, chosen(products, x, one, top_k, named))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_that_reads_launch_is_launched_at_start(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is compiled for its constants, which takes seconds; here they are only looked at."""
-    launched: set[tuple[str, frozenset[Any]]] = set()
-    for module, name in (
-        *((select, name) for name in ("maxima_kernel", "select_kernel", "named_kernel")),
-        (product, "product_kernel"),
-    ):
-        at: Any = MagicMock()
-        at.__getitem__.return_value = lambda *_, of=name, **constants: launched.add((of, frozenset(constants.items())))
-        monkeypatch.setattr(module, name, at)
-    monkeypatch.setattr(product, "serves", lambda x, one, top_k: len(x) <= 64 and top_k > 0 and one.groups < 2)
-    one = encoder(torch.zeros(1 << 16, 4).half(), kind, 64)
-    select.launch_all(one)
-    compiled = launched.copy()
-    for rows in (1, 64, 65):
-        for top_k in (0, 1, 8, 9, 32):
-            named = torch.arange(rows % 2)
-            read_features_triton(torch.zeros(rows, 4).half(), one, top_k, named)
-    assert launched == compiled
+    """Of their own rows of the encoder, of the whole encoder, and beside the strongest ones; within rounding."""
+    device = torch.device("cuda", 0) if GPU else torch.device("cpu")
+    draw = torch.Generator().manual_seed(len(named))
+    x, w_enc = (torch.randn(n, 16, generator=draw).to(device) for n in (rows, 60))
+    one = encoder(w_enc, kind, 6, 0.3, b_enc=torch.randn(60, generator=draw).to(device), norm=norm)
+    every, own = torch.arange(60, device=device), torch.tensor(named, dtype=torch.int64, device=device)
+    expected = read_features(x, one, 0, every)[2]
+    indices, activations, values = read_features(x, one, top_k, own)
+    assert indices.shape == activations.shape == (rows, top_k) and indices.dtype == torch.int32
+    assert values.dtype == torch.float32 and torch.allclose(values, expected[:, own], atol=1e-5)
+    there = indices >= 0
+    assert torch.allclose(activations[there], expected.gather(1, indices.clamp_min(0).long())[there], atol=1e-5)
 
 
 def test_parts_change_nothing(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     torch.manual_seed(0)
     x, one = torch.randn(7, 8, device=device), encoder(torch.randn(40, 8, device=device), "plain")
     named = torch.tensor([3, 39], device=device)
-    whole = both(x, one, 5, named)
+    whole = read_features(x, one, 5, named)
     monkeypatch.setattr("saesteer.kernels.read.features._PLENTY", 80)
-    monkeypatch.setattr("saesteer.kernels.read.select._PLENTY", 120)
-    apart = both(x, one, 5, named)
+    apart = read_features(x, one, 5, named)
     assert torch.equal(apart[0], whole[0]) and torch.allclose(apart[1], whole[1], atol=1e-5)
-
-
-def test_groups_cover_every_feature_and_stay_few() -> None:
-    for features in (1, 5, 576, 16384, 65536, 1 << 20):
-        one = encoder(torch.empty(features, 0), "plain")
-        for top_k in (1, *KEPT):
-            kept, size, groups = sizes(one, top_k)
-            assert kept >= top_k and features <= size * groups < features + size
-            assert size & (size - 1) == 0
-            assert size * kept <= max(4 * kept, features), "the second step is no larger than the first"
-    with pytest.raises(ValueError, match="top_k is 33; at most 32"):
-        sizes(one, 33)
-
-
-@pytest.mark.parametrize("at", [[0, 0, 0, 0, 0], [2, 0, 1, 1, 0, 2, 2]])
-def test_one_kernel_scores_probes(at: list[int], device: torch.device) -> None:
-    """Numbers are small, so that fp16 takes the parts of bf16, which Triton's interpreter does not multiply."""
-    n, d, k = 18, 24, len(at)
-    directions, bias = torch.randn(k, d), torch.randn(k, device=device)
-    probes = Probes.of(directions, bias.tolist(), at, device, torch.float16)
-    x = torch.randint(-4, 5, (n, max(at) + 1, d), device=device).half()
-    expected = (x.double()[:, at] * directions.double().to(device)).sum(2) + bias
-    scores = torch.full((n, k), math.nan, device=device)
-    for sites, v, numbers in probes.groups:
-        score(x, sites, _in_parts(v).half(), numbers, bias, scores, Tiles(2, 16))
-    assert torch.allclose(scores.double(), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -308,3 +223,13 @@ def test_probes_and_reductions(dtype: torch.dtype, device: torch.device) -> None
     for how in ("mean", "max", "last"):
         found = reduce_rows(x, how)
         assert found.dtype == torch.float32 and torch.allclose(found.double(), exact[how], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probes_of_several_readouts_have_the_scores_that_each_has_alone(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(5, 1, 16, device=device).to(dtype)
+    several = [Probes.of(torch.randn(k, 16), [0.5 * k] * k, [0] * k, device, dtype) for k in (1, 3, 2)]
+    expected = torch.cat([read_probes(x, one) for one in several], dim=1)
+    assert torch.allclose(read_probes(x, Probes.joined(several)), expected, atol=1e-5)

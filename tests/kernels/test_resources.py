@@ -60,14 +60,6 @@ def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_reading_features_fits_the_shared_memory(found: dict[str, Any]) -> None:
-    assert sorted(found["read"]) == [
-        *("maxima_kernel", "named_kernel", "product_kernel", "score_kernel", "select_kernel 32", "select_kernel 8"),
-    ]
-    assert max(found["read"].values()) <= MOST
-
-
-@pytest.mark.slow
 def test_an_early_kernel_waits_before_it_reads(found: dict[str, Any]) -> None:
     for name, instructions in found["early"].items():
         if name != BEHIND:
@@ -104,8 +96,6 @@ def compiled(kernel: Any, floats: str, warps: int, constants: dict[str, Any]) ->
             continue
         kinds = {**dict.fromkeys(same, f"*{floats}"), **dict.fromkeys(integers, "*i32"), "positions": "*i64"}
         kinds |= dict.fromkeys(("b_enc", "b_dec", "threshold", "registers", "scratch", "activations"), "*fp32")
-        kinds |= {"maxima": "*i64", "indices": "*i32", "named": "*i64", "numbers": "*i32"}
-        kinds |= dict.fromkeys(("products", "into", "values", "bias", "scores"), "*fp32")
         kinds |= dict.fromkeys(("eps", "weight_offset"), "fp32")
         signature[name] = kinds.get(name, "i32")
         if signature[name].startswith("*") and not kernel.params[at].do_not_specialize:
@@ -145,26 +135,7 @@ def main() -> None:
     sizes = {"WIDTH": WIDTHS[-1], "BLOCK": block(wide.num_warps), "CHUNK": wide.chunk, "GATHER": wide.gather}
     sizes |= {"LISTED": wide.listed, "DECODED": wide.decoded, "AHEAD": wide.ahead, "HAS_DENSE": True}
     shared["edit_kernel"] = compiled(edit, "fp32", wide.num_warps, {**sizes, **given}).metadata.shared
-    read = import_module("saesteer.kernels.read.select")
-    kind = {"HAS_NORM": True, "MAGNITUDE": True}
-    tiles = {"ROWS": 32, "COLUMNS": 64, **kind}
-    ranks = {"RANKED": True, "OWN_GROUPS": True, "NAMED": read.NAMED, "CHUNK": 256, **kind}
-    reads = {
-        "maxima_kernel": compiled(read.maxima_kernel, "fp32", 4, tiles).metadata.shared,
-        "named_kernel": compiled(read.named_kernel, "fp32", 4, ranks).metadata.shared,
-    }
-    for kept, size in ((8, 64), (32, 32)):
-        steps = {"KEPT": kept, "CHUNK": 512, "SIZE": size, "COLUMNS": size, "PDL": True, **kind}
-        reads[f"select_kernel {kept}"] = compiled(read.select_kernel, "fp32", 8, steps).metadata.shared
-    product = import_module("saesteer.kernels.read.product")
-    tiles = {"ROWS": product.ROWS, "FEATURES": product.FEATURES, "SIZE": product.FEATURES, "WIDTH": 5376, "PDL": True}
-    tiles |= {"COLUMNS": product.TILES.columns, "STAGES": product.TILES.stages, **kind}
-    reads["product_kernel"] = compiled(product.product_kernel, "bf16", product.TILES.warps, tiles).metadata.shared
-    score = import_module("saesteer.kernels.read.scores")
-    given = {"ROWS": 16, "PROBES": score.TILES.probes, "COLUMNS": score.TILES.columns, "STAGES": score.TILES.stages}
-    given |= {"WIDTH": 5376, "PDL": True, "sites": None}
-    reads["score_kernel"] = compiled(score.score_kernel, "bf16", score.TILES.warps, given).metadata.shared
-    tell({"shared": shared, "early": early, "read": reads})
+    tell({"shared": shared, "early": early})
 
 
 if __name__ == "__main__":

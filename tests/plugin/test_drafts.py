@@ -124,7 +124,7 @@ def test_what_wrong_guesses_have_read_is_dropped() -> None:
 
 
 def test_rules_see_each_guess_at_its_position() -> None:
-    brought = Brought([read(at, float(at), watched=0) for at in (50, 51, 52)])
+    brought = Brought([read(at, float(at), watched=(0,)) for at in (50, 51, 52)])
     assert brought.watched() == {"a": {0: ([50, 51, 52], [50.0, 51.0, 52.0])}}
 
 
