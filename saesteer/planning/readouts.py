@@ -185,19 +185,20 @@ def in_answers(one: Readout) -> int:
     return _IN_ANSWERS.get(one.kind, 1)
 
 
-def refuse_above(limit: int, size: int) -> None:
-    """Refuse a request that may bring home more bytes than the server takes.
+def refuse_above(limit: int, size: int, at: str = "saesteer.return") -> None:
+    """Refuse a request that may read or watch more bytes than the server takes.
 
     Args:
         limit: bytes for one request.
         size: what the request declares.
+        at: path of what declares them.
 
     Raises:
         SpecError: it declares more.
     """
     if size > limit:
-        message = f"may bring home {size} bytes, expected at most {limit}: read fewer tokens or reduce them"
-        fail("saesteer.return", "too_large", f"{message}; the server takes more when started with --max-read-mib")
+        message = f"may read {size} bytes, expected at most {limit}: read or watch fewer tokens, or reduce them"
+        fail(at, "too_large", f"{message}; the server takes more when started with --max-read-mib")
 
 
 def most_rows(one: Readout, end: int) -> int:

@@ -141,4 +141,4 @@ def test_what_may_be_too_much_is_a_413_with_the_numbers(any_server: httpx.Client
     assert refused.status_code == 413, refused.text
     error = refused.json()["error"]
     assert error["code"] == 413
-    assert re.search(rf"may bring home \d{{9}} bytes, expected at most {64 << 20}\b", error["message"]), error
+    assert re.search(rf"may read \d{{9}} bytes, expected at most {64 << 20}\b", error["message"]), error

@@ -127,5 +127,26 @@ def test_what_a_probe_says_of_many_tokens_is_bounded() -> None:
     for rows, refused in ((1 << 15, False), ((1 << 15) + 1, True)):
         params = SimpleNamespace(extra_args=None, max_tokens=rows + 1, n=1)
         request = SimpleNamespace(prompt_token_ids=[1] * 5, sampling_params=params)
-        with pytest.raises(SpecError, match=r"may bring home 1048608 bytes") if refused else nullcontext():
+        with pytest.raises(SpecError, match=r"may read 1048608 bytes") if refused else nullcontext():
             door.admit(spec, catalog, request)
+
+
+@pytest.mark.parametrize("kind", ["read", "watched"])
+def test_what_rules_watch_is_bounded_as_what_is_read(kind: str) -> None:
+    """64 probes over a prompt of 10,000 tokens: 2.4 MiB on their way from the device."""
+    model = SimpleNamespace(dtype=torch.float16, max_model_len=64)
+    door = Door("", SaesteerConfig.from_json({"max_read_mib": 2}), None, SimpleNamespace(model_config=model))
+    vectors = {f"p{n}": from_inline(tuple(float(n == at) for at in range(64))) for n in range(64)}
+    catalog = Catalog({}, frozenset({"resid_post.3"}), 64, vectors=vectors, width=64)
+    there: Any = {"site": "resid_post.3", "scope": {"positions": [[0, None]]}}
+    flags = [
+        {"op": "flag", "when": {"probe": name, "site": there["site"], "above": 1.0}, "scope": there["scope"]}
+        for name in vectors
+    ]
+    reads = {"probes": [{"probe": name, **there} for name in vectors]}
+    spec = from_json({"edits": flags} if kind == "watched" else {"return": reads})
+    params = SimpleNamespace(extra_args=None, max_tokens=1, n=1)
+    request = SimpleNamespace(prompt_token_ids=[1] * 10_000, sampling_params=params)
+    with pytest.raises(SpecError, match=r"may read \d+ bytes, expected at most 2097152.*--max-read-mib") as caught:
+        door.admit(spec, catalog, request)
+    assert str(caught.value).startswith("saesteer.edits[0].when" if kind == "watched" else "saesteer.return:")

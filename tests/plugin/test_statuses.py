@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from saesteer.plugin.http.statuses import STATUS, Statuses
 from tools.tables import STATUS as TABLE
 
-LARGE = "saesteer.return: may bring home 9 bytes, expected at most 8 [too_large]"
+LARGE = "saesteer.return: may read 9 bytes, expected at most 8 [too_large]"
 BODIES: list[tuple[Any, int]] = [
     ({"error": {"message": LARGE, "type": "BadRequestError", "param": "saesteer.return", "code": 400}}, 413),
     ({"type": "error", "error": {"type": "invalid_request_error", "message": LARGE}}, 413),

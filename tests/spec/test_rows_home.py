@@ -83,7 +83,7 @@ def test_the_last_hidden_state_is_one_row() -> None:
 
 def test_more_bytes_than_the_limit_are_refused() -> None:
     refuse_above(100, 100)
-    with pytest.raises(SpecError, match=r"may bring home 101 bytes, expected at most 100.*--max-read-mib") as caught:
+    with pytest.raises(SpecError, match=r"may read 101 bytes, expected at most 100.*--max-read-mib") as caught:
         refuse_above(100, 101)
     assert (caught.value.field, caught.value.code) == ("saesteer.return", "too_large")
 

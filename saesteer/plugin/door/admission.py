@@ -25,7 +25,7 @@ from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
-from saesteer.planning.plan import END, Feature
+from saesteer.planning.plan import END, Feature, Readout
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
@@ -58,6 +58,7 @@ class Meaning:
     readouts: Sequence[Reported]  # what it reads, and behind that what only the operator captures
     first: tuple[int | None, int | None]  # the first position that is read: of those to be recomputed, and of all
     rules: Sequence[Sequence[Any]]  # as they travel to the scheduler
+    measures: Sequence[Readout]  # what they watch
     parts: bool  # whether a scope names a part of the answer
     edits_part: str | None  # path of the first edit whose scope does
     rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
@@ -158,7 +159,7 @@ class Door:
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
-        rooms = self._bound(own, catalog, len(ids), params) if own else []
+        rooms = self._bound(own, meaning.measures, catalog, len(ids), params) if own or meaning.measures else []
         params.saesteer_report = Report(
             meaning.applied,
             meaning.sites if measured else None,
@@ -194,9 +195,9 @@ class Door:
         return spec
 
     def _bound(
-        self, readouts: Sequence[Reported], catalog: Catalog, prompt_len: int, params: Any
+        self, readouts: Sequence[Reported], measures: Sequence[Readout], catalog: Catalog, prompt_len: int, params: Any
     ) -> list[Room | Spool]:
-        """Refuses a request that may read too much; returns the room for what its choices keep, choice by choice."""
+        """Refuse a request that may read or watch too much; return the room for what its choices keep, in order."""
         if self._model is None or self.config is None:
             return []
         most, choices = params.max_tokens or max(1, self._model.max_model_len - prompt_len), params.n or 1
@@ -205,7 +206,9 @@ class Door:
         each = declared(found, catalog, prompt_len, most, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
         whole = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes)
-        refuse_above(self.config.max_read_mib << 20, whole * choices)
+        whole += sum(declared(measures, catalog, prompt_len, most, itemsize))
+        at = "saesteer.return" if readouts else measures[0].field
+        refuse_above(self.config.max_read_mib << 20, whole * choices, at)
         kept: list[int | Layout] = []
         for one, size, sites in sizes:
             if spooled(one):
@@ -294,6 +297,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
         told,
         first,
         sent(found.rules),
+        found.measures,
         edits_part is not None or any(one.part for one in found.readouts) or any(one.part for one in found.rules),
         edits_part,
         rows,
