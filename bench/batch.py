@@ -147,7 +147,7 @@ class Batches:
         return (work, slots, 1, starts.to(self.device), *rows, news, case.requests, case.tokens, span)
 
     def _counts(self, case: Case) -> Tensor:
-        return torch.zeros(_COUNTERS, case.requests + 1, dtype=torch.int32, device=self.device).t()
+        return torch.zeros(case.requests + 1, _COUNTERS, dtype=torch.int32, device=self.device)
 
     def stream(self, case: Case) -> tuple[Tensor, Tensor]:
         """Stream and normed stream."""

@@ -135,8 +135,8 @@ def check_publish(table: Tensor, counts: Tensor, steps: Tensor, published: Tenso
         ValueError: with the tensor's name, what it is and what was expected.
     """
     _need_counts(counts, table)
-    if not counts.t().is_contiguous():
-        raise _wrong(counts, "counts", "the columns of a contiguous tensor")
+    if not counts.is_contiguous():
+        raise _wrong(counts, "counts", "contiguous")
     _need(steps, "steps", _INT32, 1)
     _need(published, "published", _INT32, layout.PUBLISHED, 1 + counts.numel(), host=True)
 

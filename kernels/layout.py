@@ -48,9 +48,9 @@ comes into the site and y is what all groups make of it, both made finite, y nei
 that no edit changed has no dose.
 
 published [PUBLISHED, 1 + rows * counters] int32, in host memory. Each step in which a listed row has counters fills the
-next line, in turn, with its number (0 to STEPS - 1) and the current counts: the counters of all rows, one counter
-behind the other, as many counters as the row with most of them uses. The host can read a line as soon as it can read
-anything that the device made after it.
+next line, in turn, with its number (0 to STEPS - 1) and, where its rows of counts would stand, the counters that the
+listed rows use; what stands elsewhere is of earlier steps. The host can read a line as soon as it can read anything
+that the device made after it.
 """
 
 from collections.abc import Sequence

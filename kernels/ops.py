@@ -223,12 +223,12 @@ def border_(
 
 
 def publish_(counts: Tensor, site: Tensor, steps: Tensor, published: Tensor) -> None:
-    """published <- counts as they stand, in a step with a row that has counters; call it behind the step's last edit.
+    """published <- the counts of listed rows, in a step with a row that has counters; call it behind the last edit.
 
     As part of a step's graph it costs the host nothing: the host requests no copy and waits for no event.
 
     Args:
-        counts: [rows, counters] int32; the counters of all rows lie one behind the other.
+        counts: [rows, counters] int32, contiguous.
         site: [1] int32, any bound site of the step: its table and its work list are the step's.
         steps: [1] int32, the number of the last such step; grows by one then.
         published: [PUBLISHED, 1 + rows * counters] int32 on the CPU, in pinned memory where the rest is on a GPU; see

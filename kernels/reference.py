@@ -175,13 +175,18 @@ def _features(x: Tensor, group: Tensor, base: int, w_enc: Tensor, b_enc: Tensor)
     pre = x @ w_enc[slots].float().T
     outward = torch.ones_like(pre)
     among = torch.ones_like(pre, dtype=torch.bool)
-    for entry, flag in enumerate(flags.tolist()):
-        scale_in, scale_out, _ = _input_norm(x, flag)
-        if flag & layout.RANKED and not flag & layout.RECONSTRUCT:
-            among[:, entry], pre[:, entry] = _ranked(x * scale_in[:, None], group[entry], base, w_enc, b_enc)
-        else:
-            pre[:, entry] *= scale_in
-        outward[:, entry] = torch.linalg.vector_norm(x, dim=1) if flag & layout.MATCH else scale_out
+    scales = torch.ones_like(pre)
+    for norm in (layout.LAYER_NORM, layout.L2_NORM):
+        own = (flags & norm) != 0
+        if own.any():
+            scale_in, scale_out, _ = _input_norm(x, norm)
+            scales[:, own], outward[:, own] = scale_in[:, None], scale_out[:, None]
+    pre *= scales
+    if (match := (flags & layout.MATCH) != 0).any():
+        outward[:, match] = torch.linalg.vector_norm(x, dim=1)[:, None]
+    ranked = ((flags & layout.RANKED) != 0) & ((flags & layout.RECONSTRUCT) == 0)
+    for entry in ranked.nonzero().flatten().tolist():
+        among[:, entry], pre[:, entry] = _ranked(x * scales[:, entry, None], group[entry], base, w_enc, b_enc)
     pre = pre + bias
     return torch.where((pre > threshold) & among, pre, 0.0), outward
 
@@ -339,10 +344,14 @@ def close_ref_(words: Tensor, sites: int, border: int) -> None:
 
 
 def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, published: Tensor) -> None:
-    """published[step] <- the step's number and the current counters of all rows. See ops.publish_."""
-    if not (work[0, 0] and work[0, 3] & layout.COUNTED):
+    """published[step] <- the step's number and the current counters of the listed rows. See ops.publish_."""
+    n = int(work[0, 0])
+    if not (n and work[0, 3] & layout.COUNTED):
         return
     steps[0] = (steps[0] + 1) % layout.STEPS
-    counters = int(table[table[:, 0] > 0, layout.COUNTERS].amax())
-    words = torch.cat([steps, counts.t()[:counters].flatten()])
-    published[int(steps[0]) % layout.PUBLISHED, : len(words)] = words
+    line = published[int(steps[0]) % layout.PUBLISHED]
+    line[0] = steps[0]
+    of_rows = line[1:].view(counts.shape)
+    for row in work[1 : 1 + n, 1].unique().tolist():
+        own = slice(int(table[row, layout.COUNTERS]))
+        of_rows[row, own] = counts[row, own]

@@ -101,8 +101,7 @@ class Engine:
         self.site_numbers = zeros(len(names), layout.SITE_STRIDE)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
-        # The first counters of all rows lie side by side, so that a step copies little to the host.
-        self.counts = zeros(layout.counters(len(names), config.max_edits), all_rows).t()
+        self.counts = zeros(all_rows, layout.counters(len(names), config.max_edits))
         self.steps = zeros(1)
         self.published = torch.zeros(
             layout.PUBLISHED, 1 + self.counts.numel(), dtype=torch.int32, pin_memory=device.type == "cuda"

@@ -14,10 +14,10 @@ class Published:
 
     def __init__(self, words: NDArray[np.int32], counters: int) -> None:
         self._words = words
-        self._counts = words[1:].reshape(counters, -1).T
+        self._counts = words[1:].reshape(-1, counters)
 
     def read(self, step: int, rows: list[int], counters: int) -> NDArray[np.int32]:
-        """The first counters of these rows, int32 [rows, counters]; a copy.
+        """The first counters of these rows, int32 [rows, counters]; a copy. Those that a row does not use are noise.
 
         Raises:
             RuntimeError: the memory holds the counters of another step.

@@ -76,7 +76,8 @@ def start(steering: Steering, name: str, row: int, computed: int = 0) -> None:
 
 
 def move(steering: Steering, name: str, row: int) -> None:
-    """As V1 does for a request that is in the batch again."""
+    """As V1 does for a request that is in the batch again, behind a step without it."""
+    steering.look(["plain"], 1)
     steering.place(name, row)
     steering.engine.fill(row, steering.rows[name])
 
