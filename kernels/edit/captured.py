@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.entries import tile
+from saesteer.kernels.edit.entries import kernel, tile
 from saesteer.kernels.edit.row import put
 from saesteer.kernels.edit.words import AFTER, BEFORE
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from saesteer.kernels.bound import Bound
+
+_BLOCK = 4096  # numbers that a program copies
 
 
 @triton.jit
@@ -45,19 +46,33 @@ def copy(
         put(after + at, cols, x, [col < WIDTH for col in cols])
 
 
+@kernel("stream", "second", "before")
+def _capture_kernel(
+    stream,
+    second,  # None but for PAIR
+    before,
+    site,  # [1] int32
+    total,  # numbers
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """before <- the stream, if a row of the step has something to do at this site."""
+    if tl.load(site) >= 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tile(stream, second, at, at < total, FORM)
+        tl.store(before + at, x.to(before.dtype.element_ty), mask=at < total)
+
+
 def capture(stream: Tensor, second: Tensor | None, bound: Bound, form: int) -> None:
     """before <- every token of a step in which nobody edits here. Arguments as for the op `edit_`, which checked them.
 
-    It looks at no row, and copies tokens of which nobody reads: to learn that they are not wanted takes longer.
+    It looks at no row, and copies tokens of which nobody reads: to learn that they are not wanted takes longer. But
+    where no row of the step reads at all, the memory may not be there.
 
     Args:
         bound: of a site whose tensors may be captured.
     """
     assert bound.before is not None
-    tokens = min(len(stream), len(bound.before))
-    into, stream = bound.before[:tokens], stream[:tokens]
-    if form == layout.PAIR:
-        assert second is not None
-        torch.add(stream, second[:tokens], out=into)
-    else:
-        into.copy_(stream)
+    total = min(len(stream), len(bound.before)) * stream.shape[1]
+    second = second if form == layout.PAIR else None
+    _capture_kernel[(triton.cdiv(total, _BLOCK),)](stream, second, bound.before, bound.index, total, form, _BLOCK)

@@ -19,9 +19,11 @@ from torch import Tensor
 from saesteer.engine.brought import Brought, Made
 from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Segment, Source
+from saesteer.engine.reserved import Reserved
 from saesteer.engine.shares import ROWS, File, Read
 from saesteer.engine.sinks import Sink
 from saesteer.engine.staging import Filed, Staging
+from saesteer.kernels import layout
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
 
@@ -49,9 +51,7 @@ class Captures:
             for after in (False, True):
                 self._planes[name, after] = width, places[width]
                 places[width] += 1
-        self._banks = {
-            width: torch.zeros(count * max_tokens, width, dtype=dtype, device=device) for width, count in places.items()
-        }
+        self._banks = {width: Reserved(count * max_tokens, width, dtype, device) for width, count in places.items()}
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
         self._joined: dict[tuple[Source, ...], Probes] = {}  # the last used stands last
@@ -69,7 +69,32 @@ class Captures:
 
     def _plane(self, site: str, after: bool) -> Tensor:
         width, number = self._planes[site, after]
-        return self._banks[width][number * self.max_tokens :][: self.max_tokens]
+        return self._banks[width].tensor[number * self.max_tokens :][: self.max_tokens]
+
+    def take(self, captured: Mapping[str, int]) -> None:
+        """Take the memory of what a request reads, before the first step that captures it.
+
+        Args:
+            captured: layout.BEFORE, AFTER or both for each site; those of another stage of a pipeline are left out.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        for site, bits in captured.items():
+            for bit, after in ((layout.BEFORE, False), (layout.AFTER, True)):
+                if bits & bit and (site, after) in self._planes:
+                    width, number = self._planes[site, after]
+                    self._banks[width].take(number * self.max_tokens, self.max_tokens)
+
+    @property
+    def taken(self) -> int:
+        """Bytes on the device that reads have taken."""
+        return sum(one.bytes for one in self._banks.values())
+
+    @property
+    def most(self) -> int:
+        """The same, once requests have read before and after the edits of every site."""
+        return sum(one.tensor.nbytes for one in self._banks.values())
 
     def warm(self) -> None:
         """Make the memory in which rows for files come home."""
@@ -175,7 +200,7 @@ class Captures:
         return found
 
     def _source(self, bank: int | None, hidden: Tensor | None) -> Tensor:
-        source = hidden if bank is None else self._banks[bank]
+        source = hidden if bank is None else self._banks[bank].tensor
         assert source is not None
         return source
 

@@ -99,6 +99,7 @@ class Engine:
         self.table = zeros(all_rows, layout.width(len(names), config.max_edits))
         self.work = zeros(max_tokens + 1, 4)
         self.site_numbers = zeros(len(names), layout.SITE_STRIDE)
+        self.site_numbers[:, 0] = ~torch.arange(len(names), dtype=torch.int32)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device) if positions is None else positions
         kinds = torch.zeros(len(names), dtype=torch.int32)  # on the host, whatever the device
         self.counts = zeros(all_rows, layout.counters(len(names), config.max_edits))
@@ -175,11 +176,13 @@ class Engine:
 
         Raises:
             Gone: a vector is no longer here.
+            torch.OutOfMemoryError: the device has no memory for what the request reads.
         """
         if not admitted["plan"]:
             return None
         wire = decode(admitted["plan"])
         arrows = self.registry.find(wire.digests, admitted["vectors"])
+        self.captures.take({op: captured for op, _, _, captured in wire.sites})
         row = self._rows.make(wire, arrows)
         row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts if self.answers)
         return row
@@ -342,13 +345,9 @@ class Engine:
     ) -> None:
         """Let the parts of answers begin and end where this step's tokens say so.
 
-        It comes behind ``schedule``, in each step of which a row has ``parts``, and has the same arguments.
-
         Args:
-            rows: as there.
-            row_offset: as there.
-            query_start_loc: as there.
-            num_requests: as there.
+            rows, row_offset, query_start_loc, num_requests: as for ``schedule``, behind which it comes in each step of
+                which a row has ``parts``.
             tokens: int32 [>= tokens of the step], the ids that are inputs, on the device.
         """
         there = self._numbers if isinstance(rows, list) else rows

@@ -68,6 +68,7 @@ class Reserved:
         self.bytes = 0  # taken so far
         if not self._lazy:
             self.tensor = torch.zeros(rows, width, dtype=dtype, device=device)
+            self.bytes = self.tensor.nbytes
             return
         self._device = torch.cuda.current_device() if device.index is None else device.index
         torch.zeros(1, device=device)  # makes the context that the driver's functions need
@@ -78,7 +79,9 @@ class Reserved:
         self._taken: set[int] = set()  # grains
         whole = -(-max(1, rows * self._row) // self._grain) * self._grain
         address = ctypes.c_uint64()
-        _call("cuMemAddressReserve", ctypes.byref(address), _size(whole), _size(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+        _call(
+            "cuMemAddressReserve", ctypes.byref(address), _size(whole), _size(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
+        )
         self._address = address.value
         weakref.finalize(self, _free, self._address, whole, self._grain, self._taken)
         self._take(0, 1)  # torch looks up the device of the first address

@@ -21,6 +21,7 @@ from torch import Tensor
 from saesteer import __version__
 from saesteer.config.assets import Assets
 from saesteer.engine.engine import Engine
+from saesteer.engine.memory import described
 from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.models.families import other_widths
@@ -116,6 +117,7 @@ def _build(runner: Any, assets: Assets) -> Steering:
     )
     layers.attach(runner.get_model(), engine)
     layers.warm_up(runner.get_model(), engine)
+    logger.info("saesteer holds %s", described(engine))
     logger.info("saesteer %s edits at %s", __version__, ", ".join(engine.sites) or "no site")
     return Steering(engine)
 
