@@ -352,6 +352,6 @@ def publish_ref_(table: Tensor, work: Tensor, counts: Tensor, steps: Tensor, pub
     line = published[int(steps[0]) % layout.PUBLISHED]
     line[0] = steps[0]
     of_rows = line[1:].view(counts.shape)
-    for row in work[1 : 1 + n, 1].unique().tolist():
+    for row in {*work[1 : 1 + n, 1].tolist()}:
         own = slice(int(table[row, layout.COUNTERS]))
         of_rows[row, own] = counts[row, own]

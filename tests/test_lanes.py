@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.engine.lanes import File, Lanes
+from saesteer.engine.lanes import Lanes
 from saesteer.engine.readouts import Reading
+from saesteer.engine.shares import File
 from saesteer.engine.sinks import Sink
 from saesteer.planning.plan import END, Window
 from saesteer.planning.windows import rank

@@ -140,8 +140,8 @@ def judge(segments: list[Segment], ending: set[str], at_once: int) -> None:
     asked = {one.name: one.readings for one in segments}
     found = {name: joined(blobs, asked[name]) for name, blobs in found.items()}
     for one in () if brought is None else brought.made:
-        rows = sum(one.rows) if one.order is None else int(one.order.max()) + 1
-        assert rows <= max(3, 2 * at_once), "memory is bounded"
+        taken = sum(one.rows) if one.order is None else int(one.order.max()) + 1
+        assert taken <= max(3, 2 * at_once), "memory is bounded"
     assert found.keys() == wanted.keys()
     for name, blobs in found.items():
         assert [number for number, *_ in sorted(blobs, key=lambda one: one[0])] == [one[0] for one in wanted[name]]
@@ -157,11 +157,11 @@ def judge(segments: list[Segment], ending: set[str], at_once: int) -> None:
 def joined(blobs: list[Any], readings: Any) -> list[Any]:
     """The blobs of a request with the pieces of each readout joined."""
     found: dict[int, list[Any]] = {}
-    for number, spans, *data in blobs:
+    for number, places, *data in blobs:
         if number not in found:
-            found[number] = [number, [*spans], *data]
+            found[number] = [number, [*places], *data]
             continue
-        found[number][1] += spans
+        found[number][1] += places
         both, how = [*zip(found[number][2:], data, strict=True)], readings[number].reduce
         if how == "none":
             found[number][2:] = [a + b for a, b in both]

@@ -71,7 +71,7 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
     w_enc, b_enc, threshold, read = encoder.w_enc, encoder.b_enc, encoder.threshold, _read
     if not (top_k or encoder.groups) and _GATHER * len(named) < encoder.features:
         w_enc, b_enc, threshold = (one.index_select(0, named) for one in (w_enc, b_enc, threshold))
-        read = _read_all
+        read = _read_named
     found = []
     for some in torch.split(x, max(1, _PLENTY // max(1, len(w_enc)))):
         pre = dots(some, w_enc)
@@ -85,8 +85,9 @@ def read_features(x: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Fou
     return torch.cat(indices), torch.cat(activations), torch.cat(values)
 
 
-def _read_all(pre: Tensor, active: Tensor, _: Encoder, top_k: int, named: Tensor) -> Found:
+def _read_named(pre: Tensor, active: Tensor, encoder: Encoder, top_k: int, named: Tensor) -> Found:
     """Of pre-activations of the named features alone, [n, m]."""
+    assert not (top_k or encoder.groups) and pre.shape[1] == len(named)
     none = pre.new_empty(len(pre), top_k)
     return none.int(), none, torch.where(active, pre, 0.0)
 
@@ -95,7 +96,7 @@ def _read(pre: Tensor, active: Tensor, encoder: Encoder, top_k: int, named: Tens
     """Of the pre-activations of all features, [n, F]."""
     f = torch.where(active, pre, 0.0)
     if not (top_k or encoder.groups):
-        return *_read_all(pre, active, encoder, 0, named)[:2], f.index_select(1, named)
+        return _read_named(pre.index_select(1, named), active.index_select(1, named), encoder, 0, named)
     keys = _keys(torch.where(active, pre.abs() if encoder.magnitude else pre, -math.inf))
     if encoder.groups > 1:
         best, kept = keys.view(len(pre), encoder.groups, encoder.features // encoder.groups).max(2)

@@ -59,7 +59,8 @@ class Probes:
         """Probes of one site each, all of the same, one behind the other."""
         first, *_ = [one.groups[0][1] for one in several]
         parts = 1 if first.dtype == torch.float32 else _PARTS
-        v = torch.cat([one.groups[0][1].unflatten(1, (parts, -1)) for one in several], dim=2).flatten(1, 2)
+        own = [one.groups[0][1].view(1, parts, len(one.bias), -1) for one in several]
+        v = torch.cat(own, dim=2).flatten(1, 2)
         return cls([(None, v)], None, torch.cat([one.bias for one in several]))
 
 

@@ -170,12 +170,13 @@ class _Group:
                 self._look()
                 reads = alone & (position >= self._lo) & (position < self._hi)
         if reads.all() and (self._kind.filed or self._planes.size <= ROWS):
-            chosen: Read | _Ints = _rows(self._planes, at)
+            chosen = _rows(self._planes, at)
+            found: Read | _Ints = chosen
             if not self._kind.filed:
-                chosen = self._read(chosen, range(len(position)), (), [self._kind.each] * len(position))
+                found = self._read(chosen, range(len(position)), (), [self._kind.each] * len(position))
             if single:
-                self._chosen, self._same = chosen, range(here, here + int((self._hi - position).min()))
-            return [self._all(chosen, position)]
+                self._chosen, self._same = found, range(here, here + int((self._hi - position).min()))
+            return [self._all(found, position)]
         one = np.flatnonzero(reads)
         others = [] if single else np.flatnonzero(~alone).tolist()
         several = [(n, int(at[n]), int(position[n]), int(tokens[n])) for n in others]
@@ -220,7 +221,10 @@ class _Group:
             some = slice(start, start + most)
             lanes = one[some].tolist()
             yield self._read(chosen[start * wide :][: len(lanes) * wide], lanes, spans[some], [each] * len(lanes))
-        lanes, where, made, rows, held = [], [], [], [], 0  # what is not in a Read yet, and its distinct rows
+        where: list[list[Span]] = []  # of what is not in a Read yet
+        rows: list[_Ints] = []
+        made: list[int] = []
+        lanes, held = [], 0  # and its distinct rows
         for _, own in groupby(several, itemgetter(1)):
             request = sorted(own, key=lambda one: tuple(self._planes[one[0]].tolist()))  # whose rows are the same
             name, tokens = self._whose[request[0][0]].name, request[0][3]

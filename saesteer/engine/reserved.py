@@ -66,6 +66,7 @@ class Reserved:
         self._row = width * dtype.itemsize
         self._lazy = device.type == "cuda" and torch.version.hip is None
         self.bytes = 0  # taken so far
+        self.tensor: Tensor
         if not self._lazy:
             self.tensor = torch.zeros(rows, width, dtype=dtype, device=device)
             self.bytes = self.tensor.nbytes
@@ -94,7 +95,7 @@ class Reserved:
             "strides": None,
             "version": 3,
         }
-        self.tensor: Tensor = torch.as_tensor(self, device=device).view(dtype)
+        self.tensor = torch.as_tensor(self, device=device).view(dtype)
 
     def take(self, first: int, rows: int) -> None:
         """Make rows usable, if they are not; what they hold is undefined.

@@ -75,8 +75,10 @@ class Names:
         order = np.arange(sum(rows)) if order is None else order
         if len(order) == len(lanes):
             widths = [self.widths[lane] for lane in lanes]
-            return np.repeat(order * self.total, widths) + np.concatenate([self._own[lane] for lane in lanes])
-        found, at = [], 0
+            picked: _Ints = np.repeat(order * self.total, widths) + np.concatenate([self._own[lane] for lane in lanes])
+            return picked
+        found: list[_Ints] = []
+        at = 0
         for lane, count in zip(lanes, rows, strict=True):
             found.append((order[at : at + count, None] * self.total + self._own[lane]).ravel())
             at += count

@@ -112,7 +112,7 @@ def test_the_scheduler_knows_how_many_tokens_a_request_has_got() -> None:
     assert drafts.tokens_of(outputs, {"a": GUESSED, "aborted": GUESSED}) == {"a": 2, "aborted": 0}
 
 
-def read(at: int, value: float, *, last: bool = False, watched: int | None = None) -> Any:
+def read(at: int, value: float, *, last: bool = False, watched: tuple[int, ...] | None = None) -> Any:
     reading = Reading("hidden", (), False, ((0, END),), last, "none", None, 0, (), (), watched)
     return Made([Part("a", 0, reading)], [[(at, at + 1)]], [1], (torch.tensor([[value]]),))
 
