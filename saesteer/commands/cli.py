@@ -89,8 +89,6 @@ def serve(
     max_edits: Annotated[int | None, _flag("max_edits")] = None,
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
-    registers: Annotated[int | None, _flag("registers")] = None,
-    graph_sets: Annotated[int | None, _flag("graph_sets")] = None,
     max_results: Annotated[int | None, _flag("max_results")] = None,
     max_results_mib: Annotated[int | None, _flag("max_results_mib")] = None,
     result_seconds: Annotated[int | None, _flag("result_seconds")] = None,
@@ -116,6 +114,7 @@ def serve(
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
     from saesteer.commands import serve
+    from saesteer.config.retired import without_retired_flags
     from saesteer.config.settings import read_settings
 
     config = read_settings(
@@ -133,8 +132,6 @@ def serve(
         max_edits=max_edits,
         pool_rows=pool_rows,
         inline_rows=inline_rows,
-        registers=registers,
-        graph_sets=graph_sets,
         max_results=max_results,
         max_results_mib=max_results_mib,
         result_seconds=result_seconds,
@@ -147,7 +144,7 @@ def serve(
         playground=playground,
         neuronpedia=neuronpedia,
     )
-    serve.serve(model, config, context.args, saesteer_admin_key or None)
+    serve.serve(model, config, without_retired_flags(context.args), saesteer_admin_key or None)
 
 
 @app.command()

@@ -176,7 +176,6 @@ class Assets:
             width=width,
             layers=layers,
             inline_rows=self.config.inline_rows,
-            registers=self.config.registers,
             default=self.config.default_module,
             other_widths=others,
             sets={**self.rows.sets, **self.sets},

@@ -143,7 +143,6 @@ class Catalog:
     width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
     default: str | None = None  # the module that every request uses in front of its own edits, unless it opts out
-    registers: int = 64  # what one request may read and keep at a time, for each token
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
     other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream

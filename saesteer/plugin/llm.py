@@ -9,6 +9,7 @@ import vllm
 
 from saesteer import plugin
 from saesteer.config.config import KEY, DoseAction, SaesteerConfig
+from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.spec import Spec, as_spec
 from saesteer.plugin.door import frontend
@@ -33,9 +34,6 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
-        registers: numbers that one request may read for each token and keep.
-        graph_sets: how often full CUDA graphs are captured: with all ops, without, with those of dictionaries, and
-            for reads.
         max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
         max_results_mib: MiB that all of them take.
         result_seconds: seconds that each of them is kept.
@@ -70,8 +68,6 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
-        registers: int = 64,
-        graph_sets: int = 4,
         max_results: int = 1024,
         max_results_mib: int = 1024,
         result_seconds: int = 3600,
@@ -84,7 +80,7 @@ class LLM(vllm.LLM):
         **kwargs: Any,
     ) -> None:
         plugin.require()
-        wishes = {
+        wishes = {name: kwargs.pop(name) for name in RETIRED if name in kwargs} | {
             "dictionaries": dictionaries or {},
             "sites": sites,
             "reads": reads,
@@ -96,8 +92,6 @@ class LLM(vllm.LLM):
             "vectors": vectors or {},
             "modules": modules or {},
             "inline_rows": inline_rows,
-            "registers": registers,
-            "graph_sets": graph_sets,
             "max_results": max_results,
             "max_results_mib": max_results_mib,
             "result_seconds": result_seconds,
