@@ -182,14 +182,16 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         asked.append((request.method, request.url.path, json.loads(request.content or b"{}")))
         entry = {"name": "calm", "version": "0123456789abcdef", "uses": 1}
         said = {"choices": [{"message": {"content": "Calm."}}], "saesteer": {"applied": []}}
-        return httpx.Response(200, json={"data": [{"id": "demo"}], **said, "modules": [entry], **entry})
+        return httpx.Response(
+            200, json={"data": [{"id": "demo"}], **said, "modules": [entry], "module": "calm", **entry}
+        )
 
     options = connection._options
     monkeypatch.setattr(
         connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
     exec(example("admin"), {})
-    assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
+    assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\ncalm\n"
     [curl] = re.findall(r"--data '(.*?)'\n", TEXT, re.DOTALL)
     [module] = [body for method, path, body in asked if (method, path) == ("POST", "/v1/saesteer/modules")]
     assert from_json(module["spec"]) == from_json(json.loads(curl)["spec"])

@@ -95,6 +95,7 @@ def serve(
     dictionary_folder: Annotated[str | None, _flag("dictionary_folder")] = None,
     dictionaries_of: Annotated[list[str] | None, _flag("dictionaries_of")] = None,
     default_module: Annotated[str | None, _flag("default_module")] = None,
+    default_module_required: Annotated[bool | None, _flag("default_module_required")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
@@ -113,36 +114,18 @@ def serve(
     ] = None,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
+    own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
     from saesteer.commands import serve
     from saesteer.config.retired import without_retired_flags
     from saesteer.config.settings import read_settings
 
     config = read_settings(
         dictionary or [],
-        sites or [],
-        reads=reads or [],
-        dictionaries_of=dictionaries_of or [],
         vectors=vector or [],
         modules=module or [],
         consumers=consumer or [],
-        capture=capture or [],
         file=saesteer_config,
-        capture_folder=capture_folder,
-        max_read_mib=max_read_mib,
-        max_edits=max_edits,
-        pool_rows=pool_rows,
-        inline_rows=inline_rows,
-        max_results=max_results,
-        max_results_mib=max_results_mib,
-        result_seconds=result_seconds,
-        dictionary_folder=dictionary_folder,
-        default_module=default_module,
-        max_dose=max_dose,
-        max_dose_action=max_dose_action,
-        fail_fast=fail_fast,
-        memory_guard=memory_guard,
-        playground=playground,
-        neuronpedia=neuronpedia,
+        **own,
     )
     serve.serve(model, config, without_retired_flags(context.args), saesteer_admin_key or None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import vllm
 
 from saesteer import plugin
-from saesteer.config.config import KEY, DoseAction, SaesteerConfig
+from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
 from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.spec import Spec, as_spec
@@ -40,6 +40,7 @@ class LLM(vllm.LLM):
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
+        default_module_required: refuse ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
@@ -74,35 +75,16 @@ class LLM(vllm.LLM):
         dictionary_folder: str | None = None,
         dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
+        default_module_required: bool = False,
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         fail_fast: bool = False,
         **kwargs: Any,
     ) -> None:
+        own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
-        wishes = {name: kwargs.pop(name) for name in RETIRED if name in kwargs} | {
-            "dictionaries": dictionaries or {},
-            "sites": sites,
-            "reads": reads,
-            "consumers": consumers or {},
-            "capture": capture,
-            "capture_folder": capture_folder,
-            "max_read_mib": max_read_mib,
-            "max_edits": max_edits,
-            "vectors": vectors or {},
-            "modules": modules or {},
-            "inline_rows": inline_rows,
-            "max_results": max_results,
-            "max_results_mib": max_results_mib,
-            "result_seconds": result_seconds,
-            "dictionary_folder": dictionary_folder,
-            "dictionaries_of": dictionaries_of,
-            "default_module": default_module,
-            "max_dose": max_dose,
-            "max_dose_action": max_dose_action,
-            "fail_fast": fail_fast,
-        }
-        wire = SaesteerConfig.from_json(wishes).to_json()
+        retired = {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
+        wire = SaesteerConfig.from_json(own | retired).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}
