@@ -182,16 +182,14 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         asked.append((request.method, request.url.path, json.loads(request.content or b"{}")))
         entry = {"name": "calm", "version": "0123456789abcdef", "uses": 1}
         said = {"choices": [{"message": {"content": "Calm."}}], "saesteer": {"applied": []}}
-        return httpx.Response(
-            200, json={"data": [{"id": "demo"}], **said, "modules": [entry], "module": "calm", **entry}
-        )
+        return httpx.Response(200, json={"data": [{"id": "demo"}], **said, "modules": [entry], **entry})
 
     options = connection._options
     monkeypatch.setattr(
         connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
     )
     exec(example("admin"), {})
-    assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\ncalm\n"
+    assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
     [curl] = re.findall(r"--data '(.*?)'\n", TEXT, re.DOTALL)
     [module] = [body for method, path, body in asked if (method, path) == ("POST", "/v1/saesteer/modules")]
     assert from_json(module["spec"]) == from_json(json.loads(curl)["spec"])
@@ -206,7 +204,8 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         with Labels.open(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels")) as labels:
             found = labels.find(query["q"], int(query["limit"])) if "q" in query else []
             features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
-        return httpx.Response(200, json={"features": [one.to_json() for one in features if one is not None]})
+        said = [{**one.to_json(), "max_act": 5.65} for one in features if one is not None]
+        return httpx.Response(200, json={"features": said})
 
     options = connection._options
     monkeypatch.setattr(

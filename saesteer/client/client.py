@@ -181,10 +181,6 @@ class Client(Connection[httpx.Client]):
         """Lets no module steer every request; errors as ``register_vector``, and 409 if the server requires one."""
         self._administer("DELETE", "default")
 
-    def default(self) -> str | None:
-        """The module that steers every request; None if there is none. Errors as ``register_vector``."""
-        return self._administer("GET", "default")["module"]
-
     def vectors(self) -> list[dict[str, Any]]:
         """The named vectors, with shape, layers, version and uses; errors as ``register_vector``."""
         return list(self._administer("GET", "vectors")["vectors"])
@@ -322,10 +318,6 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     async def clear_default(self) -> None:
         """As ``Client.clear_default``."""
         await self._administer("DELETE", "default")
-
-    async def default(self) -> str | None:
-        """As ``Client.default``."""
-        return (await self._administer("GET", "default"))["module"]
 
     async def vectors(self) -> list[dict[str, Any]]:
         """As ``Client.vectors``."""

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, OPTIONS
+from saesteer.config.retired import without_retired_flags
+from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, SaesteerError, printable
 
 app = typer.Typer(
@@ -114,16 +116,14 @@ def serve(
     ] = None,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
-    own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
+    own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     from saesteer.commands import serve
-    from saesteer.config.retired import without_retired_flags
-    from saesteer.config.settings import read_settings
 
     config = read_settings(
-        dictionary or [],
-        vectors=vector or [],
-        modules=module or [],
-        consumers=consumer or [],
+        dictionary,
+        vectors=vector,
+        modules=module,
+        consumers=consumer,
         file=saesteer_config,
         **own,
     )
@@ -197,9 +197,8 @@ def features(
 ) -> None:
     """Show the strongest features of a text, token by token."""
     from saesteer.commands.features import choose, run
-    from saesteer.config.settings import read_settings
 
-    config, chosen = read_settings(dictionary or []), choose(backend)
+    config, chosen = read_settings(dictionary), choose(backend)
     run(Console(), model, config, text, top_k=top_k, chat=chat, backend=chosen, html=html, verbose=verbose)
 
 
@@ -212,9 +211,8 @@ def calibrate(
 ) -> None:
     """Find the largest activation of each feature over a text and save it next to the dictionary, for unit max_act."""
     from saesteer.commands.calibrate import run
-    from saesteer.config.settings import read_settings
 
-    run(Console(), model, read_settings(dictionary or []), text_file, max_tokens=max_tokens)
+    run(Console(), model, read_settings(dictionary), text_file, max_tokens=max_tokens)
 
 
 @app.command()
@@ -232,9 +230,8 @@ def label(
     """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""
     from saesteer.commands.features import choose
     from saesteer.commands.label import run, run_import
-    from saesteer.config.settings import read_settings
 
-    config = read_settings(dictionary or [])
+    config = read_settings(dictionary)
     if text_file is not None and from_neuronpedia is None:
         run(Console(), model, config, text_file, max_tokens=max_tokens, backend=choose(backend))
     elif from_neuronpedia is not None and text_file is None:
@@ -263,12 +260,11 @@ def find(
 ) -> None:
     """Find features by words in their labels and examples, or by what tells two texts apart. Needs no network."""
     from saesteer.commands.find import run, run_contrast
-    from saesteer.config.settings import read_settings
 
     contrast = positive is not None or negative is not None
     if bool(words) + (feature is not None) + contrast > 1:
         raise ConfigError("find takes one of WORDS, --feature, or --positive with --negative")
-    config = read_settings(dictionary or [])
+    config = read_settings(dictionary)
     if positive is not None and negative is not None:
         from saesteer.commands.features import choose  # it imports torch, which no search needs
 
@@ -331,10 +327,9 @@ def prove(
 ) -> None:
     """Measure whether clamps of features do what their labels say, against controls. Needs no network and no judge."""
     from saesteer.commands import prove, serve
-    from saesteer.config.settings import read_settings
 
     serve.need_vllm()
-    config, files = read_settings(dictionary or []), {"json_file": json_file, "plot": plot}
+    config, files = read_settings(dictionary), {"json_file": json_file, "plot": plot}
     prove.run(Console(), model, config, feature or [], random=random, seed=seed, **files, verbose=verbose)
 
 
@@ -353,10 +348,9 @@ def doctor(
     """Prove on this machine that steering works and affects no other request. Exits with code 1 if it does not."""
     from saesteer.commands import serve
     from saesteer.commands.doctor import run
-    from saesteer.config.settings import read_settings
 
     serve.need_vllm()
-    if not run(Console(), model, read_settings(dictionary or []), feature, verbose=verbose):
+    if not run(Console(), model, read_settings(dictionary), feature, verbose=verbose):
         raise typer.Exit(1)
 
 

@@ -18,7 +18,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
 from saesteer.language.sites import NO_PREGAIN, canonical, expand_sites, op_site, order, parse, reading_site
 from saesteer.language.spec import Spec
-from saesteer.loaders import describe
+from saesteer.loaders import describe, largest
 from saesteer.loaders.vectors import read_vectors
 from saesteer.models.families import SERVED_KINDS, has_pregain, other_widths, sums_of
 from saesteer.planning.plan import Catalog, member
@@ -184,6 +184,7 @@ class Assets:
             addresses=addresses_of(self.infos),
             origins={name: one for name, one in origins.items() if one is not None},
             stages=stages,
+            largest=largest,
         )
         check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
         return catalog

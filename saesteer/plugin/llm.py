@@ -83,8 +83,8 @@ class LLM(vllm.LLM):
     ) -> None:
         own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
-        retired = {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
-        wire = SaesteerConfig.from_json(own | retired).to_json()
+        own |= {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
+        wire = SaesteerConfig.from_json(own).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}

@@ -34,7 +34,6 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [
     ("delete_module", ("m",), {}, "DELETE", "modules/m", None),
     ("set_default", ("m",), {}, "PUT", "default", {"module": "m"}),
     ("clear_default", (), {}, "DELETE", "default", None),
-    ("default", (), {}, "GET", "default", None),
 ]
 
 
@@ -47,8 +46,7 @@ def test_each_sends_its_words_with_the_admins_key(
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        told = {"vectors": [{"name": "v"}], "modules": [{"name": "m"}], "replaced": True, "module": "m"}
-        return httpx.Response(200, json=told)
+        return httpx.Response(200, json={"vectors": [{"name": "v"}], "modules": [{"name": "m"}], "replaced": True})
 
     found = call(answer, method, *words, asynchronous=asynchronous, **fields)
     [request] = seen
@@ -56,7 +54,7 @@ def test_each_sends_its_words_with_the_admins_key(
     assert request.headers["Authorization"] == "Bearer admin"
     assert (json.loads(request.content) if request.content else None) == body
     if path == "default":
-        assert found == ("m" if verb == "GET" else None)
+        assert found is None
     elif verb == "GET":
         assert found == [{"name": method[0]}]
     elif verb == "POST":

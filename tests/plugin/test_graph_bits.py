@@ -98,7 +98,7 @@ def main() -> None:
     if job["kind"] == "stock":
         llm: Any = Stock(job["model"], **options)
     else:
-        engine.sets_of = partial(sets_of, most=int(job["kind"]))  # type: ignore[assignment]
+        vars(engine)["sets_of"] = partial(sets_of, most=int(job["kind"]))
         llm = LLM(job["model"], dictionaries=job["dictionaries"], sites=["resid_post.all"], **options)
     found: dict[str, Any] = {"answers": {}, "replayed": {}, "read": {}}
 

@@ -161,7 +161,7 @@ def test_a_module_is_set_as_the_default_for_what_is_admitted_later() -> None:
     assert (caught.value.field, caught.value.code) == ("module", "unknown_name")
     asyncio.run(known.set_default(None))
     asyncio.run(known.delete(engine, "module", "m"))
-    assert known.catalog.default is None and not known.catalog.modules
+    assert not known.catalog.modules
 
 
 def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:

@@ -137,5 +137,6 @@ def test_python_drops_settings_that_are_no_options_any_more(monkeypatch: pytest.
     given: dict[str, Any] = {}
     monkeypatch.setattr("vllm.LLM.__init__", lambda self, **options: given.update(options))
     monkeypatch.setattr(LLM, "llm_engine", SimpleNamespace(saesteer_agreed=True), raising=False)
-    LLM("a", max_edits=8, **dict.fromkeys(RETIRED, 8))
+    retired: Any = dict.fromkeys(RETIRED, 8)
+    LLM("a", max_edits=8, **retired)
     assert given == {"model": "a", "additional_config": {"saesteer": SaesteerConfig(max_edits=8).to_json()}}

@@ -1,12 +1,11 @@
 """When the admin routes stand in an app, and whom they let in; what they do is in test_admin.py, on a real server."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.http.admin import admin_key
 from tests.plugin.apps import admin_app, ask_admin
@@ -53,10 +52,10 @@ def test_a_default_module_that_is_required_is_replaced_and_not_cleared(monkeypat
     spec = {"edits": [{"op": "ablate", "vector": [1, 0, 0], "site": "resid_post.3"}]}
     for name in ("a", "b"):
         assert ask_admin(made, "POST", "modules", headers=headers, json={"name": name, "spec": spec}).status_code == 200
-    made.state.saesteer_admin = replace(made.state.saesteer_admin, required=True)
+    made.state.saesteer_admin.engine.input_processor.saesteer_door.config = SaesteerConfig(default_module_required=True)
     for name in ("a", "b"):
         told = ask_admin(made, "PUT", "default", headers=headers, json={"module": name})
-        assert told.json() == {"module": name, "required": True}
+        assert told.json() == {"module": name}
     refused = ask_admin(made, "DELETE", "default", headers=headers)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "in_use")
     assert "--default-module-required" in refused.text

@@ -118,6 +118,8 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
         catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
     catalog = replace(catalog, parts=has_parser(vllm_config), **of_layers(model.hf_text_config))
     check_default(catalog)
+    for info in assets.infos.values():
+        catalog.largest(info, 0)  # answers report the values that the workers load, whatever comes to lie there later
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 

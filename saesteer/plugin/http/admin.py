@@ -57,7 +57,6 @@ class Admin:
     engine: Any
     names: Names
     key: str
-    required: bool = False  # whether the server must have a default module
 
 
 class EndpointPlugin:
@@ -97,9 +96,8 @@ class EndpointPlugin:
         """Remember the engine and the names of this process."""
         names = getattr(getattr(engine_client, "input_processor", None), "saesteer_names", None)
         if names is not None:
-            door = engine_client.input_processor.saesteer_door
-            state.saesteer_admin = Admin(engine_client, names, admin_key(), door.config.default_module_required)
-            state.saesteer_results = door.results
+            state.saesteer_admin = Admin(engine_client, names, admin_key())
+            state.saesteer_results = engine_client.input_processor.saesteer_door.results
 
 
 def _add_routes(app: FastAPI, args: Any) -> None:
@@ -264,24 +262,24 @@ async def delete_module(admin: _Admin, name: str) -> Deleted:
 @router.get("/default", responses=_says(), summary="Name the default module")
 async def get_default(admin: _Admin) -> DefaultEntry:
     """The module that steers every request but those with `"defaults": false`."""
-    return DefaultEntry(module=admin.names.catalog.default, required=admin.required)
+    return DefaultEntry(module=admin.names.catalog.default)
 
 
 @router.put("/default", responses=_says(400, 413), summary="Set the default module")
 async def put_default(admin: _Admin, body: DefaultBody) -> DefaultEntry:
     """The module steers every request that is admitted from now on. Running requests keep what they started with."""
     await admin.names.set_default(body.module)
-    return await get_default(admin)
+    return DefaultEntry(module=body.module)
 
 
 @router.delete("/default", responses=_says(409), summary="Clear the default module")
 async def delete_default(admin: _Admin) -> DefaultEntry:
     """No module steers requests that do not ask for it. Under --default-module-required this is refused."""
-    if admin.required:
+    if admin.engine.input_processor.saesteer_door.config.default_module_required:
         message = "this server requires a default module (--default-module-required); set another one instead"
         raise RegistryError(message, code="in_use")
     await admin.names.set_default(None)
-    return await get_default(admin)
+    return DefaultEntry(module=None)
 
 
 def _spec(value: Any) -> Any:

@@ -126,7 +126,6 @@ class DefaultEntry(BaseModel):
     """The module that steers every request."""
 
     module: str | None = Field(description="Its name; null if there is none.")
-    required: bool = Field(description="Whether no request may opt out, and the default cannot be cleared.")
 
 
 class Deleted(BaseModel):
