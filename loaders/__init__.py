@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
-from saesteer.loaders.draft import Draft, Format, build, facts
+from saesteer.loaders.draft import Draft, Format, build, facts, vector_of
 from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import (
     apollo,
@@ -34,7 +36,7 @@ from saesteer.loaders.formats import (
 )
 from saesteer.loaders.neuronpedia import sources_at
 
-__all__ = ["FORMATS", "describe", "is_as_loaded", "load"]
+__all__ = ["FORMATS", "describe", "is_as_loaded", "largest", "load"]
 
 # By name. The first format that accepts the files wins, so the least strict is last.
 FORMATS: dict[str, Format] = {
@@ -95,6 +97,30 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
     path = fetch(place)
     name, found = choose(path, site)
     return told(place, path, facts(found, name, hashed=hashed), site)
+
+
+def largest(info: CoderInfo, feature: int) -> float | None:
+    """The largest activation of a feature, which ``unit: max_act`` multiplies by; None: it is not known.
+
+    Args:
+        info: of its dictionary, as the loader or the server's configuration has it.
+        feature: by its original index.
+
+    Raises:
+        LoadError: the values were measured on other weights, or cannot be read.
+    """
+    values, row = _largest(info) if info.has_max_act else None, info.row_of(feature)
+    if values is None or row is None or not info.knows_max_act(feature):
+        return None
+    return values[row].item()
+
+
+@lru_cache(1024)
+def _largest(info: CoderInfo) -> Tensor | None:
+    """The values [F] that ``load`` gives, read once, without the weights."""
+    path = fetch(info.source, again=True)
+    _, found = choose(path, info.site_in)
+    return vector_of(found, "max_act") if info.max_act_by is None else max_act.values(path, info, found)
 
 
 def is_as_loaded(info: CoderInfo) -> bool:

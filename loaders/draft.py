@@ -237,7 +237,7 @@ def later_of(
     rows = [torch.empty(0, info.d_out, dtype=dtype or _dtype(draft))]
     for roles in draft.later or ():
         there = replace(one, keys={**one.keys, **roles}, later=())
-        vectors = {role: _vector(there, role) for role in there.keys if role not in MATRICES}
+        vectors = {role: vector_of(there, role) for role in there.keys if role not in MATRICES}
         scale = _folded(there, alone, vectors).dec_scale
         rows.append(_matrix(there, "w_dec", (1, info.d_out), rows[0].dtype, scale))
     return torch.cat(rows)
@@ -268,7 +268,7 @@ def _alone(draft: Draft, info: CoderInfo, row: int, descriptors: Mapping[Path, i
 def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCoder:
     weights, held = draft.weights, draft.present
     assert not info.skip or (draft.lengths is None and "length_in" not in held), "nobody scales a skip connection yet"
-    vectors = {role: _vector(draft, role) for role in held if role not in (*MATRICES, "skip")}
+    vectors = {role: vector_of(draft, role) for role in held if role not in (*MATRICES, "skip")}
     folded = _folded(draft, info, vectors)
 
     wanted = dtype or _dtype(draft)
@@ -380,8 +380,8 @@ def _dtype(draft: Draft) -> torch.dtype:
     return torch.promote_types(*dtypes)
 
 
-def _vector(draft: Draft, role: str) -> Tensor:
-    """An array's values, in the range that its role allows."""
+def vector_of(draft: Draft, role: str) -> Tensor:
+    """An array's values, in the range that its role allows; raises LoadError."""
     weights, key = draft.weights, draft.present[role]
     below = {"max_act": "refused", "threshold": draft.below_zero, "one_threshold": draft.below_zero}.get(role, "kept")
     vector = weights.vector(key, negative=below != "refused")

@@ -204,7 +204,8 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         with Labels.open(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels")) as labels:
             found = labels.find(query["q"], int(query["limit"])) if "q" in query else []
             features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
-        return httpx.Response(200, json={"features": [one.to_json() for one in features if one is not None]})
+        said = [{**one.to_json(), "max_act": 5.65} for one in features if one is not None]
+        return httpx.Response(200, json={"features": said})
 
     options = connection._options
     monkeypatch.setattr(

@@ -66,7 +66,7 @@ CODES = {
     "consumer": "A consumer that the request names failed for it, which is no mistake in the request. Only it ends.",
     "no_room": "Admin routes: a site's pool is full (the message names `--pool-rows`), or there are 4,096 names.",
     "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",
-    "in_use": "Admin routes: a module uses the name, or it is that of the default module.",
+    "in_use": "Admin routes: a module uses the name, it is that of the default module, or one is required.",
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
 }

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "AsyncClient", "Client", "Piece", "Steer"]
 
 Prompt = str | Sequence[int]
-Method = Literal["GET", "POST", "DELETE"]
+Method = Literal["GET", "POST", "PUT", "DELETE"]
 
 
 class Client(Connection[httpx.Client]):
@@ -173,6 +173,14 @@ class Client(Connection[httpx.Client]):
         """Deletes a module; errors as ``delete_vector``."""
         self._administer("DELETE", f"modules/{quote(name, safe='')}")
 
+    def set_default(self, module: str) -> None:
+        """Lets a module steer every request from now on; errors as ``register_vector``."""
+        self._administer("PUT", "default", {"module": module})
+
+    def clear_default(self) -> None:
+        """Lets no module steer every request; errors as ``register_vector``, and 409 if the server requires one."""
+        self._administer("DELETE", "default")
+
     def vectors(self) -> list[dict[str, Any]]:
         """The named vectors, with shape, layers, version and uses; errors as ``register_vector``."""
         return list(self._administer("GET", "vectors")["vectors"])
@@ -302,6 +310,14 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     async def delete_module(self, name: str) -> None:
         """As ``Client.delete_module``."""
         await self._administer("DELETE", f"modules/{quote(name, safe='')}")
+
+    async def set_default(self, module: str) -> None:
+        """As ``Client.set_default``."""
+        await self._administer("PUT", "default", {"module": module})
+
+    async def clear_default(self) -> None:
+        """As ``Client.clear_default``."""
+        await self._administer("DELETE", "default")
 
     async def vectors(self) -> list[dict[str, Any]]:
         """As ``Client.vectors``."""

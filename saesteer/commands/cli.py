@@ -10,6 +10,8 @@ from rich.console import Console
 
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, OPTIONS
+from saesteer.config.retired import without_retired_flags
+from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, SaesteerError, printable
 
 app = typer.Typer(
@@ -89,14 +91,13 @@ def serve(
     max_edits: Annotated[int | None, _flag("max_edits")] = None,
     pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
     inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
-    registers: Annotated[int | None, _flag("registers")] = None,
-    graph_sets: Annotated[int | None, _flag("graph_sets")] = None,
     max_results: Annotated[int | None, _flag("max_results")] = None,
     max_results_mib: Annotated[int | None, _flag("max_results_mib")] = None,
     result_seconds: Annotated[int | None, _flag("result_seconds")] = None,
     dictionary_folder: Annotated[str | None, _flag("dictionary_folder")] = None,
     dictionaries_of: Annotated[list[str] | None, _flag("dictionaries_of")] = None,
     default_module: Annotated[str | None, _flag("default_module")] = None,
+    default_module_required: Annotated[bool | None, _flag("default_module_required")] = None,
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
@@ -115,39 +116,18 @@ def serve(
     ] = None,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
+    own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     from saesteer.commands import serve
-    from saesteer.config.settings import read_settings
 
     config = read_settings(
-        dictionary or [],
-        sites or [],
-        reads=reads or [],
-        dictionaries_of=dictionaries_of or [],
-        vectors=vector or [],
-        modules=module or [],
-        consumers=consumer or [],
-        capture=capture or [],
+        dictionary,
+        vectors=vector,
+        modules=module,
+        consumers=consumer,
         file=saesteer_config,
-        capture_folder=capture_folder,
-        max_read_mib=max_read_mib,
-        max_edits=max_edits,
-        pool_rows=pool_rows,
-        inline_rows=inline_rows,
-        registers=registers,
-        graph_sets=graph_sets,
-        max_results=max_results,
-        max_results_mib=max_results_mib,
-        result_seconds=result_seconds,
-        dictionary_folder=dictionary_folder,
-        default_module=default_module,
-        max_dose=max_dose,
-        max_dose_action=max_dose_action,
-        fail_fast=fail_fast,
-        memory_guard=memory_guard,
-        playground=playground,
-        neuronpedia=neuronpedia,
+        **own,
     )
-    serve.serve(model, config, context.args, saesteer_admin_key or None)
+    serve.serve(model, config, without_retired_flags(context.args), saesteer_admin_key or None)
 
 
 @app.command()
@@ -217,9 +197,8 @@ def features(
 ) -> None:
     """Show the strongest features of a text, token by token."""
     from saesteer.commands.features import choose, run
-    from saesteer.config.settings import read_settings
 
-    config, chosen = read_settings(dictionary or []), choose(backend)
+    config, chosen = read_settings(dictionary), choose(backend)
     run(Console(), model, config, text, top_k=top_k, chat=chat, backend=chosen, html=html, verbose=verbose)
 
 
@@ -232,9 +211,8 @@ def calibrate(
 ) -> None:
     """Find the largest activation of each feature over a text and save it next to the dictionary, for unit max_act."""
     from saesteer.commands.calibrate import run
-    from saesteer.config.settings import read_settings
 
-    run(Console(), model, read_settings(dictionary or []), text_file, max_tokens=max_tokens)
+    run(Console(), model, read_settings(dictionary), text_file, max_tokens=max_tokens)
 
 
 @app.command()
@@ -252,9 +230,8 @@ def label(
     """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""
     from saesteer.commands.features import choose
     from saesteer.commands.label import run, run_import
-    from saesteer.config.settings import read_settings
 
-    config = read_settings(dictionary or [])
+    config = read_settings(dictionary)
     if text_file is not None and from_neuronpedia is None:
         run(Console(), model, config, text_file, max_tokens=max_tokens, backend=choose(backend))
     elif from_neuronpedia is not None and text_file is None:
@@ -283,12 +260,11 @@ def find(
 ) -> None:
     """Find features by words in their labels and examples, or by what tells two texts apart. Needs no network."""
     from saesteer.commands.find import run, run_contrast
-    from saesteer.config.settings import read_settings
 
     contrast = positive is not None or negative is not None
     if bool(words) + (feature is not None) + contrast > 1:
         raise ConfigError("find takes one of WORDS, --feature, or --positive with --negative")
-    config = read_settings(dictionary or [])
+    config = read_settings(dictionary)
     if positive is not None and negative is not None:
         from saesteer.commands.features import choose  # it imports torch, which no search needs
 
@@ -351,10 +327,9 @@ def prove(
 ) -> None:
     """Measure whether clamps of features do what their labels say, against controls. Needs no network and no judge."""
     from saesteer.commands import prove, serve
-    from saesteer.config.settings import read_settings
 
     serve.need_vllm()
-    config, files = read_settings(dictionary or []), {"json_file": json_file, "plot": plot}
+    config, files = read_settings(dictionary), {"json_file": json_file, "plot": plot}
     prove.run(Console(), model, config, feature or [], random=random, seed=seed, **files, verbose=verbose)
 
 
@@ -373,10 +348,9 @@ def doctor(
     """Prove on this machine that steering works and affects no other request. Exits with code 1 if it does not."""
     from saesteer.commands import serve
     from saesteer.commands.doctor import run
-    from saesteer.config.settings import read_settings
 
     serve.need_vllm()
-    if not run(Console(), model, read_settings(dictionary or []), feature, verbose=verbose):
+    if not run(Console(), model, read_settings(dictionary), feature, verbose=verbose):
         raise typer.Exit(1)
 
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from saesteer.commands.page import Active, Listing, Token, page
 from saesteer.commands.reading import read, tokenizer_of, tokens_of
@@ -26,7 +25,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
-from saesteer.loaders import load
+from saesteer.loaders import largest
 
 MAX_TOKENS = 4096
 
@@ -94,7 +93,7 @@ def run(
         with steps(console, hidden=verbose) as show:
             show("Reading the text")
             [answer] = read(place, config, options, [ids], returns, verbose=verbose)
-    listings = [_listing(entry, words, *_known(assets, entry)) for entry in answer["features"]]
+    listings = [_listing(entry, assets, words) for entry in answer["features"]]
     for listing in listings:
         table = Table("", "token", escape(listing.title), box=box.ROUNDED)
         for token in listing.tokens:
@@ -154,18 +153,13 @@ def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
     return found
 
 
-def _known(assets: Assets, entry: Mapping[str, Any]) -> tuple[CoderInfo, Tensor | None]:
-    """The dictionary of an entry, and the largest activations of its features if they are known."""
-    info = assets.info(entry["dictionary"], entry.get("layer"))
-    return info, load(info.source, site=info.site_in).max_act if info.has_max_act else None
-
-
-def _listing(entry: Mapping[str, Any], words: Sequence[str], info: CoderInfo, largest: Tensor | None) -> Listing:
+def _listing(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Listing:
     """An answer's entry, with the text of its tokens."""
+    info = assets.info(entry["dictionary"], entry.get("layer"))
 
     def share(feature: int, value: float) -> float | None:
-        known = 0.0 if largest is None else float(largest[info.row_of(feature)])
-        return value / known if known > 0 else None
+        known = largest(info, feature)
+        return value / known if known else None
 
     found = [
         (row["position"], tuple(Active(feature, value, share(feature, value)) for feature, value in row["top"]))

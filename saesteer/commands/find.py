@@ -17,12 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import DICTIONARIES
-from saesteer.config.config import SaesteerConfig
+from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError, printable
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
 
 if TYPE_CHECKING:
     from saesteer.commands.features import Backend
+    from saesteer.dictionaries.coder import CoderInfo
 
 _EXAMPLES = 2  # shown of each feature
 
@@ -52,7 +53,7 @@ def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | 
     tables: dict[str, list[_Found]] = {}
     without: list[str] = []
     with ExitStack() as stack:
-        for name, labels in _opened(config):
+        for name, source, labels in _opened(config):
             stack.enter_context(labels)
             if feature is None:
                 found = labels.find(words, min(most, MOST))
@@ -61,6 +62,8 @@ def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | 
             else:
                 rows = [] if (one := labels.feature(feature)) is None else [_Found(one)]
                 without += [] if rows else [f"--feature {feature}: {_numbers(name, labels, feature)}"]
+            if as_json or feature is not None:
+                rows = [_with_max_act(one, _described(source)) for one in rows]
             tables[name] = rows
     if feature is not None and not any(tables.values()):
         raise ConfigError("; ".join(without))
@@ -120,26 +123,40 @@ def run_contrast(
                 number = row if ids is None else ids[row]
                 known = None if labels is None else labels.feature(number)
                 means = {"positive": here, "negative": there}
-                rows.append(_Found(known or _unknown(number), f"{here:.3g} - {there:.3g}", means))
+                row_found = _Found(known or _unknown(number), f"{here:.3g} - {there:.3g}", means)
+                rows.append(_with_max_act(row_found, one.info))
         _print(console, key, "mean activations", rows, as_json=as_json, whole=False)
 
 
-def _opened(config: SaesteerConfig) -> Iterator[tuple[str, Labels]]:
-    """The labels of each dictionary, by its key."""
+def _with_max_act(found: _Found, info: "CoderInfo") -> _Found:
+    """What was found, with what `unit: max_act` multiplies by. It imports torch, which no search for words needs."""
+    from saesteer.loaders import largest
+
+    known = {"max_act": largest(info, found.feature.feature), "max_act_by": info.max_act_from}
+    return found._replace(facts={**found.facts, **known})
+
+
+def _described(source: DictionarySource) -> "CoderInfo":
+    from saesteer.loaders import describe
+
+    return describe(source.path, site=source.reads, hashed=False)
+
+
+def _opened(config: SaesteerConfig) -> Iterator[tuple[str, DictionarySource, Labels]]:
+    """The place and the labels of each dictionary, by its key."""
     if not config.dictionaries:
         for name, file in DICTIONARIES.items():  # they and their labels come in one package
-            yield name, Labels.open(file.with_name(f"{file.name}.labels"))
+            yield name, DictionarySource(str(file)), Labels.open(file.with_name(f"{file.name}.labels"))
         return
     from saesteer.config.assets import sited
     from saesteer.config.sets import opened as sources_of
     from saesteer.labels import places
-    from saesteer.loaders import describe
 
     for key, source in sources_of(config.dictionaries)[0].items():
-        found = places.opened(sited(key, source, describe(source.path, site=source.reads, hashed=False)))
+        found = places.opened(sited(key, source, _described(source)))
         if found is None:
             raise ConfigError(f"dictionary {key!r} at {source.path} has no labels; `saesteer label` makes them")
-        yield key, found
+        yield key, source, found
 
 
 def _numbers(name: str, labels: Labels, feature: int) -> str:
@@ -161,12 +178,12 @@ def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_jso
             console.out(json.dumps(told), highlight=False)
         return
     table = Table("feature", head, "label", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
-    for one, score, _ in rows:
+    for one, score, facts in rows:
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
         if whole:
             lines += [plain(f"promotes   {_tokens(one.promotes)}"), plain(f"suppresses {_tokens(one.suppresses)}")]
-            known = [("max_act", one.max_act), ("density", one.density)]
+            known = [("max_act", facts["max_act"]), ("density", one.density)]
             lines += [Text(f"{what} {value:.4g}") for what, value in known if value is not None]
         by = f" ({one.label_by})" if one.label_by and whole else ""
         table.add_row(str(one.feature), score, plain(f"{one.label or ''}{by}"), Text("\n").join(lines))

@@ -18,7 +18,7 @@ from saesteer.errors import ConfigError
 from saesteer.language.fields import listing
 from saesteer.language.sites import NO_PREGAIN, canonical, expand_sites, op_site, order, parse, reading_site
 from saesteer.language.spec import Spec
-from saesteer.loaders import describe
+from saesteer.loaders import describe, largest
 from saesteer.loaders.vectors import read_vectors
 from saesteer.models.families import SERVED_KINDS, has_pregain, other_widths, sums_of
 from saesteer.planning.plan import Catalog, member
@@ -61,9 +61,10 @@ class Assets:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
         known = [*config.dictionaries, *rows, *rows.sets, *addresses_of(infos)]
         modules = read_modules(config.modules, dictionaries=known, vectors=vectors)
-        if config.default_module not in (None, *modules):
+        if config.default_module not in modules and (config.default_module or config.default_module_required):
             which = f"one of: {listing(modules)}" if modules else "and there is none; --module NAME=FILE adds one"
-            found = f"got {config.default_module!r}, expected the name of a module, {which}"
+            under = " under default_module_required" if config.default_module_required else ""
+            found = f"got {config.default_module!r}{under}, expected the name of a module, {which}"
             raise ConfigError(f"default_module: {found}")
         return cls(config, infos, vectors, modules, rows, sets)
 
@@ -176,7 +177,6 @@ class Assets:
             width=width,
             layers=layers,
             inline_rows=self.config.inline_rows,
-            registers=self.config.registers,
             default=self.config.default_module,
             other_widths=others,
             sets={**self.rows.sets, **self.sets},
@@ -184,6 +184,7 @@ class Assets:
             addresses=addresses_of(self.infos),
             origins={name: one for name, one in origins.items() if one is not None},
             stages=stages,
+            largest=largest,
         )
         check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
         return catalog

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
+from saesteer.config.retired import without_retired
 from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
@@ -30,8 +31,6 @@ LIMITS = {
     "max_read_mib": (1, 64, 65536),
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
-    "registers": (1, 64, 4096),
-    "graph_sets": (1, 4, 4),
     "max_results": (0, 1024, 65536),
     "max_results_mib": (1, 1024, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
@@ -206,15 +205,6 @@ OPTIONS: dict[str, Option] = {
     "inline_rows": _limit(
         "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
     ),
-    "registers": _limit(
-        "registers", "--registers", "Numbers that one request may read for each token and keep", ("LLM",)
-    ),
-    "graph_sets": _limit(
-        "graph_sets",
-        "--graph-sets",
-        "Times that full CUDA graphs are captured: with all ops, without, with those of dictionaries, and for reads",
-        ("LLM",),
-    ),
     "max_results": _limit("max_results", "--max-results", "Results that are kept to be fetched by a handle", ("LLM",)),
     "max_results_mib": _limit("max_results_mib", "--max-results-mib", "MiB of all results that are kept", ("LLM",)),
     "result_seconds": _limit("result_seconds", "--result-seconds", "Seconds that a result is kept", ("LLM",)),
@@ -237,6 +227,13 @@ OPTIONS: dict[str, Option] = {
         "NAME",
         optional(fields.text),
         'A module that steers every request, unless it has "defaults": false.',
+    ),
+    "default_module_required": Option(
+        "--default-module-required/--no-default-module-required",
+        None,
+        fields.flag,
+        'Refuse "defaults": false, so that the default module steers every request; off by default.',
+        ("LLM",),
     ),
     "max_dose": Option(
         "--max-dose",
@@ -314,14 +311,13 @@ class SaesteerConfig:
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
-    registers: int = LIMITS["registers"][1]  # numbers that one request may read for each token and keep for later sites
-    graph_sets: int = LIMITS["graph_sets"][1]  # times that full CUDA graphs are captured, each with fewer ops
     max_results: int = LIMITS["max_results"][1]  # that are kept to be fetched by a handle
     max_results_mib: int = LIMITS["max_results_mib"][1]  # MiB of all of them together
     result_seconds: int = LIMITS["result_seconds"][1]  # that each of them is kept
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
     default_module: str | None = None  # the module that every request uses first, unless it opts out
+    default_module_required: bool = False  # whether no request may opt out
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that requests may name, with options
@@ -353,7 +349,8 @@ class SaesteerConfig:
             ConfigError: an unknown field, a wrong type or a value out of range.
         """
         try:
-            for key in fields.mapping(raw, f"additional_config.{KEY}"):
+            raw = without_retired(fields.mapping(raw, f"additional_config.{KEY}"))
+            for key in raw:
                 if key not in OPTIONS:
                     fields.known_field(key, f"additional_config.{KEY}", OPTIONS)
             made = replace(self, **{key: OPTIONS[key].check(value, f"{KEY}.{key}") for key, value in raw.items()})

@@ -36,47 +36,39 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_settings(
-    dictionaries: Sequence[str] = (),
-    sites: Sequence[str] = (),
+    dictionaries: Sequence[str] | None = None,
+    sites: Sequence[str] | None = None,
     *,
-    reads: Sequence[str] = (),
-    dictionaries_of: Sequence[str] = (),
-    vectors: Sequence[str] = (),
-    modules: Sequence[str] = (),
-    consumers: Sequence[str] = (),
-    capture: Sequence[str] = (),
     file: str | Path | None = None,
-    **limits: float | str | None,
+    **given: Any,
 ) -> SaesteerConfig:
     """The operator's settings.
 
     Args:
         dictionaries: each ``NAME=PLACE[@SITE]``, or ``np:MODEL/SOURCE[@SITE]``, which is its own name.
         sites: names; each argument holds one, or several separated by commas.
-        reads: names of sites, like ``sites``.
-        dictionaries_of: names of models, like ``sites``.
-        vectors: each ``NAME=FILE``.
-        modules: each ``NAME=FILE``; the file holds a spec as JSON.
-        consumers: each ``NAME``, or ``NAME=`` and its options as a JSON object.
-        capture: names of sites, like ``sites``.
         file: a YAML file; the other arguments override it, except that lists of sites and models add up.
-        **limits: ``max_edits``, ``max_dose`` and the other limits of ``saesteer.config``; None: not given.
+        **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture`` and
+            ``dictionaries_of`` are as ``sites``; ``vectors`` and ``modules`` each ``NAME=FILE``; ``consumers`` each
+            ``NAME``, or ``NAME=`` and its options as a JSON object.
 
     Raises:
         ConfigError: an argument or the file does not have that form.
     """
     told = SaesteerConfig() if file is None else _read(Path(file))
-    words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
-    lists = {"sites": sites, "reads": reads, "capture": capture, "dictionaries_of": dictionaries_of}
-    for name, given in lists.items():
-        words[name] = [*getattr(told, name), *(one for word in given for one in word.split(",") if one)]
-    for name, places, example in (
-        ("dictionaries", dictionaries, "PLACE[@SITE], such as gs20=org/repo@resid_post.20"),
-        ("vectors", vectors, "FILE, such as happy=happy.gguf"),
-        ("modules", modules, "FILE, such as golden-gate=golden-gate.json"),
+    given |= {"dictionaries": dictionaries, "sites": sites}
+    words = {name: value for name, value in given.items() if value is not None}
+    for name in ("sites", "reads", "capture", "dictionaries_of"):
+        more = [one for word in words.get(name, ()) for one in word.split(",") if one]
+        words[name] = [*getattr(told, name), *more]
+    for name, example in (
+        ("dictionaries", "PLACE[@SITE], such as gs20=org/repo@resid_post.20"),
+        ("vectors", "FILE, such as happy=happy.gguf"),
+        ("modules", "FILE, such as golden-gate=golden-gate.json"),
     ):
-        words[name] = {**getattr(told, name), **_named(OPTIONS[name].flag, places, f"NAME={example}")}
-    words["consumers"] = {**told.consumers, **_consumers(consumers)}
+        places = _named(OPTIONS[name].flag, words.get(name, ()), f"NAME={example}")
+        words[name] = {**getattr(told, name), **places}
+    words["consumers"] = {**told.consumers, **_consumers(words.get("consumers", ()))}
     return told.changed(words)
 
 

@@ -112,7 +112,7 @@ class Engine:
             "work": self.work,
             "positions": self.positions,
             "cells": zeros(max_tokens),
-            "registers": torch.zeros(max_tokens, config.registers, device=device),
+            "registers": torch.zeros(max_tokens, config.max_edits, device=device),
             "scratch": scratch_for(
                 [info for info in infos.values() if not info.by_rows], max(widths.values(), default=width), device
             ),
@@ -121,7 +121,7 @@ class Engine:
         ends = {key: assets.ends(key, names) for key in infos}
         used = {site for pair in ends.values() for site in pair}
         used |= {self.catalog.op_site(canonical(site)) for info in infos.values() for site in info.writes}
-        self.graph_sets = sets_of(names, used, assets.readable(names, other_widths), config.graph_sets)
+        self.graph_sets = sets_of(names, used, assets.readable(names, other_widths))
         found, rows = rooms(infos, ends, {name: named + brought for name, named in slots.items()})
         whole = {key: decodes(info, ends[key]) for key, info in infos.items() if not info.by_rows}
         crossed = {site for key in whole if whole[key] and ends[key][0] != ends[key][1] for site in ends[key]}

@@ -28,7 +28,7 @@ class Sites(NamedTuple):
 Sets = tuple[Sites, ...]  # fewest ops first; the last has all
 
 
-def sets_of(sites: Iterable[str], dictionaries: Iterable[str], readable: Iterable[str], most: int) -> Sets:
+def sets_of(sites: Iterable[str], dictionaries: Iterable[str], readable: Iterable[str], most: int = 4) -> Sets:
     """The sets to capture: for steps that do nothing, that only read, that use dictionaries alone, and for all others.
 
     Args:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -115,10 +115,8 @@ class Feature:
     examples: tuple[Example, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with every field."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        shown = [{name: getattr(one, name) for name in one.__slots__} for one in self.examples]
-        return found | {"promotes": list(self.promotes), "suppresses": list(self.suppresses), "examples": shown}
+        """A JSON object with every field but ``max_act``, which is not always the number of the unit max_act."""
+        return {name: found for name, found in asdict(self).items() if name != "max_act"}
 
 
 def write(path: Path, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:

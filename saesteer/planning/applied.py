@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from saesteer.dictionaries.vectors import fingerprint_of
 from saesteer.planning.plan import END, Catalog, Change, Clamps, Direction, Feature, Plan, behind
 from saesteer.planning.windows import of_part
@@ -23,18 +25,37 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
     """
     found = []
     for site, part in ((group.site, part) for group in plan.groups for part in group.parts):
-        change, several = (part.first, part.features) if isinstance(part, Clamps) else (part, ())
+        change = part.first if isinstance(part, Clamps) else part
         entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
         if origin := _origin(change, catalog):
             entry["trained_on"] = origin
-        if change.unit == "max_act" and isinstance(change.target, Feature):
-            entry["max_act"] = getattr(catalog.dictionaries[change.target.dictionary], "max_act_from", None)
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
         if change.part is not None:
             entry["part"] = change.part
-        found.append(entry)
-        found += [entry | {"edit": behind(change.field, n), "feature": several[n]} for n in range(1, len(several))]
+        if change.asked is None:
+            found.append(entry)
+        elif isinstance(part, Clamps):
+            for n, (feature, value) in enumerate(zip(part.features, part.values, strict=True)):
+                own = {"edit": behind(change.field, n), "feature": feature}
+                found.append(entry | own | _asked(change, feature, value, catalog))
+        else:
+            found.append(entry | _asked(change, entry["feature"], change.asked[1], catalog))
     return found
+
+
+def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> dict[str, Any]:
+    """The value of a clamp as the request has it, and in multiples of the feature's largest activation."""
+    info: Any = catalog.dictionaries[change.target.dictionary]
+    row = catalog.rows.get(change.target)
+    known = catalog.largest(info, feature) if row is None else row.max_act
+    found = {"mode": change.asked[0], "value": value, "unit": change.unit}
+    if known is None or not info.knows_max_act(feature):
+        return found
+    if change.unit == "max_act":
+        found["times_max_act"] = value
+    elif known and change.asked[0] != "scale":
+        found["times_max_act"] = np.divide(value, known).tolist()
+    return found | {"max_act": known, "max_act_by": info.max_act_from}
 
 
 class Applied(Sequence[dict[str, Any]]):

@@ -4,11 +4,11 @@ Everything here is plain Python. It does not know where a name lies in memory, n
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as option
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Part
@@ -143,7 +143,6 @@ class Catalog:
     width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
     default: str | None = None  # the module that every request uses in front of its own edits, unless it opts out
-    registers: int = 64  # what one request may read and keep at a time, for each token
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
     other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream
@@ -158,6 +157,7 @@ class Catalog:
     sums: Mapping[str, str] = option(default_factory=lambda: SUMS)  # as ``op_site`` takes them, of this model
     pregain: bool = True  # whether mlp_in_pregain is what the op of resid_mid makes of it
     layers: int | None = None  # of the model; None: any number
+    largest: Callable[[Any, int], float | None] = lambda *_: None  # activation of a dictionary's feature, if known
 
     def key(self, name: str, layer: int | None) -> str:
         """The key in ``dictionaries`` of what a request names by a dictionary and a layer, if it is there."""
@@ -252,6 +252,7 @@ class Change:
     strength: Read | None = None  # what else multiplies the gain; None: 1
     part: Part | None = None  # of the positions in the windows, only those in this part of the answer
     op: str = option(default="clamp", compare=False)  # op of the edit
+    asked: tuple[str, Any] | None = option(default=None, compare=False)  # mode and value of a clamp, if it is a number
 
 
 @immutable

@@ -147,6 +147,7 @@ class _Planner:
             only_if_active=edit.only_if_active,
             gain=step.scale,
             op=edit.op,
+            asked=None if isinstance(edit.value, Strength) else (edit.mode, edit.value),
         )
         if count > 1:
             part = Clamps(change, step.alike.features, step.alike.values, edit.mode == "scale")
@@ -388,4 +389,4 @@ def _band(first: Change, second: Change) -> Change:
     if low > high:
         message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
         fail(f"{second.field}.value", "conflict", message)
-    return replace(first, low=low, high=high)
+    return replace(first, low=low, high=high, asked=("band", [low, high]))

@@ -94,12 +94,9 @@ class Reads:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         waiting = "is condition {} that edits wait for at {}, expected at most {} different ones"
-        reading = (
-            "is number {} that is read at {} and kept, expected at most {}; the server keeps more with --registers"
-        )
         making = "is reconstruction {} that is made at {} for a later site, expected at most {} on its way at a time"
-        self._conditions, self._reads = _Shared(MOST_CONDITIONS, waiting), _Shared(catalog.registers, reading)
-        self._wholes = _Shared(1, making)
+        self._conditions, self._wholes = _Shared(MOST_CONDITIONS, waiting), _Shared(1, making)
+        self._reads = _Shared(catalog.max_entries, "")  # each is an entry, too, so there is always a register
 
     def __len__(self) -> int:
         return len(self._conditions.fields) + len(self._reads.fields) + len(self._wholes.fields)

@@ -8,7 +8,8 @@ from typing import Any
 import vllm
 
 from saesteer import plugin
-from saesteer.config.config import KEY, DoseAction, SaesteerConfig
+from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
+from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.spec import Spec, as_spec
 from saesteer.plugin.door import frontend
@@ -33,15 +34,13 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
-        registers: numbers that one request may read for each token and keep.
-        graph_sets: how often full CUDA graphs are captured: with all ops, without, with those of dictionaries, and
-            for reads.
         max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
         max_results_mib: MiB that all of them take.
         result_seconds: seconds that each of them is kept.
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
+        default_module_required: refuse ``"defaults": False``.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
@@ -70,45 +69,22 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
-        registers: int = 64,
-        graph_sets: int = 4,
         max_results: int = 1024,
         max_results_mib: int = 1024,
         result_seconds: int = 3600,
         dictionary_folder: str | None = None,
         dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
+        default_module_required: bool = False,
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         fail_fast: bool = False,
         **kwargs: Any,
     ) -> None:
+        own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
-        wishes = {
-            "dictionaries": dictionaries or {},
-            "sites": sites,
-            "reads": reads,
-            "consumers": consumers or {},
-            "capture": capture,
-            "capture_folder": capture_folder,
-            "max_read_mib": max_read_mib,
-            "max_edits": max_edits,
-            "vectors": vectors or {},
-            "modules": modules or {},
-            "inline_rows": inline_rows,
-            "registers": registers,
-            "graph_sets": graph_sets,
-            "max_results": max_results,
-            "max_results_mib": max_results_mib,
-            "result_seconds": result_seconds,
-            "dictionary_folder": dictionary_folder,
-            "dictionaries_of": dictionaries_of,
-            "default_module": default_module,
-            "max_dose": max_dose,
-            "max_dose_action": max_dose_action,
-            "fail_fast": fail_fast,
-        }
-        wire = SaesteerConfig.from_json(wishes).to_json()
+        own |= {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
+        wire = SaesteerConfig.from_json(own).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}

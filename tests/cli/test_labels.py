@@ -282,6 +282,23 @@ def test_where_nothing_is_found_a_dictionary_is_named() -> None:
     assert done.stderr.splitlines() == [f"no feature of '{name}' matches 'zzzqq'" for name in DICTIONARIES]
 
 
+@pytest.mark.parametrize("words", [["--feature", "3497"], ["golden gate bridge", "--limit", "3"]], ids=["one", "words"])
+def test_max_act_is_what_the_unit_multiplies_by(words: list[str]) -> None:
+    """The labels' own number is another, as they come from another text."""
+    done = saesteer("find", *words, "--json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["dictionary"] for one in found} == DICTIONARIES.keys()
+    for one in found:
+        values = load(DICTIONARIES[one["dictionary"]]).max_act
+        assert values is not None
+        assert (one["max_act"], one["max_act_by"]) == (values[one["feature"]].item(), "file")
+        with Labels.open(Path(f"{DICTIONARIES[one['dictionary']]}.labels")) as labels:
+            seen = labels.feature(one["feature"])
+        assert seen is not None and seen.max_act != one["max_act"]
+    shown = saesteer("find", "--feature", "3497").stdout
+    assert "max_act 5.65" in shown and "max_act 4.5" not in shown
+
+
 def test_a_search_is_quick_and_loads_no_torch() -> None:
     code = "import sys; from saesteer.commands.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run(

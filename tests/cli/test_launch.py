@@ -68,13 +68,12 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "modules": {},
             "pool_rows": 64,
             "inline_rows": 1,
-            "registers": 64,
-            "graph_sets": 4,
             "max_results": 1024,
             "max_results_mib": 1024,
             "result_seconds": 3600,
             "dictionary_folder": None,
             "default_module": None,
+            "default_module_required": False,
             "max_dose": None,
             "max_dose_action": None,
             "consumers": {},
@@ -98,8 +97,14 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words = ["--port", "1", "--vector", f"happy={tmp_path}/happy.npy", "--module", f"calm={tmp_path}/calm.json"]
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
-    words += ["--max-dose", "0.5", "--max-dose-action", "refuse", "--registers", "8", "--graph-sets", "2"]
-    words += ["--default-module", "calm", "--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
+    words += ["--max-dose", "0.5", "--max-dose-action", "refuse"]
+    words += [
+        "--default-module",
+        "calm",
+        "--default-module-required",
+        "--dictionary",
+        f"stored=rows:{DEMO_SAE}@resid_post.2",
+    ]
     words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
     words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
     words += ["--max-results", "9", "--max-results-mib", "8", "--result-seconds", "7"]
@@ -124,13 +129,12 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "max_edits": 16,
         "pool_rows": 9,
         "inline_rows": 2,
-        "registers": 8,
-        "graph_sets": 2,
         "max_results": 9,
         "max_results_mib": 8,
         "result_seconds": 7,
         "dictionary_folder": str(DEMO_SAE.parent),
         "default_module": "calm",
+        "default_module_required": True,
         "max_dose": 0.5,
         "max_dose_action": "refuse",
         "consumers": {"logging": {}, "filesystem": {"folder": f"{tmp_path}/asked"}},

@@ -32,6 +32,8 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], str, str, Any]] = [
     ("register_module", ("m", ADD), {}, "POST", "modules", {"name": "m", "spec": {"edits": [ADD.to_json()]}}),
     ("delete_vector", ("a/b ü",), {}, "DELETE", "vectors/a%2Fb%20%C3%BC", None),
     ("delete_module", ("m",), {}, "DELETE", "modules/m", None),
+    ("set_default", ("m",), {}, "PUT", "default", {"module": "m"}),
+    ("clear_default", (), {}, "DELETE", "default", None),
 ]
 
 
@@ -51,7 +53,9 @@ def test_each_sends_its_words_with_the_admins_key(
     assert (request.method, request.url.raw_path.decode()) == (verb, f"/v1/saesteer/{path}")
     assert request.headers["Authorization"] == "Bearer admin"
     assert (json.loads(request.content) if request.content else None) == body
-    if verb == "GET":
+    if path == "default":
+        assert found is None
+    elif verb == "GET":
         assert found == [{"name": method[0]}]
     elif verb == "POST":
         assert found["replaced"] is True

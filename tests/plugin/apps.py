@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from saesteer.config.config import SaesteerConfig
 from saesteer.planning.planner import Catalog
 from saesteer.plugin import register
 from saesteer.plugin.door.admission import Door
@@ -43,7 +44,9 @@ class Engine:
 
     def __init__(self) -> None:
         catalog = Catalog(dictionaries={}, sites=frozenset({"resid_post.3"}), max_entries=64, width=3)
-        self.input_processor = Namespace(saesteer_names=Names(catalog, pool_rows=2, layers=6), saesteer_door=Door())
+        self.input_processor = Namespace(
+            saesteer_names=Names(catalog, pool_rows=2, layers=6), saesteer_door=Door(config=SaesteerConfig())
+        )
         self.engine_core = Workers()
 
 

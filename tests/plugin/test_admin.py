@@ -229,20 +229,42 @@ def test_a_full_pool_is_a_409_that_says_what_helps(server: httpx.Client) -> None
     assert text(complete(server, [add("v7")])) == text(complete(server, [add(inline(ROWS[1]))]))
 
 
+def test_a_default_module_is_set_and_cleared_on_every_server(server: httpx.Client) -> None:
+    """Each request may reach another API server."""
+    register(server, "modules", name="calm", spec={"edits": [add(inline(ROWS[0]))]})
+    body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
+
+    def default(method: str, **more: Any) -> tuple[Any, list[int]]:
+        told = server.request(method, "/v1/saesteer/default", headers=ADMIN, **more)
+        found = [server.post("/v1/completions", json=body).json() for _ in range(6)]
+        return told.json(), [len(one.get("saesteer", {}).get("applied", ())) for one in found]
+
+    assert default("GET") == default("DELETE") == ({"module": None}, [0] * 6)
+    assert default("PUT", json={"module": "calm"}) == default("GET") == ({"module": "calm"}, [1] * 6)
+    refused = error(server.delete("/v1/saesteer/modules/calm", headers=ADMIN), 409)
+    assert refused["code"] == "in_use" and "steers every request" in refused["message"]
+    beams = {**body, "use_beam_search": True, "n": 2}
+    assert error(server.post("/v1/completions", json=beams), 400)["param"] == "saesteer"
+    assert default("DELETE") == default("GET") == ({"module": None}, [0] * 6)
+    assert server.post("/v1/completions", json=beams).status_code == 200
+
+
 def test_the_document_has_every_route_with_examples(server: httpx.Client) -> None:
     document = server.get("/openapi.json").json()
     routes = {(m, p) for p, found in document["paths"].items() for m in found if p.startswith("/v1/saesteer")}
     names = {("get", "s"), ("post", "s"), ("delete", "s/{name}")}
     admin = {(m, f"/v1/saesteer/{kind}{end}") for kind in ("vector", "module") for m, end in names}
     results = "/v1/saesteer/results/{handle}"
+    schemas = document["components"]["schemas"]
     others = [
         ("get", results),
         ("delete", results),
         *(("get", f"/v1/saesteer/{n}") for n in ("features", "dictionaries")),
     ]
-    assert routes == admin | {*others}
+    default = {(method, "/v1/saesteer/default") for method in ("get", "put", "delete")}
+    assert routes == admin | default | {*others}
+    assert schemas["DefaultBody"]["examples"] == [{"module": "calm"}]
     assert not any("security" in document["paths"][path][method] for method, path in others)
-    schemas = document["components"]["schemas"]
     for body, kind in (("VectorBody", "vectors"), ("ModuleBody", "modules")):
         assert schemas[body]["examples"]
         refused = document["paths"][f"/v1/saesteer/{kind}"]["post"]["responses"]

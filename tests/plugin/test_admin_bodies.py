@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from saesteer.plugin.http.admin import VectorBody
+from saesteer.plugin.http.entries import VectorBody
 from tests.plugin.apps import app_of_vllm
 
 HEADERS = {"Authorization": "Bearer other", "Content-Type": "application/json"}

@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.loaders import load
 from tests.plugin.conftest import BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, preemptions
 
 pytestmark = pytest.mark.slow
+
+MAX_ACT = float(load(DEMO_SAE).max_act[BRIDGE["feature"]])  # type: ignore[index]
 
 
 def test_an_answer_says_what_was_applied(make_engine: Any) -> None:
@@ -37,7 +41,8 @@ def test_an_answer_says_what_was_applied(make_engine: Any) -> None:
     # The last token that was generated is never an input.
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
-        "max_act": "file", "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8, "tokens_cached": 0,
+        "mode": "set", "value": 2.0, "unit": "max_act", "times_max_act": 2.0, "max_act": MAX_ACT, "max_act_by": "file",
+        "positions": [[1, None]], "tokens_edited": lengths[0] - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert (ocean["positions"], ocean["tokens_edited"]) == ([[lengths[0], None]], 8)
     assert [(one["site"], one.get("vector"), one.get("layer"), one["tokens_edited"]) for one in said[2]] == [

@@ -7,12 +7,16 @@ import httpx
 import pytest
 
 from saesteer.client.client import Client
+from saesteer.commands.embedded import DEMO_SAE
+from saesteer.loaders import load
 from tests.plugin.asked_http import ALWAYS, STEERED, complete, metric
 from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS
 from tests.plugin.serving import events_of
 from tests.plugin.turns import QUESTION
 
 pytestmark = pytest.mark.slow
+
+MAX_ACT = float(load(DEMO_SAE).max_act[BRIDGE["feature"]])  # type: ignore[index]
 
 QUIET = {**OCEAN, "when": {"dictionary": "demo", "feature": 6511, "above": 1e9}}
 LATE = {**BRIDGE, "feature": 7081, "scope": {"positions": [[900, None]]}}
@@ -44,7 +48,8 @@ def test_a_chat_says_what_was_applied(demo_server: httpx.Client) -> None:
     assert len(bridge.pop("version")) == 16
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
-        "max_act": "file", "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
+        "mode": "set", "value": 2.0, "unit": "max_act", "times_max_act": 2.0, "max_act": MAX_ACT, "max_act_by": "file",
+        "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert quiet["tokens_edited"] == 0, "a gate that never fires"
     assert (late["tokens_edited"], late["tokens_cached"]) == (0, 0), "a window that is never reached"

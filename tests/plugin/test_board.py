@@ -62,6 +62,25 @@ def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_the_default_module_is_that_of_every_server(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = Workers()
+        one, two, three = servers(tmp_path)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        await two.put_module(engine, "m", SPEC)
+        await three.set_default("m")
+        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
+        with pytest.raises(RegistryError, match="module 'm' steers every request"):
+            await one.delete(engine, "module", "m")
+        await two.put_vector(engine, "v", Given((0.0, 1, 0)))
+        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
+        await two.set_default(None)
+        await one.delete(engine, "module", "m")
+        assert [known.catalog.default for known in (one, two, three)] == [None] * 3
+
+    asyncio.run(run())
+
+
 def test_changes_at_once_come_one_after_the_other(tmp_path: Path) -> None:
     async def run() -> None:
         engine = SlowWorkers()

@@ -219,30 +219,38 @@ def test_what_is_not_finite_is_null_since_json_has_nothing_else() -> None:
     assert math.isnan(report["probes"][0]["scores"][0]), "in Python it stays what it is"  # type: ignore[index]
 
 
-def test_without_a_spec_vllm_s_own_is_handed_on() -> None:
-    made, response = object(), SimpleNamespace(choices=[SimpleNamespace(index=0)])
-    seen: list[Any] = []
+@pytest.mark.parametrize("request_", [PLAIN, STEERED], ids=["plain", "steered"])
+@pytest.mark.parametrize("reported", [True, False])
+def test_what_was_steered_decides_and_not_what_the_request_holds(request_: Any, reported: bool) -> None:
+    """A default module steers requests without a spec. Where nothing is reported, vLLM's own passes unchanged."""
+    said = {"saesteer": SAID} if reported else {}
 
-    async def whole(*words: Any) -> Any:
-        seen.extend(words)
-        return response
+    def output() -> Any:
+        return SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason="stop", text="", token_ids=[], **said)])
 
-    for wrap, words in ((bodies._chat_stream, (made,)), (bodies._completion_stream, ([], made))):
-        assert wrap(lambda *given: given)(None, PLAIN, *words) == (None, PLAIN, *words)
-    assert asyncio.run(bodies._chat(whole)(None, PLAIN, made)) is response
-    assert seen == [None, PLAIN, made]
-    assert bodies._completion(lambda *_: response)(None, [made], PLAIN) is response
-    assert not hasattr(response, "saesteer")
+    async def whole(self: Any, request: Any, outputs: Any, *_: Any) -> Any:
+        assert [one async for one in outputs]
+        return SimpleNamespace(choices=[SimpleNamespace(index=0)])
 
+    async def pieces(self: Any, request: Any, *given: Any) -> AsyncIterator[str]:
+        async for one in given[-1]:
+            (choice,) = one.outputs
+            if choice.text or not reported:  # vLLM sends no chunk for an empty text
+                assert choice.text == ""
+                yield 'data: {"choices":[{"index":0,"finish_reason":"stop"}]}\n\n'
 
-def test_a_stream_is_told_what_its_outputs_say() -> None:
-    async def ask(wrap: Callable[..., Any]) -> list[str]:
-        choice = SimpleNamespace(index=0, saesteer=SAID, finish_reason="stop", text="x")
-        output = SimpleNamespace(outputs=[choice])
-        return [chunk async for chunk in wrap(_chunks)(None, STEERED, _outputs(output))]
+    async def stream(wrap: Callable[..., Any], *more: Any) -> dict[str, Any]:
+        (chunk,) = [chunk async for chunk in wrap(pieces)(None, request_, *more, _outputs(output()))]
+        return dict(json.loads(chunk[6:]))
 
-    (chunk,) = asyncio.run(ask(bodies._chat_stream))
-    assert json.loads(chunk[6:])["saesteer"] == SAID
+    responses = [
+        asyncio.run(bodies._chat(whole)(None, request_, _outputs(output()))),
+        bodies._completion(lambda *_: SimpleNamespace(choices=[SimpleNamespace(index=0)]))(None, [output()], request_),
+    ]
+    for response in responses:
+        assert vars(response).keys() - {"choices"} == said.keys() and getattr(response, "saesteer", SAID) == SAID
+    for event in (asyncio.run(stream(bodies._chat_stream)), asyncio.run(stream(bodies._completion_stream, []))):
+        assert event == {"choices": [{"index": 0, "finish_reason": "stop"}], **said}
 
 
 def test_each_conversation_of_a_batch_has_its_own() -> None:
@@ -262,17 +270,17 @@ def test_each_conversation_of_a_batch_has_its_own() -> None:
     assert not bodies.is_steered(plain) and not bodies.is_steered(forward(plain, turns))
 
     async def whole(self: Any, request: Any, generators: Any, *_: Any) -> Any:
-        if request is plain:
-            assert generators == [1]
-            return "as it is"
         for outputs in generators:
             assert [one async for one in outputs]
         return SimpleNamespace(choices=[SimpleNamespace(index=0), SimpleNamespace(index=1)])
 
     said = [SimpleNamespace(outputs=[SimpleNamespace(index=0, saesteer=one)]) for one in (SAID, other)]
-    made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(one) for one in said]))
-    assert (made.saesteer, [choice.saesteer for choice in made.choices]) == (SAID, [SAID, other])
-    assert asyncio.run(bodies._batch(whole)(None, plain, [1])) == "as it is"
+    for one in (request, plain):  # a default module steers the plain one
+        made = asyncio.run(bodies._batch(whole)(None, one, [_outputs(output) for output in said]))
+        assert (made.saesteer, [choice.saesteer for choice in made.choices]) == (SAID, [SAID, other])
+    silent = [SimpleNamespace(outputs=[SimpleNamespace(index=0)])] * 2
+    made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(output) for output in silent]))
+    assert vars(made).keys() == {"choices"}
 
 
 MISPLACED: list[dict[str, Any]] = [

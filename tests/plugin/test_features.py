@@ -19,7 +19,9 @@ from saesteer.client import Client
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.labels.store import Labels
 from saesteer.language.fields import CODES
+from saesteer.loaders import load
 from tests.plugin.apps import app_of_vllm
 
 ROUTE = "/v1/saesteer/features"
@@ -77,7 +79,36 @@ def test_one_feature(client: Any) -> None:
     [found] = client.get(ROUTE, params={"dictionary": "own", "feature": BRIDGE}).json()["features"]
     assert found["feature"] == BRIDGE and found["label_by"] == "rule" and "bridge" in found["label"]
     assert found["examples"][0].keys() == {"value", "before", "token", "after"}
-    assert found["score"] is None and found["max_act"] > 0 and found["density"] > 0
+    assert found["score"] is None and found["density"] > 0
+
+
+@pytest.mark.parametrize("rows", ["", "rows:"], ids=["in memory", "by rows"])
+def test_max_act_is_what_the_unit_multiplies_by(client: Any, folder: Path, rows: str) -> None:
+    """The labels saw another text than the dictionary's own measurement, and their number is no unit."""
+    values = load(DEMO_SAE).max_act
+    assert values is not None
+    expected = values.tolist()
+    name = "own"
+    if rows:
+        places = {"rows": f"rows:{folder}/own/d.safetensors"}
+        catalog = Assets.open(SaesteerConfig.from_json({"dictionaries": places})).catalog(width=576, layers=30)
+        client.app.state.saesteer_admin, before = (
+            Namespace(names=Namespace(catalog=catalog)),
+            client.app.state.saesteer_admin,
+        )
+        name = "rows"
+    try:
+        found = client.get(ROUTE, params={"dictionary": name, "q": "bridge ocean", "limit": 50}).json()["features"]
+        found += client.get(ROUTE, params={"dictionary": name, "feature": BRIDGE}).json()["features"]
+    finally:
+        if rows:
+            client.app.state.saesteer_admin = before
+    assert len(found) > 20
+    assert [one["max_act"] for one in found] == [expected[one["feature"]] for one in found]
+    assert {one["max_act_by"] for one in found} == {"file"}
+    with Labels.open(folder / "own" / "d.safetensors.labels") as labels:
+        seen = [labels.feature(one["feature"]) for one in found]
+    assert all(one.max_act != expected[one.feature] for one in seen if one is not None)
 
 
 REFUSED: list[tuple[dict[str, Any], int, str, str, str]] = [
@@ -145,5 +176,13 @@ def test_the_real_server(demo_server: Any) -> None:
         assert client.features("demo-mlp", "magic", layer=12)
         [one] = client.features("demo", feature=OCEAN)
         assert "ocean" in one["label"]
-        clamp = {"op": "clamp", "dictionary": "demo", "feature": one["feature"], "value": 2 * one["max_act"]}
-        assert "ocean" in client.chat("Who are you?", steer=clamp, temperature=0, max_tokens=48).text.lower()
+        clamp = {"op": "clamp", "dictionary": "demo", "feature": one["feature"]}
+        ways = {**clamp, "value": 2 * one["max_act"]}, {**clamp, "value": 2, "unit": "max_act"}
+        raw, unit = (client.chat("Who are you?", steer=way, temperature=0, max_tokens=48) for way in ways)
+        assert "ocean" in raw.text.lower() and raw.text == unit.text
+        assert raw.applied and unit.applied
+        known = {"max_act": one["max_act"], "max_act_by": "file", "times_max_act": 2}
+        for answer, value, name in ((raw, 2 * one["max_act"], "raw"), (unit, 2, "max_act")):
+            assert known | {"value": value, "unit": name, "mode": "set"} == {
+                word: (answer.applied or ())[0][word] for word in (*known, "value", "unit", "mode")
+            }

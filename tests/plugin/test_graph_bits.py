@@ -6,6 +6,7 @@ Each engine runs in a process of its own, with its worker inside: this file is b
 import json
 import os
 import sys
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -79,6 +80,8 @@ def main() -> None:
 
     from bench.nodes import keep_graphs, kernels, plain
     from saesteer import LLM
+    from saesteer.engine import engine
+    from saesteer.engine.graph_sets import sets_of
     from saesteer.plugin.worker import graphs
 
     job = json.loads(sys.argv[1])
@@ -95,8 +98,8 @@ def main() -> None:
     if job["kind"] == "stock":
         llm: Any = Stock(job["model"], **options)
     else:
-        ours: dict[str, Any] = {"sites": ["resid_post.all"], "graph_sets": int(job["kind"])}
-        llm = LLM(job["model"], dictionaries=job["dictionaries"], **ours, **options)
+        vars(engine)["sets_of"] = partial(sets_of, most=int(job["kind"]))
+        llm = LLM(job["model"], dictionaries=job["dictionaries"], sites=["resid_post.all"], **options)
     found: dict[str, Any] = {"answers": {}, "replayed": {}, "read": {}}
 
     def generate(name: str, tokens: list[int], **steer: Any) -> list[Any]:

@@ -143,6 +143,27 @@ def test_names_that_are_used_stay() -> None:
     assert not known.catalog.vectors and not known.catalog.modules
 
 
+def test_a_module_is_set_as_the_default_for_what_is_admitted_later() -> None:
+    known, engine = start(), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    asyncio.run(known.put_module(engine, "m", SPEC))
+    before = known.hold()
+    asyncio.run(known.set_default("m"))
+    assert (before.catalog.default, known.catalog.default) == (None, "m")
+    known.count(known.hold(), from_json({}))
+    assert known.uses()["module", "m"] == 1, "without a spec"
+    with pytest.raises(RegistryError, match="module 'm' steers every request of this server; replace it, or clear"):
+        asyncio.run(known.delete(engine, "module", "m"))
+    put(known, engine, "v", 0, 1, 0)
+    assert known.catalog.default == "m", "other changes leave it"
+    with pytest.raises(SpecError, match=r"got 'n', expected one of: m") as caught:
+        asyncio.run(known.set_default("n"))
+    assert (caught.value.field, caught.value.code) == ("module", "unknown_name")
+    asyncio.run(known.set_default(None))
+    asyncio.run(known.delete(engine, "module", "m"))
+    assert not known.catalog.modules
+
+
 def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:
     known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)

@@ -20,6 +20,7 @@ from saesteer.commands import serve
 from saesteer.commands.cli import app
 from saesteer.config import assets, modules
 from saesteer.config.config import OPTIONS, SaesteerConfig
+from saesteer.config.retired import RETIRED
 from saesteer.engine import weights
 from saesteer.engine.engine import Engine
 from saesteer.loaders.formats import own
@@ -130,3 +131,12 @@ def test_hf_opens_each_file_once(wire: dict[str, Any], read: Counter[str]) -> No
     made = hf.Model(LlamaForCausalLM(LlamaConfig(vocab_size=16, max_position_embeddings=32, **shape)), **wire)
     assert made.logits([1, 2, 3], steer={"edits": [{"op": "use", "module": "calm"}]}).shape == (3, 16)
     assert read == ONCE | WEIGHTS
+
+
+def test_python_drops_settings_that_are_no_options_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("vllm.LLM.__init__", lambda self, **options: given.update(options))
+    monkeypatch.setattr(LLM, "llm_engine", SimpleNamespace(saesteer_agreed=True), raising=False)
+    retired: Any = dict.fromkeys(RETIRED, 8)
+    LLM("a", max_edits=8, **retired)
+    assert given == {"model": "a", "additional_config": {"saesteer": SaesteerConfig(max_edits=8).to_json()}}

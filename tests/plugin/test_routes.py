@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
+from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.http.admin import admin_key
 from tests.plugin.apps import admin_app, ask_admin
@@ -43,6 +44,31 @@ def test_a_key_that_no_header_carries(key: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SAESTEER_ADMIN_KEY", key)
     with pytest.raises(ConfigError, match="SAESTEER_ADMIN_KEY"):
         admin_key()
+
+
+def test_a_default_module_that_is_required_is_replaced_and_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "admin")
+    made, headers = admin_app(), {"Authorization": "bearer admin"}
+    spec = {"edits": [{"op": "ablate", "vector": [1, 0, 0], "site": "resid_post.3"}]}
+    for name in ("a", "b"):
+        assert ask_admin(made, "POST", "modules", headers=headers, json={"name": name, "spec": spec}).status_code == 200
+    made.state.saesteer_admin.engine.input_processor.saesteer_door.config = SaesteerConfig(default_module_required=True)
+    for name in ("a", "b"):
+        told = ask_admin(made, "PUT", "default", headers=headers, json={"module": name})
+        assert told.json() == {"module": name}
+    refused = ask_admin(made, "DELETE", "default", headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "in_use")
+    assert "--default-module-required" in refused.text
+    assert ask_admin(made, "GET", "default", headers=headers).json()["module"] == "b"
+    wrong = [{"module": 5}, {"module": "c"}, {"module": ["a"]}, {}, {"module": "a", "name": "a"}]
+    found = [ask_admin(made, "PUT", "default", headers=headers, json=body) for body in wrong]
+    assert [(one.status_code, one.json()["error"]["code"], one.json()["error"]["param"]) for one in found] == [
+        (400, "wrong_type", "module"),
+        (400, "unknown_name", "module"),
+        (400, "wrong_type", "module"),
+        (400, "missing_field", "module"),
+        (400, "unknown_field", "name"),
+    ]
 
 
 def test_names_with_slashes_are_names(monkeypatch: pytest.MonkeyPatch) -> None:

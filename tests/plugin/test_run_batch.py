@@ -47,7 +47,7 @@ def test_a_spec_for_audio_is_refused(url: str, beams: bool) -> None:
 
 
 def test_beam_search_for_audio_is_refused_under_a_default_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "_default", {"calm"})
+    monkeypatch.setattr(frontend, "_serving", [SimpleNamespace(catalog=SimpleNamespace(default="calm"))])
     for url in ("/v1/audio/transcriptions", "/v1/audio/translations"):
         assert "beam search cannot be steered" in answer(url, use_beam_search=True).error.message
         assert answer(url).params, "the default module steers it"

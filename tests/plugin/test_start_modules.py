@@ -14,13 +14,17 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm import SamplingParams
+
 from saesteer.commands import serve
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
+from saesteer.planning.plan import Catalog
 from saesteer.plugin.door import frontend
+from saesteer.plugin.door.admission import Door
 from saesteer.plugin.names.versions import Names
 from tests.plugin.conftest import WIDTH, random_coder
 from tests.plugin.names import Workers
@@ -183,6 +187,28 @@ def test_a_default_module_that_nobody_has_given_is_named(modules: dict[str, Any]
     with pytest.raises(ConfigError) as caught:
         Assets.open(SaesteerConfig.from_json(given))
     assert str(caught.value) == f"default_module: got 'nope', expected the name of a module, {known}"
+
+
+@pytest.mark.parametrize("default", [{}, {"default_module": None}], ids=["unnamed", "null"])
+def test_a_server_that_requires_a_default_module_needs_one(default: dict[str, Any]) -> None:
+    given = {"default_module_required": True, "modules": {"a": {"edits": []}}}
+    with pytest.raises(ConfigError, match=r"^default_module: got None under default_module_required, .* one of: a$"):
+        Assets.open(SaesteerConfig.from_json(given | default))
+    Assets.open(SaesteerConfig.from_json(given | {"default_module": "a"}))
+
+
+def test_a_server_that_requires_its_default_module_refuses_requests_without_it() -> None:
+    catalog = Catalog({}, frozenset({"resid_post.3"}), 64, modules={"m": from_json({"edits": []})}, default="m")
+    door = Door(config=SaesteerConfig(default_module="m", default_module_required=True))
+
+    def request() -> Any:
+        return SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=SamplingParams())
+
+    with pytest.raises(SpecError, match="is false, but this server steers every request") as caught:
+        door.admit(from_json({"defaults": False}), catalog, request())
+    assert (caught.value.field, caught.value.code) == ("saesteer.defaults", "not_served")
+    door.admit(from_json({}), catalog, request())
+    Door(config=SaesteerConfig(default_module="m")).admit(from_json({"defaults": False}), catalog, request())
 
 
 def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:

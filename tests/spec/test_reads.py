@@ -60,15 +60,19 @@ def test_a_transcoder_is_reconstructed_where_it_writes() -> None:
 
 
 def test_what_is_read_is_shared_and_bounded() -> None:
-    catalog = replace(CATALOG, vectors={"v": from_inline((1.0, 2.0))}, registers=2, width=2)
+    catalog = replace(CATALOG, vectors={"v": from_inline((1.0, 2.0))}, width=2)
     scales = [{"probe": "v", "slope": float(n)} for n in (1, 2, 3)]
     found = plan(Spec(edits=tuple(add("v", "resid_post.7", scales[n]) for n in (0, 1, 0))), catalog, P)
     assert [read.register for read in found.reads] == [0, 1]
-    field, code, message = refusal(*(add("v", "resid_post.7", scale) for scale in scales), catalog=catalog)
-    assert (field, code) == ("saesteer.edits[2].scale", "too_many")
-    assert "--registers" in message
+    six = [add("v", "resid_post.7", {"probe": "v", "slope": float(n)}) for n in range(1, 7)]
+    full = replace(catalog, max_entries=12)
+    assert [read.register for read in plan(Spec(edits=tuple(six)), full, P).reads] == [*range(6)]
+    field, code, message = refusal(*six, catalog=replace(catalog, max_entries=11))
+    assert (field, code) == ("saesteer.edits", "too_many"), "each number that is read is an entry"
+    assert "--max-edits" in message
     later = [add("v", f"resid_post.{layer}", scale) for layer, scale in zip((7, 15, 20), scales, strict=True)]
-    assert len(plan(Spec(edits=tuple(later)), catalog, P).reads) == 3, "a register is free behind its last edit"
+    registers = [read.register for read in plan(Spec(edits=tuple(later)), catalog, P).reads]
+    assert registers == [0, 0, 0], "a register is free behind its last edit"
 
 
 def test_a_strength_of_a_ranked_feature_needs_its_dictionary_whole() -> None:

@@ -92,7 +92,6 @@ class Door:
         self.fetching = fetching
         self.consumers = consumers or Consumers({})
         self._capture = capture
-        self.default = None if config is None else config.default_module
         self.results = Results(Limits.of(config or SaesteerConfig()))
         self._server = server
         self._vllm_config = vllm_config
@@ -136,6 +135,9 @@ class Door:
         if catalog is None:
             found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
             fail(KEY, "not_served", f"{found}, so it cannot steer")
+        if not spec.defaults and self.config is not None and self.config.default_module_required:
+            found = "is false, but this server steers every request (--default-module-required)"
+            fail(f"{KEY}.defaults", "not_served", f"{found}; expected true")
         if not _has_ids(request):
             found = "prompts given as embeddings or as streams are not served by this version"
             fail(KEY, "not_served", f"{found}; send text or token ids")

@@ -70,7 +70,7 @@ def fingerprint(assets: Assets) -> str:
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
-_default: set[str] = set()  # the default module of this process's server, for what does not know the server
+_serving: list[versions.Names] = []  # the names of this process's server, for what does not know the server
 
 
 @around
@@ -103,9 +103,7 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         sites = tuple(dict.fromkeys(map(canonical, capture)))
         fetching = Fetching(assets.rows, model.dtype)
         self.saesteer_door = Door(fingerprint(assets), config, fetching, vllm_config, consumers, sites)
-    _default.clear()
-    if self.saesteer_door.default:
-        _default.add(self.saesteer_door.default)
+    _serving[:] = [self.saesteer_names] if self.saesteer_names else []
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -120,6 +118,8 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
         catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
     catalog = replace(catalog, parts=has_parser(vllm_config), **of_layers(model.hf_text_config))
     check_default(catalog)
+    for info in assets.infos.values():
+        catalog.largest(info, 0)  # answers report the values that the workers load, whatever comes to lie there later
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)
 
 
@@ -153,12 +153,12 @@ def _checking(
         if taken is not None:
             taken.extra_args = without_ours(taken.extra_args)
         names, door = self.saesteer_names, self.saesteer_door
-        silent = spec is None and not door.default
-        if spec is None and taken is not None and (door.default or door.captures(request)):
+        held = None if names is None else names.hold()
+        catalog = None if held is None else held.catalog
+        silent = spec is None and (catalog is None or catalog.default is None)
+        if spec is None and taken is not None and (not silent or door.captures(request)):
             spec = language.Spec()
         if spec is not None:
-            held = None if names is None else names.hold()
-            catalog = None if held is None else held.catalog
             about: dict[str, Any] = {"template": template_of(prompt), "silent": silent}
             spec = door.admit(spec, catalog, request, conversation_of(prompt), **about)
             if held is not None:
@@ -257,14 +257,15 @@ def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: An
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     bodies.refuse_misplaced(self.model_extra or {})
-    if bodies.is_steered(self) or _default:
+    if bodies.is_steered(self) or any(names.catalog.default for names in _serving):
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)
 
 
 @around
 def _refusing_beam_search_offline(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.llm_engine.input_processor.saesteer_door.default:
+    names = self.llm_engine.input_processor.saesteer_names
+    if names is not None and names.catalog.default:
         raise SpecError(unservable.NO_BEAMS, field=KEY, code="not_served")
     return original(self, *args, **kwargs)
 

@@ -9,27 +9,36 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
-from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
-from saesteer.language.inline import InlineVector
-from saesteer.language.spec import MAX_CHARACTERS, Spec, from_json
-from saesteer.planning.plan import Catalog
+from saesteer.language.spec import MAX_CHARACTERS, from_json
 from saesteer.plugin.http import features, results
+from saesteer.plugin.http.entries import (
+    DefaultBody,
+    DefaultEntry,
+    Deleted,
+    ModuleBody,
+    ModuleDone,
+    ModuleEntry,
+    ModuleList,
+    VectorBody,
+    VectorDone,
+    VectorEntry,
+    VectorList,
+)
 from saesteer.plugin.http.memory import MemoryGuard
 from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia
-from saesteer.plugin.http.openapi import document, schema_of
+from saesteer.plugin.http.openapi import document
 from saesteer.plugin.http.playground import PREFIX, add_playground
 from saesteer.plugin.http.refusals import Refused, first_of, refuse
 from saesteer.plugin.http.routes import SERVED, Guard
@@ -39,117 +48,6 @@ from saesteer.plugin.names.versions import Names
 
 _log = logging.getLogger("vllm.saesteer")
 MAX_BODY = MAX_CHARACTERS  # bytes
-_SHORT = 16  # characters of a version hash, as in answers
-
-
-_NAME = {"type": "string", "minLength": 1, "maxLength": 128}
-_FUNCTION = schema_of(Function)
-_VECTOR = schema_of(tuple[float, ...] | InlineVector)
-_SPEC = {"anyOf": [schema_of(Spec)]}  # pydantic would look up a reference that stands alone
-_VECTOR_EXAMPLES: list[Any] = [
-    {"name": "happy", "vector": [0.12, -0.5, 0.33]},
-    {
-        "name": "sentiment",
-        "vector": {"dtype": "float32", "shape": [1, 2], "layers": [15], "data": "AACAPwAAAD8="},
-        "bias": -0.5,
-    },
-]
-_MODULE_EXAMPLES: list[Any] = [
-    {
-        "name": "calm",
-        "spec": {"edits": [{"op": "add", "vector": "happy", "site": "resid_post.12", "scale": 4.0}]},
-    }
-]
-
-
-class VectorBody(BaseModel):
-    """A vector to register or to replace; never a path."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _VECTOR_EXAMPLES})
-
-    # Checked by the request language, whose errors name the field, so pydantic takes anything.
-    name: Annotated[Any, Field(json_schema_extra=_NAME)]
-    vector: Annotated[Any, Field(description="Width d, or one row for each of `layers`.", json_schema_extra=_VECTOR)]
-    bias: Annotated[Any, Field(json_schema_extra={"type": "number"}, description="A probe's bias: x · v + bias.")] = 0.0
-    function: Annotated[Any, Field(json_schema_extra=_FUNCTION, description="What a probe makes of it.")] = "linear"
-
-
-class ModuleBody(BaseModel):
-    """A module to register or to replace."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": _MODULE_EXAMPLES})
-
-    name: Annotated[Any, Field(json_schema_extra=_NAME)]
-    spec: Annotated[Any, Field(description="As in a request's `saesteer` field.", json_schema_extra=_SPEC)]
-
-
-class VectorEntry(BaseModel):
-    """A registered vector."""
-
-    name: str
-    shape: list[int] = Field(description="[d], or [layers, d].", examples=[[34, 2560]])
-    layers: list[int] | None = Field(description="The layers of its rows; null if one row fits any site.")
-    bias: float
-    function: str
-    version: str = Field(description="Hash of its content; answers report the same in `applied`.")
-    uses: int = Field(description="Requests admitted with this content, also through modules.")
-
-    @classmethod
-    def of(cls, catalog: Catalog, name: str, uses: int = 0, **more: Any) -> Self:
-        """The entry of a name in a catalog."""
-        found: Any = catalog.vectors[name]
-        shape = [found.width] if found.layers is None else [len(found.layers), found.width]
-        version = found.fingerprint[:_SHORT]
-        probe = {"bias": found.bias, "function": found.function}
-        return cls(name=name, shape=shape, layers=found.layers, version=version, uses=uses, **probe, **more)
-
-
-class ModuleEntry(BaseModel):
-    """A registered module."""
-
-    name: str
-    edits: int = Field(description="Number of edits in its own list.")
-    version: str = Field(description="Hash of what it does, with the vectors and modules that it names.")
-    uses: int = Field(description="Requests admitted with it, also through other modules, since it was registered.")
-
-    @classmethod
-    def of(cls, catalog: Catalog, name: str, uses: int = 0, **more: Any) -> Self:
-        """The entry of a name in a catalog."""
-        version, edits = catalog.digests[name][:_SHORT], len(catalog.modules[name].edits)
-        return cls(name=name, edits=edits, version=version, uses=uses, **more)
-
-
-class VectorList(BaseModel):
-    """All registered vectors, and the room for more."""
-
-    vectors: list[VectorEntry]
-    pool_rows: int = Field(description="Slots for named vectors at the fullest site.")
-    pool_rows_in_use: int = Field(description="Slots in use there, including versions that running requests hold.")
-
-
-class ModuleList(BaseModel):
-    """All registered modules."""
-
-    modules: list[ModuleEntry]
-
-
-class VectorDone(VectorEntry):
-    """The vector that was registered."""
-
-    replaced: bool
-
-
-class ModuleDone(ModuleEntry):
-    """The module that was registered."""
-
-    replaced: bool
-
-
-class Deleted(BaseModel):
-    """A name that new requests cannot use."""
-
-    name: str
-    deleted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +198,7 @@ def _says(*statuses: int) -> dict[int | str, dict[str, Any]]:
         401: "The Authorization header does not hold the admin key.",
         403: "The server was started without an admin key, so these routes are off.",
         404: "No such name.",
-        409: "No room, no op where it belongs, or a module uses it; the message says what helps.",
+        409: "No room, no op where it belongs, or it is in use; the message says what helps.",
         413: f"The body is larger than {MAX_BODY} bytes.",
     }
     return {status: {"model": Refused, "description": why[status]} for status in (401, 403, *statuses)}
@@ -359,6 +257,29 @@ async def delete_module(admin: _Admin, name: str) -> Deleted:
     """New requests cannot name it; running requests keep it. A module that another module uses is not deleted."""
     await admin.names.delete(admin.engine, "module", name)
     return Deleted(name=name)
+
+
+@router.get("/default", responses=_says(), summary="Name the default module")
+async def get_default(admin: _Admin) -> DefaultEntry:
+    """The module that steers every request but those with `"defaults": false`."""
+    return DefaultEntry(module=admin.names.catalog.default)
+
+
+@router.put("/default", responses=_says(400, 413), summary="Set the default module")
+async def put_default(admin: _Admin, body: DefaultBody) -> DefaultEntry:
+    """The module steers every request that is admitted from now on. Running requests keep what they started with."""
+    await admin.names.set_default(body.module)
+    return DefaultEntry(module=body.module)
+
+
+@router.delete("/default", responses=_says(409), summary="Clear the default module")
+async def delete_default(admin: _Admin) -> DefaultEntry:
+    """No module steers requests that do not ask for it. Under --default-module-required this is refused."""
+    if admin.engine.input_processor.saesteer_door.config.default_module_required:
+        message = "this server requires a default module (--default-module-required); set another one instead"
+        raise RegistryError(message, code="in_use")
+    await admin.names.set_default(None)
+    return DefaultEntry(module=None)
 
 
 def _spec(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import create_model
 
 from saesteer.config.config import KEY
-from saesteer.plugin.http.bodies import FIELD, failure, is_steered, refuse_misplaced, streamed, with_report
+from saesteer.plugin.http.bodies import FIELD, failure, refuse_misplaced, streamed, with_report
 from saesteer.plugin.results import reads
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
@@ -97,9 +97,8 @@ async def _objects(
     original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     """From 0.33 on, a stream's chunks become events before they are text."""
-    steered = is_steered(request)
     unsent: dict[int, reads.Unsent] = {}
-    outputs = streamed(result_generator, request, unsent) if steered else result_generator
+    outputs = streamed(result_generator, request, unsent)
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:
             for choice in getattr(chunk, "choices", ()):  # one at most

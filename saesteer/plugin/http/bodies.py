@@ -2,8 +2,9 @@
 
 What a request reads comes with each chunk, as far as it is new; in a stream of the responses API with each delta.
 
-Knows vLLM's serving classes, and no more of an answer than ``CompletionOutput.saesteer``. Answers to requests without a
-spec pass unchanged. In a body with several choices, each has its own field, and the body has the first one's.
+Knows vLLM's serving classes, and no more of an answer than ``CompletionOutput.saesteer``. Answers to requests that
+nothing steers have no such output, and pass unchanged; what a request's own body holds decides nothing, since a default
+module may steer it. In a body with several choices, each has its own field, and the body has the first one's.
 
 A request that is refused while it runs (failures.py) gets a 400, or an error as the last event of its stream; for the
 responses API that event is made here. anthropic.py serves Anthropic's form of an answer.
@@ -104,8 +105,8 @@ async def streamed(
                 if hasattr(choice, KEY):
                     number = prompt * (request.n or 1) + choice.index
                     unsent.setdefault(number, Unsent()).add(choice.saesteer, ended=ended)
-                if ended and not choice.text and not choice.token_ids:
-                    choice.text = _Nothing()
+                    if ended and not choice.text and not choice.token_ids:
+                        choice.text = _Nothing()
             yield found
 
 
@@ -171,8 +172,6 @@ async def _chunks(chunks: AsyncGenerator[str, None], unsent: Mapping[int, Unsent
 
 @around
 async def _chat(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_steered(request):
-        return await original(self, request, result_generator, *args, **kwargs)
     reports: dict[int, Any] = {}
     response = await original(self, request, recorded(result_generator, request, reports), *args, **kwargs)
     _add_reports(response, reports)
@@ -181,8 +180,6 @@ async def _chat(original: Original, self: Any, request: Any, result_generator: A
 
 @around
 def _chat_stream(original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_steered(request):
-        return original(self, request, result_generator, *args, **kwargs)
     unsent: dict[int, Unsent] = {}
     outputs = streamed(result_generator, request, unsent)
     return _chunks(original(self, request, outputs, *args, **kwargs), unsent)
@@ -201,8 +198,6 @@ def _batch_request(original: Original, self: Any, messages: Any) -> Any:
 @around
 async def _batch(original: Original, self: Any, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
     """Each conversation is a choice with its own stream of outputs."""
-    if not is_steered(request):
-        return await original(self, request, generators, *args, **kwargs)
     one_body()
     reports: dict[int, Any] = {}
     own = [recorded(outputs, request, reports, number) for number, outputs in enumerate(generators)]
@@ -214,11 +209,10 @@ async def _batch(original: Original, self: Any, request: Any, generators: Any, *
 @around
 def _completion(original: Original, self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     response = original(self, final_res_batch, request, *args, **kwargs)
-    if is_steered(request):
-        reports: dict[int, Any] = {}
-        for number, output in enumerate(final_res_batch):
-            reports |= _reports_of(output, number * (request.n or 1))
-        _add_reports(response, reports)
+    reports: dict[int, Any] = {}
+    for number, output in enumerate(final_res_batch):
+        reports |= _reports_of(output, number * (request.n or 1))
+    _add_reports(response, reports)
     return response
 
 
@@ -226,8 +220,6 @@ def _completion(original: Original, self: Any, final_res_batch: Any, request: An
 def _completion_stream(
     original: Original, self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not is_steered(request):
-        return original(self, request, engine_inputs, result_generator, *args, **kwargs)
     unsent: dict[int, Unsent] = {}
     outputs = streamed(result_generator, request, unsent)
     return _chunks(original(self, request, engine_inputs, outputs, *args, **kwargs), unsent)

@@ -44,7 +44,8 @@ class FeatureEntry(BaseModel):
     feature: int
     label: str | None
     label_by: str | None = Field(description="`rule`, or the model that explained the feature.")
-    max_act: float | None = Field(description="Largest activation that was seen, in the dictionary's own unit.")
+    max_act: float | None = Field(description="What `unit: max_act` multiplies by, in the dictionary's own unit.")
+    max_act_by: str | None = Field(description="Where it comes from: `calibration`, `file` or `labels`.")
     density: float | None = Field(description="Fraction of the tokens on which it was active.")
     promotes: list[str] = Field(description="Tokens whose logits its decoder row raises most.")
     suppresses: list[str]
@@ -159,9 +160,11 @@ def list_features(
             if q is not None:
                 found = [one.to_json() | {"score": score} for score, one in labels.find(q, limit)]
             else:
-                one = labels.feature(int(feature or 0))
-                found = [] if one is None else [one.to_json()]
+                only = labels.feature(int(feature or 0))
+                found = [] if only is None else [only.to_json()]
             source = labels.about.source
+        for one in found:
+            one |= {"max_act": catalog.largest(info, one["feature"]), "max_act_by": info.max_act_from}
     except LoadError as exc:
         fail(f"{_AT}.dictionary", "unreadable", f"the labels of {key!r} cannot be read: {without_path(exc)}")
     entries = [FeatureEntry(**one) for one in found]

@@ -1,11 +1,14 @@
 """The field ``saesteer`` in vLLM's OpenAPI document, for generated clients. Knows the language, but no request.
 
 vLLM's own models do not declare the field, so it is added to the document that they produce. The schema of a spec comes
-from the records of ``saesteer.language``; the server also checks what a schema cannot express.
+from the records of ``saesteer.language``, that of an answer from ``data/answer.json``; the server also checks what a
+schema cannot express.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,88 +40,7 @@ _ADDRESSES: dict[str, dict[str, Any]] = {
     "feature": _ADDRESS,
     "features": {"type": "array", "items": _ADDRESS, "minItems": 1},
 }
-_ANSWER = {
-    "title": "SaesteerAnswer",
-    "description": "What was done for a steered request. Of several choices, each has its own; the body has the first.",
-    "type": "object",
-    "required": ["applied"],
-    "properties": {
-        "applied": {
-            "description": "One object for each edit at each site.",
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "edit": {"type": "string", "description": "The edit's path in the request."},
-                    "op": {"type": "string"},
-                    "site": {"type": "string"},
-                    "version": {"type": "string", "description": "The version of its dictionary or vector."},
-                    "trained_on": {
-                        "type": "string",
-                        "description": "The dictionary's model, where it is the base of the served one, or declared.",
-                    },
-                    "max_act": {
-                        "type": "string",
-                        "description": "Where the unit comes from: calibration, file or labels.",
-                    },
-                    "layer": {"type": "integer", "description": "Of a set, or of a vector with rows for layers."},
-                    "positions": {"type": "array", "items": {"type": "array"}},
-                    "part": {"type": "string", "description": "Reasoning or answer, if the scope names one."},
-                    "tokens_edited": {"type": "integer"},
-                    "tokens_cached": {"type": "integer"},
-                },
-            },
-        },
-        "dose": {
-            "description": "How strong the edits were: one object for each site, if the request asks for it.",
-            "type": "array",
-            "items": {"type": "object", "properties": {"site": {"type": "string"}}},
-        },
-        "flags": {
-            "description": "Rules that have fired, each with its path in the request and its position.",
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"edit": {"type": "string"}, "position": {"type": "integer"}},
-            },
-        },
-        "activations": {
-            "description": "What was read of sites. `handle` stands for `data` where the request asks for handles.",
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "site": {"type": "string"},
-                    "at": {"type": "string"},
-                    "positions": {"type": "array"},
-                    "dtype": {"type": "string"},
-                    "shape": {"type": "array", "items": {"type": "integer"}},
-                    "layers": {"type": "array", "items": {"type": "integer"}},
-                    "data": {"type": "string", "format": "byte"},
-                    "handle": {"type": "string"},
-                    "cached": {
-                        "description": "Spans that were not read: the prefix cache had them. Other reads have it, too.",
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer"}},
-                    },
-                },
-            },
-        },
-        "messages": {
-            "description": "Where the chat's messages stand in the prompt; the last, without a role, opens the answer.",
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "role": {"type": ["string", "null"]},
-                    "index": {"type": "integer"},
-                    "start": {"type": "integer"},
-                    "end": {"type": "integer"},
-                },
-            },
-        },
-    },
-}
+_ANSWER: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "answer.json").read_text("utf-8"))
 
 
 def document(app: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from saesteer.config.modules import check_module
 from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
 from saesteer.errors import RegistryError, SpecError
-from saesteer.language.fields import closest, listing, number, one_of, show
+from saesteer.language.fields import closest, listing, number, one_of, show, text
 from saesteer.language.inline import InlineVector, vector
 from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec, from_json
@@ -75,14 +75,25 @@ def check_gone(name: Name, catalog: Catalog) -> None:
     """
     kind, own = name
     known = of(kind, catalog)
-    if own not in known:
-        found = f"got {show(own)}{closest(own, known)}, expected one of: {listing(known)}"
-        raise SpecError(found, field="name", code="unknown_name")
+    _check_known(own, known, "name")
     if name == ("module", catalog.default):
-        raise RegistryError(f"module {own!r} steers every request of this server; replace it instead", code="in_use")
+        message = "steers every request of this server; replace it, or clear or set the default first"
+        raise RegistryError(f"module {own!r} {message}", code="in_use")
     users = users_of([name], catalog.modules, direct=True)
     if users:
         raise RegistryError(f"{kind} {own!r} is used by module {listing(users)}; delete that first", code="in_use")
+
+
+def check_default(module: str, catalog: Catalog) -> None:
+    """Refuse a default module that no request could use, or that does not exist, with SpecError."""
+    _check_known(text(module, "module"), catalog.modules, "module")
+    check_module(catalog.modules[module], catalog, "module")
+
+
+def _check_known(name: str, known: Mapping[str, Any], field: str) -> None:
+    if name not in known:
+        found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
+        raise SpecError(found, field=field, code="unknown_name")
 
 
 def check_put(name: Name, catalog: Catalog, layers: int) -> None:

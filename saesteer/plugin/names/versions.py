@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
@@ -26,7 +26,7 @@ from saesteer.planning.digests import Kind, Name, names_in
 from saesteer.planning.pins import Pins, Place, changed, counts, no_room, settle
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.names.board import Board
-from saesteer.plugin.names.changes import Given, check_gone, check_put, of, read
+from saesteer.plugin.names.changes import Given, check_default, check_gone, check_put, of, read
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.results import metrics
 
@@ -136,6 +136,19 @@ class Names:
         """
         await self._shielded(engine, (kind, name), None)
 
+    async def set_default(self, module: str | None) -> None:
+        """Let a module steer every request that is admitted from now on, or none.
+
+        Raises:
+            SpecError: there is no such module, or no request could use it.
+        """
+        async with self._changing, self._alone():
+            before = self.hold()
+            if module is not None:
+                check_default(module, before.catalog)
+            catalog = replace(before.catalog, default=module)
+            self._post(replace(before, number=before.number + 1, catalog=catalog), self._stale, self._usage)
+
     async def _shielded(self, engine: Any, name: Name, given: Given | Spec | None) -> tuple[bool, Catalog]:
         # A change that has begun is completed even if its client disconnects.
         return await asyncio.shield(asyncio.create_task(self._change(engine, name, given)))
@@ -177,7 +190,7 @@ class Names:
                 self._uses.pop(old, None)
             self._now, self._stale, self._usage = version, stale, usage
         if self._board is not None:
-            state = {"number": version.number, "usage": usage}
+            state = {"number": version.number, "usage": usage, "default": version.catalog.default}
             state["puts"] = [[*name, change] for name, change in version.puts.items()]
             state["stale"] = [[site, digest.hex()] for site, digest in stale]
             self._board.post(version.number, state, {*version.puts.values(), keep})
@@ -200,7 +213,7 @@ class Names:
                 if before.puts.get(name) != change:
                     for several, one in board.change(change).items():
                         found[several] |= one
-            catalog, pins = settle(changed(before.catalog, *read(found)))
+            catalog, pins = settle(replace(changed(before.catalog, *read(found)), default=state["default"]))
             self._now = Version(state["number"], catalog, pins, puts)
         self._stale = {(site, bytes.fromhex(digest)) for site, digest in state["stale"]}
         self._usage = {site: (used, room) for site, (used, room) in state["usage"].items()}
