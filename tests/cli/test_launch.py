@@ -29,7 +29,8 @@ def become(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def execve(program: str, words: list[str], environment: dict[str, str]) -> None:
-        seen.update(program=program, words=words, environment=environment)
+        assert words[1] == "-P", "see test_folder.py"
+        seen.update(program=program, words=[words[0], *words[2:]], environment=environment)
         raise Became
 
     monkeypatch.setattr(os, "execve", execve)
@@ -210,7 +211,7 @@ def test_the_demo_listens_elsewhere_and_has_no_page_if_one_says_so(
     ],
 )
 def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
-    assert serve.environment(given) == expected
+    assert serve.environment(given) == expected | {"PYTHONSAFEPATH": "1"}
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
