@@ -2,11 +2,8 @@
 
 The first two containers are parsed here, as bytes, and nothing in them is unpickled. The names and shapes in a .pt
 file come from torch.load with weights_only on the meta device, for which torch reads no values since 2.11. Nothing
-beyond a block is held twice, and whatever a broken file makes zipfile, numpy or torch raise leaves as a LoadError.
-
-The safetensors package is not used for reading, because it maps files into memory: if a file is cut short or its disk
-fails meanwhile, a bus error ends the whole process (seen with 0.8.0), where reading raises. Nor do its errors name the
-array.
+beyond a block is held twice, and whatever a broken file makes zipfile, numpy or torch raise leaves as a LoadError. The
+safetensors package maps files into memory: one that is cut short meanwhile ends the process by a bus error (0.8.0).
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from saesteer.loaders.progress import shown
 BLOCK_BYTES = 64 << 20
 LARGEST_HEADER = 100 << 20
 LARGEST_NPY_HEADER = 64 << 10  # a name, a shape and a dtype
+MOST_PACKED = 100  # times that a large array may be larger than in its file; deflated weights are 1.1 times as large
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -288,6 +286,8 @@ def _open_npz(path: Path) -> Arrays:
             packed = info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
             if packed or key in index or key == info.filename:
                 raise wrong(path, key, "a member twice, or not a plain .npy", "what numpy.savez writes")
+            if info.file_size > max(BLOCK_BYTES, MOST_PACKED * info.compress_size):
+                raise wrong(path, key, f"{info.file_size} bytes, packed into {info.compress_size}", "weights")
             with archive.open(info) as stream:
                 index[key] = _npy_array(path, key, stream, info)
     return Arrays(path, index, {})
@@ -358,11 +358,11 @@ def _begin(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 def _torch_entry(path: Path, key: str, value: Tensor, ends: dict[int, int]) -> StoredArray:
     """Where a tensor on the meta device lies: torch says where its storage began in the file."""
-    shape, stored = tuple(value.shape) or (1,), value.untyped_storage()
+    shape = tuple(value.shape) or (1,)
     fortran = value.ndim == 2 and not value.is_contiguous() and value.T.is_contiguous()
     if not (fortran or value.is_contiguous()) or value.is_neg():  # the sign of such a view is not in its numbers
         raise wrong(path, key, f"shape {list(shape)} with strides {list(value.stride())}", "a dense tensor, no view")
-    begin = stored._checkpoint_offset or 0
+    begin = value.untyped_storage()._checkpoint_offset or 0
     start = int(begin + value.storage_offset() * value.itemsize)
     if start + value.numel() * value.itemsize > ends.get(begin, 0):
         raise wrong(path, key, f"shape {list(shape)}, not stored where torch looks", "what torch.save writes, complete")

@@ -19,7 +19,7 @@ import yaml
 
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
-from saesteer.loaders.hub import download, is_id
+from saesteer.loaders.hub import download, is_id, unpinned
 from saesteer.loaders.neuronpedia import resolved
 
 LARGEST_YAML = 1 << 20
@@ -53,7 +53,7 @@ def fetch(place: str | Path, *, again: bool = False) -> Path:
 
     Args:
         place: a path, or ``org/repo[/sub/folder]`` on the Hugging Face hub, either with an optional ``#name``; or
-            ``np:MODEL/SOURCE`` for a place on the hub.
+            ``np:MODEL/SOURCE`` for a place on the hub. A place on the hub may end in ``@@REVISION``.
         again: it was fetched before, so the hub's cache has it, and the hub is not asked.
 
     Raises:
@@ -63,18 +63,20 @@ def fetch(place: str | Path, *, again: bool = False) -> Path:
     path = Path(place).expanduser()
     if there(path):
         return path
-    base, mark, name = str(place).rpartition("#")
+    plain, pin = unpinned(str(place))
+    base, mark, name = plain.rpartition("#")
     if mark and "/" not in name and is_id(base) and not Path(base).exists():
-        return download(f"{base}/{name}.safetensors", again=again)  # alone: a set may hold 100 GB
-    if mark and base:
+        return download(f"{base}/{name}.safetensors{pin}", again=again)  # alone: a set may hold 100 GB
+    if mark and base and not pin:
         folder = fetch(base, again=again)
         chosen = folder / f"{name}.safetensors"
         if "/" in name or not chosen.is_file():
             have = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none"
             raise LoadError(f"{place}: no file {name}.safetensors in {folder}; known names: {have}")
         return chosen
-    if isinstance(place, Path) or "*" in place or not is_id(place):
-        raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder")
+    if isinstance(place, Path) or "*" in plain or not is_id(place):
+        hint = f"; expected a hub id in front of {pin}" if pin else ""
+        raise LoadError(f"{place}: no such file or folder, and not a hub id such as org/repo/sub/folder{hint}")
     return download(place, again=again)
 
 

@@ -21,14 +21,29 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+")
 # A dictionary of a set, with no folder of its own; W_dec_3.safetensors belongs to W_enc_3.safetensors.
 _LAYER_FILE = re.compile(r"(layer_?\d+(\.sae)?|W_enc_\d+)\.(safetensors|pt)")
 _ENCODER = re.compile(r"W_enc_(\d+\.safetensors)\Z")
+PIN = "@@"  # before the revision, at the end of a place: a commit, a tag or a branch such as refs/pr/1
+_REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
+# Joined to a folder, it might lead out of it.
+_UNSAFE = re.compile(r"/|[A-Za-z]:|.*[\\\0]|(.*/)?\.\.(/|\Z)", re.DOTALL)
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
 _BLOCK = 1 << 16  # bytes that one request asks for at least
 _MEMBER = 1 << 14  # bytes at the beginning of an array in an archive: more than its header has
 
 
+class UnsafeName(LoadError):
+    """The hub lists a file outside its repository."""
+
+
 def is_id(place: str) -> bool:
-    """Whether a place may be ``org/repo[/sub/folder]``, with * in a folder's name or not."""
-    return bool(_ID.fullmatch(place))
+    """Whether a place may be ``org/repo[/sub/folder][@@revision]``, with * in a folder's name or not."""
+    plain, pin = unpinned(place)
+    return bool(_ID.fullmatch(plain) and (not pin or _REVISION.fullmatch(pin.removeprefix(PIN))))
+
+
+def unpinned(place: str) -> tuple[str, str]:
+    """A place without its revision, and ``@@revision`` or an empty text."""
+    plain, mark, revision = place.partition(PIN)
+    return plain, mark + revision
 
 
 def download(place: str, *, again: bool = False) -> Path:
@@ -55,6 +70,7 @@ def download(place: str, *, again: bool = False) -> Path:
         # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
         crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
         given: dict[str, Any] = {"local_files_only": True} if again else {}
+        given |= _revision(place)
         root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing, **given))
     found = root / inside
     if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
@@ -81,7 +97,7 @@ def cached(place: str) -> Path:
     with _answering(place):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(_split(place)[0], local_files_only=True))
+        return Path(snapshot_download(_split(place)[0], local_files_only=True, **_revision(place)))
 
 
 class Headers:
@@ -123,11 +139,15 @@ class Headers:
 
 
 def _listed(place: str) -> list[str]:
-    """The names of all files of a place's repository."""
+    """The names of all files of a place's repository; LoadError if one leads out of it."""
     with _answering(place):
         from huggingface_hub import list_repo_files
 
-        return list(list_repo_files(_split(place)[0]))
+        names = list(list_repo_files(_split(place)[0], **_revision(place)))
+    for name in names:
+        if _UNSAFE.match(name):
+            raise UnsafeName(f"{place}: the hub lists {name!r}; expected names of files inside the repository")
+    return names
 
 
 def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
@@ -155,7 +175,7 @@ def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     for one, files in chosen.items():
         folder = one if files[0] != one else one.rpartition("/")[0]
         above = [name for name in _above(folder) if name in there]
-        found.append((f"{repo}/{one}" if one else repo, [*above, *beside.get(folder, ()), *files]))
+        found.append((f"{repo}/{one}".rstrip("/") + unpinned(place)[1], [*above, *beside.get(folder, ()), *files]))
     return found
 
 
@@ -181,11 +201,12 @@ def _copy(place: str, repo: str, name: str, target: Path) -> bool:
     with _answering(place):
         from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
-        if isinstance(cached := try_to_load_from_cache(repo, name), str):
+        if isinstance(cached := try_to_load_from_cache(repo, name, **_revision(place)), str):
             target.symlink_to(cached)
             return True
         stream: Any
-        with HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK) as stream, target.open("wb") as out:
+        remote = HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK, **_revision(place))
+        with remote as stream, target.open("wb") as out:
             size = stream.size
             out.truncate(size)
             for start, end in [(0, size)] if size <= _SMALL else _needed(stream, name, size):
@@ -215,7 +236,10 @@ def _is_small(member: zipfile.ZipInfo) -> bool:
 
 def _refuse_local(place: str) -> None:
     """Refuse a typo at once: the place's folder is on this machine. A folder may also have an organisation's name."""
-    folder = Path(place).parent
+    plain, pin = unpinned(place)
+    if pin and Path(plain).exists():
+        raise LoadError(f"{place}: {plain} is on this machine; expected it without {pin}, which is for the hub")
+    place, folder = plain, Path(plain).parent
     if os.access(folder, os.R_OK) and folder.is_dir() and (place.count("/") > 1 or place.endswith(WEIGHT_SUFFIXES)):
         have = sorted(child.name for child in folder.iterdir())
         shown = ", ".join(have[:8]) or "nothing"
@@ -223,8 +247,14 @@ def _refuse_local(place: str) -> None:
 
 
 def _split(place: str) -> tuple[str, str]:
-    parts = place.split("/")
+    parts = unpinned(place)[0].split("/")
     return "/".join(parts[:2]), "/".join(parts[2:])
+
+
+def _revision(place: str) -> dict[str, Any]:
+    """The revision of a place as the hub's functions take it, if it has one."""
+    pin = unpinned(place)[1]
+    return {"revision": pin.removeprefix(PIN)} if pin else {}
 
 
 def _names() -> list[str]:

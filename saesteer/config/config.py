@@ -11,8 +11,9 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
      "max_dose": 0.5, "max_dose_action": "clamp"}
 """
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
@@ -40,20 +41,31 @@ MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit no
 _MOST_SITES = 1 << 16
 _MOST_MODELS = 64
 ROWS = "rows:"  # before a place: the dictionary stays in its file
+PIN = "@@"  # behind a place, before a revision, as in loaders/hub.py, which takes longer to import
 
 
 @dataclass(frozen=True, slots=True)
 class DictionarySource:
     """Where a dictionary's weights are: a path or hub id, and the site when the files do not say it."""
 
-    path: str
+    path: str  # of the hub, with @@REVISION at its end if one was chosen
     site: str | None = None
     rows: bool = False  # the weights stay in the file; the rows of a feature are read when a request asks for it
+    version: str | None = None  # the beginning of the fingerprint that it must have
+    revision: InitVar[str | None] = None  # becomes a part of the path
+
+    def __post_init__(self, revision: str | None) -> None:
+        if revision:
+            object.__setattr__(self, "path", f"{self.path}{PIN}{revision}")
 
     @classmethod
     def from_argument(cls, text: str) -> "DictionarySource":
-        """Read ``[rows:]PLACE[@SITE]``, as on the command line."""
+        """Read ``[rows:]PLACE[@@REVISION][@SITE]``, as on the command line."""
         place = text.removeprefix(ROWS)
+        plain, pin, rest = place.partition(PIN)
+        if pin:
+            revision, _, site = rest.partition("@")
+            return cls(f"{plain}{PIN}{revision}", site or None, place != text)
         path, at, site = place.rpartition("@")
         return cls(path, site, place != text) if at and "/" not in site else cls(place, rows=place != text)
 
@@ -76,6 +88,12 @@ def _word(value: Any, at: str) -> str:
     if not isinstance(value, str):
         fail(at, "wrong_type", f"got {show(value)}, expected a text")
     return value
+
+
+def _version(value: Any, at: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{8,64}", _word(value, at)):
+        fail(at, "out_of_range", f"got {show(value)}, expected 8 to 64 hex digits, as `saesteer inspect` prints them")
+    return str(value)
 
 
 def _site(value: Any, at: str) -> str:
@@ -165,15 +183,22 @@ def _limit(name: str, flag: str, about: str, python: tuple[str, ...]) -> Option:
 OPTIONS: dict[str, Option] = {
     "dictionaries": Option(
         "--dictionary",
-        "NAME=[rows:]PLACE[@SITE]",
+        "NAME=[rows:]PLACE[@@REVISION][@SITE]",
         _named(
             _source(
-                DictionarySource, DictionarySource.from_argument, path=_word, site=optional(_word), rows=fields.flag
+                DictionarySource,
+                DictionarySource.from_argument,
+                path=_word,
+                site=optional(_word),
+                rows=fields.flag,
+                version=optional(_version),
+                revision=optional(_word),
             )
         ),
         "A dictionary or a set, and its name in requests. PLACE is a file, a folder, a hub id, or np:MODEL/SOURCE of "
-        "Neuronpedia; @SITE says where it belongs if its files do not, @LAYERS chooses from a set. With rows: its "
-        "weights stay in the file, and a request's features are read from there. Repeatable.",
+        "Neuronpedia; @@REVISION is a commit, tag or branch of the hub; @SITE says where it belongs if its files do "
+        "not, @LAYERS chooses from a set. With rows: its weights stay in the file, and a request's features are read "
+        "from there. Repeatable.",
     ),
     "sites": Option(
         "--sites",

@@ -1,6 +1,7 @@
 """Which dictionaries an operator means by ``PLACE@SITE``: one, or a set with one for each layer. Reads headers alone.
 
 PLACE                      all that the place holds
+PLACE@@REVISION            the same as it was in a commit, a tag or a branch of the hub; @ and the rest follow
 PLACE@9,17-20              the dictionaries of these layers
 PLACE@resid_post           those that read this kind of site; where the files do not say it, all of them do
 PLACE@mlp_in.9:mlp_out.9   of a transcoder, where it reads and where it writes; layers as above

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from saesteer.config.config import OPTIONS, DictionarySource, SaesteerConfig
+from saesteer.config.config import OPTIONS, PIN, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.language.address import PREFIX
 
@@ -45,7 +45,7 @@ def read_settings(
     """The operator's settings.
 
     Args:
-        dictionaries: each ``NAME=PLACE[@SITE]``, or ``np:MODEL/SOURCE[@SITE]``, which is its own name.
+        dictionaries: each ``NAME=PLACE[@@REVISION][@SITE]``; ``np:MODEL/SOURCE...`` is its own name.
         sites: names; each argument holds one, or several separated by commas.
         file: a YAML file; the other arguments override it, except that lists of sites and models add up.
         **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture`` and
@@ -77,7 +77,7 @@ def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
     for word in words:
         name, equals, place = word.partition("=")
         if not equals and (source := DictionarySource.from_argument(word)).path.startswith(PREFIX):
-            name, equals, place = source.path, "=", word  # its address is its name
+            name, equals, place = source.path.partition(PIN)[0], "=", word  # its address is its name
         if not (name and equals and place):
             raise ConfigError(f"{flag} {word}: expected {form}")
         if name in found:

@@ -22,7 +22,13 @@ class ConsumerError(SaesteerError):
 
 
 class DiskError(ConsumerError):
-    """A consumer could not write what it keeps; the message names no path of the operator's. The client gets a 507."""
+    """A consumer could not write what it keeps; the message names no path of the operator's. The client gets a 507.
+
+    Attributes:
+        rows: how many rows were lost, for the metrics.
+    """
+
+    rows = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,8 @@
 """The consumer ``filesystem``: what requests read, as shards in a folder of the operator. Knows no queue.
 
-A request gets shards of its own, which are on the disk when its answer comes; what the operator captures shares shards,
-which are published when they are full. A request gives only a tag, the name of a folder.
+A request gets shards of its own, below ``requests/TAG``, which are on the disk when its answer comes. What the operator
+captures shares shards below ``captured``, which are published when they are full. A request gives only a tag, the name
+of a folder, so none can get in the way of what is captured.
 """
 
 import re
@@ -23,7 +24,7 @@ _OPTIONS = ("folder", "shard_mib")
 class _Series:
     """The shards of one request, or all that is captured."""
 
-    below: str = ""
+    below: str
     shard: Shard = field(default_factory=Shard)
     published: list[str] = field(default_factory=list)
     rows: int = 0  # in published shards
@@ -51,11 +52,11 @@ class Filesystem(Consumer):
             raise ConfigError(f'has {found}, expected a path, as in --consumer \'filesystem={{"folder": "runs"}}\'')
         self._most = integer(1, 4096)(options.get("shard_mib", 64), "shard_mib") << 20
         self._place = Place(Path(folder).expanduser())
-        self._captured = _Series()
+        self._captured = _Series("captured")
         self._series: dict[Request, _Series] = {}
 
     def check(self, parameters: Mapping[str, Any], at: str) -> str:
-        """The tag: the folder, below the operator's, of the request's shards."""
+        """The tag: the folder, below ``requests`` in the operator's, of the request's shards."""
         for name in parameters:
             if name != "tag":
                 known_field(name, at, ["tag"])
@@ -71,9 +72,11 @@ class Filesystem(Consumer):
         """Append rows; what is full is published."""
         series = self._captured
         if not request.captured:
-            series = self._series.setdefault(request, _Series(request.parameters))
+            series = self._of(request)
         for part in self._parts(series, rows):
-            self._refuse_failed(series)
+            if series.failed is not None:
+                series.failed.rows += len(part)
+                continue
             series.shard.add(request.id, request.choice, part)
         while self._held() > self._most:
             self._publish(max((self._captured, *self._series.values()), key=lambda one: one.shard.nbytes))
@@ -83,11 +86,11 @@ class Filesystem(Consumer):
         """The tag, the shards and how many rows are in them, all on the disk."""
         if request.captured:
             return None
-        series = self._series.setdefault(request, _Series(request.parameters))
+        series = self._of(request)
         self._publish(series)
         self._refuse_failed(series)
         del self._series[request]
-        return {"tag": series.below, "shards": series.published, "rows": series.rows}
+        return {"tag": request.parameters, "shards": series.published, "rows": series.rows}
 
     def drop(self, request: Request) -> None:
         """Forget what is not published."""
@@ -98,6 +101,9 @@ class Filesystem(Consumer):
         self._publish(self._captured)
         self._place.close()
         self._refuse_failed(self._captured)
+
+    def _of(self, request: Request) -> _Series:
+        return self._series.setdefault(request, _Series(f"requests/{request.parameters}"))
 
     def _held(self) -> int:
         return self._captured.shard.nbytes + sum(one.shard.nbytes for one in self._series.values())
@@ -115,14 +121,16 @@ class Filesystem(Consumer):
             start = stop
 
     def _publish(self, series: _Series) -> None:
-        """Publish a series' shard; if that fails, its own request learns of it, whoever is served now."""
+        """Publish a series' shard; if that fails, the error is for its own request, whichever is served now."""
         shard, series.shard = series.shard, Shard()
+        before = series.failed
         if shard.rows:
             try:
                 series.published.append(self._place.publish(shard, series.below))
                 series.rows += shard.rows
             except OSError as exc:
                 series.failed = DiskError(f"a shard of {shard.rows} rows could not be written: {exc.strerror or exc}")
+                series.failed.rows = shard.rows + (before.rows if before else 0)
         if series is self._captured:
             series.published.clear()
 

@@ -197,7 +197,7 @@ class Runner:
             return call()
         except BaseException as exc:  # noqa: BLE001  # sys.exit would end the thread, and all later requests with it
             ticket.failed = exc
-            self._count("failures", self.name, 1)
+            self._note(exc)
             about = self.name, show(ticket.request.id), _kind(exc), _words(exc)
             logger.error("consumer %s failed for request %s: %s: %s", *about)
             return None
@@ -210,11 +210,16 @@ class Runner:
             failed = DiskError if isinstance(ticket.failed, DiskError) else ConsumerError
             ticket.result.set_exception(failed(f"consumer {self.name!r} failed for this request ({about})"))
 
+    def _note(self, exc: BaseException) -> None:
+        self._count("failures", self.name, 1)
+        if isinstance(exc, DiskError) and exc.rows:
+            self._count("dropped", self.name, exc.rows)
+
     def _guarded(self, what: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except BaseException:  # as above
-            self._count("failures", self.name, 1)
+        except BaseException as exc:  # as above
+            self._note(exc)
             logger.exception("consumer %s failed in %s", self.name, what)
 
 

@@ -105,12 +105,12 @@ class Place:
             raise ConfigError(f"folder {folder}: cannot be written to ({exc.strerror})") from exc
         self._clean()
 
-    def publish(self, shard: Shard, below: str = "") -> str:
+    def publish(self, shard: Shard, below: str) -> str:
         """Write a shard, and let it be seen once it is whole.
 
         Args:
             shard: the rows.
-            below: a folder below the place.
+            below: a folder below the place, or FOLDER/FOLDER.
 
         Returns:
             The shard's path below the place.
@@ -125,15 +125,19 @@ class Place:
             made.mkdir()
             shard.write(made)
             _settle_folder(made)
-            if not home.exists():
-                home.mkdir(exist_ok=True)  # another process may be as fast
-                _settle_folder(self.folder)
+            for folder in (home.parent, home):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)  # another process may be as fast
+                    _settle_folder(folder.parent)
+            while os.path.lexists(home / name):  # whatever has taken it
+                self._number += 1
+                name = f"{self._own}-{self._number:06d}"
             made.rename(home / name)
             _settle_folder(home)
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
             raise
-        return f"{below}/{name}" if below else name
+        return f"{below}/{name}"
 
     def close(self) -> None:
         """Give the lock up; safe to call again."""

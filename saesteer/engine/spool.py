@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from select import POLLIN, poll
 from socket import SHUT_WR, socket, socketpair
 from threading import RLock
@@ -242,9 +243,9 @@ def begin(connection: int, memory: int) -> Any:
     Returns:
         What can wait for its end.
     """
-    # -P: it imports what this process has imported, and nothing of the same name in the folder that it stands in.
+    # It imports what this process has imported, and nothing of the same name in the current directory.
     command = [sys.executable, "-P", "-m", "saesteer.engine.filer", str(connection), str(memory)]
-    paths = os.pathsep.join(one or os.getcwd() for one in sys.path)
+    paths = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[2])])
     # It has no terminal and no group in common with the worker: it ends when the worker's end of the socket is closed.
     process = subprocess.Popen(
         command,

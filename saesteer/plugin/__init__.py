@@ -1,37 +1,43 @@
 """The only room that knows vLLM. Its entry point registers saesteer in every process; nothing else happens here.
 
-``SAESTEER_DISABLE=1`` leaves the engine alone: then the front door refuses every request that asks for steering.
+Until settings ask for saesteer, vLLM stays as it is, except that a request that asks for steering is refused.
+``SAESTEER_DISABLE=1`` keeps it so whatever the settings are.
 """
 
 import logging
 import os
+from multiprocessing import parent_process
 
 _registered = False
-_failed: Exception | None = None
 
 
 def register() -> None:
-    """Install saesteer's wraps into this process; called by vLLM in each of its processes, safe to call again.
+    """Guard this process, and install saesteer if settings have asked for it; called by vLLM in each of its processes.
+
+    A vLLM that lacks a function of the guard starts with a warning that names it. Safe to call again.
 
     Raises:
-        UnsupportedError: this vLLM lacks a hook that saesteer needs; the message names both. A second call raises it
-            again, since half-installed wraps would steer nothing.
+        UnsupportedError: settings ask for saesteer, and this vLLM lacks a hook that it needs; the message names both.
     """
-    global _registered, _failed
+    global _registered
     if _registered:
         return
-    if _failed is not None:
-        raise _failed
-    try:
-        _install()
-    except Exception as exc:
-        _failed = exc
-        raise
     _registered = True
+    from saesteer.plugin import configured, contract
+
+    problems = contract.guard()
+    if configured.disabled():
+        problems.insert(0, "saesteer is disabled by SAESTEER_DISABLE=1: steering is refused")
+    elif problems:
+        problems.insert(0, "vLLM starts without saesteer, and fails to start where settings ask for it")
+    if problems and parent_process() is None:
+        logging.getLogger("vllm.saesteer").warning("; ".join(problems))
+    if configured.ENV in os.environ and not configured.disabled():
+        configured.configure()
 
 
 def require() -> None:
-    """Make vLLM load its plugins, and refuse if saesteer is not among them or could not register.
+    """Make vLLM load its plugins, and refuse if saesteer is not among them.
 
     Raises:
         UnsupportedError: nothing in this process would steer; the message says why.
@@ -43,21 +49,9 @@ def require() -> None:
     load_general_plugins()
     if _registered:
         return
-    if _failed is not None:
-        raise UnsupportedError(f"saesteer could not register with vLLM, so nothing would be steered: {_failed}")
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None:
         found = f"VLLM_PLUGINS is {chosen!r}, which leaves saesteer out, so nothing would be steered"
         raise UnsupportedError(f"{found}; expected it unset, or saesteer among its names")
     found = "vLLM did not load saesteer's plugin, so nothing would be steered"
     raise UnsupportedError(f"{found}; expected saesteer to be installed (pip install saesteer), not only on the path")
-
-
-def _install() -> None:
-    from saesteer.plugin import contract
-    from saesteer.plugin.names import board
-
-    contract.install("every")
-    board.announce()
-    if os.environ.get("SAESTEER_DISABLE") == "1":
-        logging.getLogger("vllm.saesteer").warning("saesteer is disabled by SAESTEER_DISABLE=1: steering is refused")

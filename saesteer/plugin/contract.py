@@ -27,36 +27,43 @@ from saesteer.errors import UnsupportedError
 
 KNOWN = (Version("0.26"), Version("0.34"))  # from the first, below the second
 
-# Each process of vLLM as it loads its plugins; where HTTP is answered; where Python asks (LLM); where the model runs.
-Process = Literal["every", "http", "offline", "worker"]
+# Each process of vLLM as it loads its plugins. Where settings ask for saesteer, also: each process; where HTTP is
+# answered; where Python calls (LLM); where the model runs.
+Process = Literal["stock", "every", "http", "offline", "worker"]
 
 # A heading is a process and module[:class]. Rows further down are installed later, around the rows above;
 # AnthropicServingMessages inherits from OpenAIServingChat, so its rows come last.
 _TABLE = """
+stock vllm.engine.arg_utils:EngineArgs
+  create_engine_config()  configured:_configuring  reads the settings, refuses options that cannot be served
+stock vllm.plugins
+  load_endpoint_plugins(supported_tasks)  door.frontend:_adding_admin_routes  the guard of all routes, the admin routes
+stock vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+stock vllm.entrypoints.openai.completion.protocol:CompletionRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+stock vllm.entrypoints.openai.responses.protocol:ResponsesRequest
+  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
+stock vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest
+  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
+stock vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest
+  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
+stock vllm.v1.engine.input_processor:InputProcessor
+  process_inputs(request_id, prompt, params)  door.frontend:_checking  checks every spec, keeps its KV apart
 every vllm.config:VllmConfig
   compute_hash()  door.frontend:_salting_compile_cache  the compile cache keeps our graphs apart
-every vllm.engine.arg_utils:EngineArgs
-  create_engine_config()  door.frontend:_refusing  options that cannot be served are refused
-every vllm.plugins
-  load_endpoint_plugins(supported_tasks)  door.frontend:_adding_admin_routes  the admin routes
 every vllm.sampling_params:SamplingParams
   __repr__()  door.logs:_of_params  logs hold no vectors
 every vllm.renderers.base:BaseRenderer
   render_chat(conversations, chat_params, tok_params)  door.conversation:_remembering  messages
   render_chat_async(conversations, chat_params, tok_params)  door.conversation:_remembering_async  messages
 every vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
-  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.entrypoints.openai.completion.protocol:CompletionRequest
-  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
-every vllm.entrypoints.openai.responses.protocol:ResponsesRequest
-  to_sampling_params()  door.frontend:_forwarding_body_field  the body field
 every vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest
-  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest
-  to_sampling_params()  door.frontend:_refusing_body_field  run-batch has no guard
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.reasoning:ReasoningParserManager
   get_reasoning_parser(name)  used reasoning:parser_of  parts of an answer
@@ -68,7 +75,6 @@ every vllm.tokenizers
   cached_tokenizer_from_config(model_config)  used reasoning:parser_of  the same
 every vllm.v1.engine.input_processor:InputProcessor
   __init__(vllm_config)  door.frontend:_reading_catalog  reads the catalog
-  process_inputs(request_id, prompt, params)  door.frontend:_checking  checks every spec, keeps its KV apart
 every vllm.v1.engine.async_llm:AsyncLLM
   add_request(request_id, prompt, params)  door.frontend:_asking_ahead  finds chat messages
   generate(prompt, sampling_params, request_id)  door.frontend:_settling  results of consumers
@@ -112,6 +118,8 @@ every vllm.v1.worker.worker_base:WorkerWrapperBase
 worker vllm.v1.worker.worker_base:WorkerBase
   compile_or_warm_up_model()  instance worker.worker:attach  every op has run
   sample_tokens(grammar_output)  instance results.counts:attach  counts leave
+worker vllm.utils.mem_utils
+  memory_profiling(baseline_snapshot, weights_memory)  used worker.worker:counted_as_weights  dictionaries as weights
 worker vllm.v1.outputs:AsyncModelRunnerOutput
   get_output()  used results.earlier:Told  an earlier stage's counts wait for its device
 worker vllm.model_executor.layers.layernorm
@@ -262,17 +270,21 @@ def vllm_version() -> str:
     raise UnsupportedError("vLLM is not installed; `make setup` in a clone of saesteer installs it (docs/install.md)")
 
 
+def _refuse_unknown() -> None:
+    version = vllm_version()
+    if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
+        raise UnsupportedError(
+            f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
+        )
+
+
 def check(process: Process) -> list[Hook]:
     """The rows of a process, each checked, without late ones that this vLLM does not have.
 
     Raises:
         UnsupportedError: an unknown vLLM version, or a function that is missing or changed.
     """
-    version = vllm_version()
-    if not KNOWN[0] <= Version(Version(version).base_version) < KNOWN[1]:
-        raise UnsupportedError(
-            f"vLLM {version} is not known to saesteer; known: {KNOWN[0]} up to, not including, {KNOWN[1]}"
-        )
+    _refuse_unknown()
     return [hook for hook in HOOKS if hook.process == process and hook.find() is not None]
 
 
@@ -286,3 +298,18 @@ def install(process: Process) -> None:
     for hook in check(process):
         if hook.use in ("", "late"):
             hook.replace()
+
+
+def guard() -> list[str]:
+    """Put the rows of ``stock`` in place, as far as this vLLM has them.
+
+    Returns:
+        A sentence for each that it lacks, and one if its version is unknown.
+    """
+    problems = []
+    for step in (_refuse_unknown, *(hook.replace for hook in HOOKS if hook.process == "stock")):
+        try:
+            step()
+        except Exception as exc:  # noqa: BLE001  # whatever an unknown vLLM has changed, it starts
+            problems.append(str(exc))
+    return problems

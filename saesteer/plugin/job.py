@@ -88,13 +88,14 @@ def run(
     # With the scheduler in the same process, all prompts of a batch are there before its first step. Otherwise the last
     # ones may miss it, batches have different shapes from run to run, and stock vLLM does not repeat its own logprobs.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from the current directory, also by what vLLM starts
     if dictionaries is None:
         environment["VLLM_PLUGINS"] = ""
     with tempfile.TemporaryDirectory(prefix="saesteer-") as scratch:
         answers, log = Path(scratch, "answers.json"), Path(scratch, "log.txt")
         with log.open("w") as said:
             done = subprocess.run(
-                [sys.executable, "-m", "saesteer.plugin.job", str(answers)],
+                [sys.executable, "-P", "-m", "saesteer.plugin.job", str(answers)],
                 input=json.dumps(job),
                 text=True,
                 env=environment,

@@ -1,7 +1,6 @@
 """``saesteer.LLM``: vLLM's offline engine, with dictionaries at start and a spec for each prompt."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
 from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.spec import Spec, as_spec
+from saesteer.plugin.configured import disabled
 from saesteer.plugin.door import frontend
 
 Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
@@ -89,7 +89,7 @@ class LLM(vllm.LLM):
         frontend.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}
         super().__init__(model=model, additional_config=additional, **kwargs)
-        if not getattr(self.llm_engine, "saesteer_agreed", False) and os.environ.get("SAESTEER_DISABLE") != "1":
+        if not getattr(self.llm_engine, "saesteer_agreed", False) and not disabled():
             raise UnsupportedError("the engine started without saesteer's handshake, so nothing would be steered")
 
     def generate(

@@ -53,7 +53,7 @@ def test_pieces_of_texts_are_put_together(
         shard = Shard()
         for text, site, positions in steps[start : start + 5]:
             shard.add(str(first + text), 0, rows(text, site, positions))
-        place.publish(shard)
+        place.publish(shard, "captured")
     place.close()
     found = tensors_of(folder, SITES, [[7] * length for length in lengths])
     if gone is not None:

@@ -29,7 +29,8 @@ def become(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def execve(program: str, words: list[str], environment: dict[str, str]) -> None:
-        seen.update(program=program, words=words, environment=environment)
+        assert words[1] == "-P", "see test_folder.py"
+        seen.update(program=program, words=[words[0], *words[2:]], environment=environment)
         raise Became
 
     monkeypatch.setattr(os, "execve", execve)
@@ -58,7 +59,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
     assert words[5:8] == ["--port", "8001", "--enforce-eager"]
     assert additional_config(words) == {
         "saesteer": {
-            "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3", "rows": False}},
+            "dictionaries": {"gs": {"path": str(DEMO_SAE), "site": "resid_post.3", "rows": False, "version": None}},
             "dictionaries_of": [],
             "sites": ["resid_post.1", "resid_mid.2", "resid_pre.0"],
             "reads": [],
@@ -114,8 +115,8 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
     assert additional_config(become["words"])["saesteer"] == {
         "dictionaries": {
-            "gs": {"path": str(DEMO_SAE), "site": None, "rows": False},
-            "stored": {"path": str(DEMO_SAE), "site": "resid_post.2", "rows": True},
+            "gs": {"path": str(DEMO_SAE), "site": None, "rows": False, "version": None},
+            "stored": {"path": str(DEMO_SAE), "site": "resid_post.2", "rows": True, "version": None},
         },
         "vectors": {
             "sad": {"path": f"{tmp_path}/happy.npy", "bias": None, "function": None},
@@ -189,7 +190,9 @@ def test_demo_brings_model_dictionary_and_options(
     config = additional_config(words)["saesteer"]
     assert config["playground"] is True
     held = config["dictionaries"]
-    assert held == {name: {"path": path, "site": None, "rows": False} for name, path in sources.items()}
+    assert held == {
+        name: {"path": path, "site": None, "rows": False, "version": None} for name, path in sources.items()
+    }
 
 
 def test_the_demo_listens_elsewhere_and_has_no_page_if_one_says_so(
@@ -214,7 +217,7 @@ def test_the_demo_listens_elsewhere_and_has_no_page_if_one_says_so(
     ],
 )
 def test_vllm_plugins(given: dict[str, str], expected: dict[str, str]) -> None:
-    assert serve.environment(given) == expected
+    assert serve.environment(given) == expected | {"PYTHONSAFEPATH": "1"}
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])

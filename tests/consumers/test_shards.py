@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from saesteer.consumers import DiskError, shards
 from saesteer.consumers.filesystem import Filesystem
+from saesteer.consumers.runner import Policy, Runner, Ticket
 from saesteer.errors import ConfigError, SpecError
 from tests.consumers.rows import SITE, request, rows, token, value
 from tests.timing import growth
@@ -226,9 +228,64 @@ def test_the_answer_names_the_shards(tmp_path: Path) -> None:
     assert told == {"tag": "run7", "shards": [shard], "rows": 4}
     about = json.loads((tmp_path / shard / "rows.json").read_text())
     assert about["tensors"] == {"activation.resid_post.3.before": {"kind": "activation", **SITE, "array": "data"}}
-    assert shard.startswith("run7/") and about["pieces"][0]["request"] == "request 0"
+    assert shard.startswith("requests/run7/") and about["pieces"][0]["request"] == "request 0"
     assert not consumer._series
     consumer.close()
+
+
+def test_no_tag_gets_in_the_way_of_what_is_captured(tmp_path: Path) -> None:
+    """The answer has the numbers of shards, so the next ones can be guessed; tags may have their form."""
+    consumer = filesystem(tmp_path)
+    own = consumer._place._own
+    for number in range(1, 4):
+        asked = request(number, parameters=consumer.check({"tag": f"{own}-{number + 3:06d}"}, "at"))
+        consumer.take(asked, rows(number, 0, 2))
+        consumer.end(asked)
+    consumer.take(request(7, captured=True), rows(7, 0, 25, WIDE))
+    consumer.close()
+    assert sorted(found(tmp_path / "captured")) == [("request 7", at) for at in range(25)]
+    assert len(found(tmp_path / "requests")) == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["captured", "requests"]
+
+
+@pytest.mark.parametrize("taken", ["folder", "file"])
+def test_a_shard_whose_name_is_taken_takes_another(tmp_path: Path, taken: str) -> None:
+    consumer = filesystem(tmp_path)
+    for number in range(1, 3):
+        there = tmp_path / "captured" / f"{consumer._place._own}-{number:06d}"
+        there.mkdir(parents=True)
+        (there / "theirs").touch()
+        if taken == "file":
+            (there / "theirs").rename(there.with_suffix(".file"))
+            there.rmdir()
+            there.with_suffix(".file").rename(there)
+    consumer.take(request(7, captured=True), rows(7, 0, 25, WIDE))
+    consumer.close()
+    assert sorted(found(tmp_path)) == [("request 7", at) for at in range(25)]
+
+
+def test_rows_that_are_lost_are_counted_as_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a shard that cannot be written, and what came with the rows that filled it; also where nothing follows."""
+    counted: Counter[str] = Counter()
+
+    def count(what: str, _: str, by: int) -> None:
+        counted[what] += by
+
+    runner = Runner("disk", filesystem(tmp_path), Policy(), count)
+    one, two, last = (Ticket(request(number, captured=True)) for number in range(3))
+    with dying_at(1, no_space):
+        runner._serve(one, rows(0, 0, 8, WIDE))
+        runner._serve(one, rows(0, 8, 25, WIDE))  # fills a shard, which cannot be written
+        runner._serve(one, rows(0, 25, 27, WIDE))
+    assert counted == {"rows": 8, "failures": 1, "dropped": 27}
+    assert "a shard of 9 rows could not be written" in caplog.text
+    runner._serve(two, rows(1, 0, 3, WIDE))
+    runner._serve(last, rows(2, 0, 2, WIDE))
+    with dying_at(1, no_space):
+        runner.close()
+    assert counted == {"rows": 13, "failures": 2, "dropped": 32}
+    assert "a shard of 5 rows could not be written" in caplog.text
+    assert found(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root
         self.sent: dict[str, int] = {}
+        self.revisions: set[str] = set()  # that were asked for by name
 
     @property
     def address(self) -> str:
@@ -49,6 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.server.revisions |= {*re.findall(r"/(?:revision|tree|resolve)/([^/]+)", path)}
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
             files = self._files(found[1])
             self._json({"id": found[1], "sha": SHA, "siblings": [{"rfilename": name} for name in files]})
@@ -116,13 +118,19 @@ class FakeHub:
         self.root = root
         self.given: list[str] = []
 
-    def snapshot_download(self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        source = self.root / repo
+    def folder(self, repo: str, revision: str = "") -> Path:
+        """Where the files of a revision are; of the default branch without one."""
+        return self.root / (f"{repo}@{revision}" if revision else repo)
+
+    def snapshot_download(
+        self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str], revision: str = ""
+    ) -> str:
+        source = self.folder(repo, revision)
         if not source.is_dir():
             raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}\nmore lines")
         names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
         self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
-        snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / "abc"
+        snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / (revision or "abc")
         snapshot.mkdir(parents=True, exist_ok=True)
         for name in self.given:
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
 from tests.loaders.formats import circuit_tracer, qwen_scope, sparsify
-from tests.loaders.hub import FakeHub, Hub, serving
+from tests.loaders.hub import SHA, FakeHub, Hub, serving
 from tests.loaders.sets import opened, scope
 
 LARGE = 70_000  # features, so that files are larger than what is fetched whole
@@ -28,15 +28,16 @@ LARGE = 70_000  # features, so that files are larger than what is fetched whole
 def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "hub")
 
-    def listed(repo: str) -> list[str]:
-        source = fake.root / repo
+    def listed(repo: str, revision: str = "") -> list[str]:
+        source = fake.folder(repo, revision)
         if not source.is_dir():
             raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}")
         return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
 
     def fetched(*args: Any, **how: Any) -> str:
         if how.get("local_files_only"):
-            return str(fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots" / "abc")
+            snapshots = fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots"
+            return str(snapshots / how.get("revision", "abc"))
         everything.append(fake.given)
         found = FakeHub.snapshot_download(fake, *args, **how)
         everything.append(fake.given)
@@ -208,6 +209,15 @@ def test_a_header_that_says_that_it_is_the_whole_file_is_not_fetched(hub: Hub, t
     assert hub.sent[file.name] < 1 << 20
 
 
+def test_inspect_of_a_revision_asks_for_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    cfg = writers.saelens_cfg("jumprelu", d_sae=LARGE)
+    writers.saelens(hub.root / "org" / "pinned", cfg, writers.raw(features=LARGE))
+    hub.revisions.clear()
+    done = inspect(hub, "org/pinned@@v1@resid_post.3", tmp_path)
+    assert done.returncode == 0 and "70,000" in done.stdout, done.stderr
+    assert hub.revisions <= {"v1", SHA} and "v1" in hub.revisions
+
+
 def test_inspect_of_a_source_of_neuronpedia(hub: Hub, tmp_path: Path) -> None:
     inside = "layer_21/width_16k/average_l0_70"
     writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw(features=LARGE))
@@ -252,6 +262,12 @@ def test_a_list_of_other_repositories_names_a_place_that_is_served(hub: Hub, tmp
         ("org/repo", True),
         ("org/repo/layer_*/width_16k", True),
         ("org/repo/gpt2-small_L5_lr1.20e-03_l11.00e+00.pt", True),
+        ("org/repo@@0c863dc9", True),
+        ("org/repo/layer_*@@refs/pr/1", True),
+        ("org/repo@@", False),
+        ("org/repo@@a/../b", False),
+        ("org/repo@@a@@b", False),
+        ("./repo@@v1", False),
         ("repo", False),
         ("org/../repo", False),
         ("/org/repo", False),

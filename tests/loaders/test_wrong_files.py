@@ -143,6 +143,20 @@ def test_compressed_npz_and_its_checksum(tmp_path: Path) -> None:
         load(file)
 
 
+def test_npz_that_is_much_larger_than_its_file(tmp_path: Path) -> None:
+    """A few hundred KB of deflated zeros would take GBs of memory; what is declared is refused before it is read."""
+    file = tmp_path / "params.npz"
+    arrays = writers.raw() | {"W_enc": np.zeros((D, (80 << 20) // D // 4), np.float32)}
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    assert file.stat().st_size < 1 << 20
+    for read in (describe, load):
+        with pytest.raises(LoadError, match=r"params\.npz: W_enc: 838\d{5} bytes, packed into \d{5}; expected weights"):
+            read(file)
+    small = writers.raw() | {"b_dec": np.zeros(D, np.float32)}
+    np.savez_compressed(file, **small)  # type: ignore[arg-type]
+    assert describe(file).d_in == D
+
+
 def test_npz_with_a_member_twice(tmp_path: Path) -> None:
     file = good("gemma_scope", tmp_path)
     with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):

@@ -39,7 +39,7 @@ from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
-from saesteer.plugin import contract
+from saesteer.plugin.configured import configure
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results import consuming, kept
 from saesteer.plugin.results.gathering import Gathering
@@ -100,7 +100,7 @@ class Servers:
     """
 
     def __init__(self, folder: Path, model: str) -> None:
-        contract.install("every")
+        configure()
         kv_cache_utils.init_none_hash(sha256)
         self._model = model
         self._made: dict[Mode, tuple[Any, list[Engine]]] = {}

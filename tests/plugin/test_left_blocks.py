@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from saesteer.planning.plan import END
-from saesteer.plugin import contract
+from saesteer.plugin.configured import configure
 from saesteer.plugin.prefix_cache import RUNS
 from saesteer.plugin.results.counts import Table
 from saesteer.plugin.results.failures import FAILED
@@ -101,7 +101,7 @@ class Engine:
 
 @pytest.fixture(params=[Scheduler, AsyncScheduler])
 def make(model_dir: str, request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    contract.install("every")
+    configure()
     init_none_hash(sha256)
     kind = request.param
 

@@ -23,7 +23,8 @@ from saesteer.consumers.lines import Logging
 from saesteer.consumers.runner import Runner, Ticket
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
-from saesteer.plugin import contract, register
+from saesteer.plugin import contract
+from saesteer.plugin.configured import configure
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results.failures import SpecRefused, raise_there
@@ -75,7 +76,7 @@ def test_a_spec_in_a_few_words(wire: Any, said: str) -> None:
 
 
 def test_what_is_printed_is_short_and_what_travels_is_whole() -> None:
-    register()
+    configure()
     assert str(SamplingParams()) == SamplingParams.__repr__.__wrapped__(SamplingParams()), "as it was"
     params = SamplingParams(max_tokens=7, extra_args={"saesteer": SPEC, "other": 1})
     for text in (str(params), f"{params}", repr([params])):

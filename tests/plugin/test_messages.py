@@ -23,9 +23,9 @@ def renderer(model_dir: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import renderer_from_config
 
-    from saesteer.plugin import register
+    from saesteer.plugin.configured import configure
 
-    register()
+    configure()
     options = EngineArgs(model=model_dir, dtype="float32", enforce_eager=True, max_model_len=2048)
     return renderer_from_config(options.create_engine_config())
 

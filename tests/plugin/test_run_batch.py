@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.plugin import register
+from saesteer.plugin.configured import configure
 from saesteer.plugin.door import frontend
 
 SPEC = '{"edits": []}'
@@ -27,6 +28,7 @@ def answer(url: str, **body: Any) -> Any:
         return SimpleNamespace(params=made(8, {}))
 
     register()
+    configure()
     line = {"custom_id": "1", "method": "POST", "url": url, "body": {"file_url": AUDIO, **body}}
     request: Any = run_batch.BatchRequestInput.model_validate(line)
     wrap: Any = run_batch.make_transcription_wrapper(url.endswith("translations"))

@@ -16,13 +16,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import STREAM_FINISHED, OutputProcessor, RequestOutputCollector
 
 from saesteer.config.config import KEY, SaesteerConfig
-from saesteer.plugin import contract
+from saesteer.plugin import register
 
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["behind its answer", "while its answer is made"])
 def test_a_session_ends_where_the_operator_captures(model_dir: str, tmp_path: Path, waiting: bool) -> None:
     """As AsyncLLM does it: what ends the session is made first, as a request like any other, and comes under its id."""
-    contract.install("every")
+    register()
     wire = SaesteerConfig(capture=("resid_post.3",), capture_folder=str(tmp_path)).to_json()
     config = EngineArgs(model_dir, max_model_len=64, additional_config={KEY: wire}).create_engine_config()
     door, processor = InputProcessor(config), OutputProcessor(None, log_stats=False)

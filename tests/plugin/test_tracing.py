@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-from saesteer.plugin import register
+from saesteer.plugin.configured import configure
 from saesteer.plugin.results.counts import Report
 from saesteer.plugin.results.tracing import attributes
 from tests.plugin.conftest import BRIDGE, PROMPTS
@@ -61,7 +61,7 @@ def ended(answer: Report | None) -> Any:
 
 def span_of(spans: InMemorySpanExporter, answer: Report | None) -> dict[str, Any]:
     """The attributes of the span that vLLM makes for a request."""
-    register()
+    configure()
     spans.clear()
     processor: Any = OutputProcessor.__new__(OutputProcessor)
     processor.do_tracing(SimpleNamespace(trace_headers=None), ended(answer), IterationStats())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 from saesteer.config.config import KEY, SaesteerConfig
@@ -133,8 +133,7 @@ class Door:
             SpecError: the spec asks for what this server does not have.
         """
         if catalog is None:
-            found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
-            fail(KEY, "not_served", f"{found}, so it cannot steer")
+            refuse_steering()
         if not spec.defaults and self.config is not None and self.config.default_module_required:
             found = "is false, but this server steers every request (--default-module-required)"
             fail(f"{KEY}.defaults", "not_served", f"{found}; expected true")
@@ -340,6 +339,12 @@ def located(
     if messages is None and (each := by_message(spec.returns)) is not None:
         conversation.spans(ids, [(n, n + 1) for n in range(len(conversation.messages))], each)  # says why
     return spec, messages
+
+
+def refuse_steering() -> NoReturn:
+    """Raise SpecError: this server has nothing of saesteer's."""
+    found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
+    fail(KEY, "not_served", f"{found}, so it cannot steer")
 
 
 def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
 """The front door: checks specs, refuses wrong ones with 400, and sends on what the others edit. Knows no tensor.
 
 Wraps, each in the process that talks to clients:
-    EngineArgs.create_engine_config  refuses options that cannot be served, on each node, whatever will answer
     InputProcessor.__init__          reads the catalog of this server
     InputProcessor.process_inputs    checks the spec against it (admission.py)
     AsyncLLM.add_request             finds the chat messages that a spec names, off the event loop
@@ -16,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
@@ -28,13 +27,14 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.config.modules import check_default
 from saesteer.consumers.known import Consumers
-from saesteer.errors import ConfigError, SpecError
+from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
 from saesteer.language.sites import canonical, expand_sites
 from saesteer.models.families import of_layers, other_widths
 from saesteer.plugin import contract, stages, unservable
+from saesteer.plugin.configured import wire_of
 from saesteer.plugin.door import logs
-from saesteer.plugin.door.admission import Door, located, needs_messages, without_ours
+from saesteer.plugin.door.admission import Door, located, needs_messages, refuse_steering, without_ours
 from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http import bodies, memory, routes, streams
@@ -49,14 +49,8 @@ from saesteer.plugin.wrap import Original, around
 
 def assets_of(vllm_config: Any) -> Assets | None:
     """What the operator configured, opened once per process; None without saesteer, or with SAESTEER_DISABLE=1."""
-    wire = _wire_of(vllm_config)
+    wire = wire_of(vllm_config)
     return None if wire is None else opened(wire)
-
-
-def _wire_of(vllm_config: Any) -> str | None:
-    additional = vllm_config.additional_config
-    raw = additional.get(KEY) if isinstance(additional, Mapping) else None
-    return None if raw is None or os.environ.get("SAESTEER_DISABLE") == "1" else json.dumps(raw, default=str)
 
 
 @cache
@@ -80,15 +74,6 @@ def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: 
     if assets is None:
         return stock
     return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
-
-
-@around
-def _refusing(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(self, *args, **kwargs)
-    wire = _wire_of(found)
-    if wire is not None:  # the files stay closed: this process may only start others, which open them
-        unservable.refuse(found, SaesteerConfig.from_json(json.loads(wire)))
-    return found
 
 
 @around
@@ -147,6 +132,12 @@ def _checking(
     original: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     try:
+        if not hasattr(self, "saesteer_door"):  # stock vLLM
+            if wire_of(getattr(self, "vllm_config", None)) is not None:
+                raise UnsupportedError("the engine's settings were not read: EngineArgs did not make its config")
+            if KEY in (getattr(params, "extra_args", None) or ()):
+                refuse_steering()
+            return original(self, request_id, prompt, params, *args, **kwargs)
         spec = spec_of(params)
         request = original(self, request_id, prompt, with_spec(params, spec), *args, **kwargs)
         taken = request.sampling_params

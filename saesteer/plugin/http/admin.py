@@ -22,6 +22,7 @@ from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
 from saesteer.language.spec import MAX_CHARACTERS, from_json
+from saesteer.plugin.configured import configure, disabled
 from saesteer.plugin.http import features, results
 from saesteer.plugin.http.entries import (
     DefaultBody,
@@ -37,7 +38,6 @@ from saesteer.plugin.http.entries import (
     VectorList,
 )
 from saesteer.plugin.http.memory import MemoryGuard
-from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia
 from saesteer.plugin.http.openapi import document
 from saesteer.plugin.http.playground import PREFIX, add_playground
 from saesteer.plugin.http.refusals import Refused, first_of, refuse
@@ -73,13 +73,16 @@ class EndpointPlugin:
 
         Raises:
             ConfigError: the admin key equals a key that all clients use.
+            UnsupportedError: settings ask for saesteer, and this vLLM lacks a hook.
         """
         args = app.state.args
         configured = KEY in (args.additional_config or {})
-        steers = configured and os.environ.get("SAESTEER_DISABLE") != "1"
+        steers = configured and not disabled()
         app.add_middleware(Guard, served=SERVED if steers else ())
         if not configured:
             return
+        if steers:
+            configure()  # here at the latest
         app.add_middleware(Statuses)
         key = admin_key()
         keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
@@ -108,6 +111,8 @@ def _add_routes(app: FastAPI, args: Any) -> None:
     if config.memory_guard is not None:
         app.add_middleware(MemoryGuard, limit=config.memory_guard)
     if config.neuronpedia:
+        from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia  # needs more of vLLM than a guard may
+
         add_neuronpedia(app, args)
     if config.playground:
         add_playground(app)

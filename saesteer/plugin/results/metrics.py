@@ -32,7 +32,7 @@ def install(codes: tuple[str, ...] = ()) -> None:
     )
     for name, what in (
         ("rows", "Rows that a consumer has taken."),
-        ("dropped", "Rows that a consumer did not get: its queue was full, or it had failed for their request."),
+        ("dropped", "Rows that were lost: a full queue, a consumer that had failed for their request, or the disk."),
         ("failures", "Exceptions in a consumer, and answers whose ids found no room in its queue."),
     ):
         _families[name] = Counter(f"saesteer_consumer_{name}", what, ["consumer"])

@@ -1,0 +1,133 @@
+"""A dictionary that is pinned stays what it was: a revision of the hub in its place, a version in the settings."""
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from saesteer.commands.inspect import report
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import read_settings
+from saesteer.errors import ConfigError, LoadError
+from saesteer.loaders import describe, hub, is_as_loaded, load, neuronpedia
+from saesteer.loaders.files import fetch
+from saesteer.loaders.neuronpedia import Source
+from tests.loaders import writers
+from tests.loaders.hub import FakeHub
+from tests.loaders.sets import opened, scope
+from tests.loaders.test_hub import fake_hub
+
+__all__ = ["fake_hub"]
+INSIDE = "layer_3/width_16k/average_l0_63"
+PLACE = f"google/gemma-scope-2b-pt-res/{INSIDE}"
+
+
+@pytest.fixture
+def revisions(fake_hub: FakeHub) -> FakeHub:
+    """A repository whose default branch has come to hold other weights than its tag."""
+    writers.gemma_scope(fake_hub.folder("google/gemma-scope-2b-pt-res") / INSIDE, writers.raw(seed=2))
+    writers.gemma_scope(fake_hub.folder("google/gemma-scope-2b-pt-res", "v1") / INSIDE, writers.raw(seed=1))
+    return fake_hub
+
+
+def test_a_revision_is_what_is_loaded(revisions: FakeHub) -> None:
+    pinned, moving = describe(f"{PLACE}@@v1"), describe(PLACE)
+    assert pinned.fingerprint != moving.fingerprint and pinned.source == f"{PLACE}@@v1"
+    assert is_as_loaded(load(f"{PLACE}@@v1").info)
+    with pytest.raises(LoadError, match="google/gemma-scope-2b-pt-res"):
+        describe(f"{PLACE}@@v9")
+
+
+@pytest.mark.parametrize("text", ["{}@@v1", "{}@@v1@resid_post.3", "rows:{}@@v1", "rows:{}@@v1@resid_post.3"])
+def test_a_revision_stands_before_the_site(revisions: FakeHub, text: str) -> None:
+    config = read_settings([f"gs={text.format(PLACE)}"])
+    [source] = config.dictionaries.values()
+    assert (source.path, source.rows) == (f"{PLACE}@@v1", text.startswith("rows:"))
+    assert source.site == ("resid_post.3" if text.endswith("resid_post.3") else None)
+    assert SaesteerConfig.from_json(config.to_json()) == config
+    info = Assets.open(config).infos["gs"]
+    assert info.site_in == "resid_post.3"
+    assert info.by_rows or info.fingerprint == describe(f"{PLACE}@@v1").fingerprint
+
+
+def test_a_revision_in_the_settings(revisions: FakeHub) -> None:
+    given = {"dictionaries": {"gs": {"path": PLACE, "revision": "v1", "site": "resid_post.3"}}}
+    config = SaesteerConfig.from_json(given)
+    assert config.dictionaries["gs"].path == f"{PLACE}@@v1"
+    assert Assets.open(config).infos["gs"].fingerprint == describe(f"{PLACE}@@v1").fingerprint
+
+
+def test_sets_and_names_of_neuronpedia_are_pinned(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scope(fake_hub.root / "google", 3, 7)
+    made.rename(fake_hub.folder("google/gemma-scope-2b-pt-res", "v1"))
+    assets = opened("google/gemma-scope-2b-pt-res/layer_*/width_16k/*@@v1@7,3")
+    assert [info.site_in for info in assets.infos.values()] == ["resid_post.3", "resid_post.7"]
+    assert len(opened("google/gemma-scope-2b-pt-res@@v1").infos) == 2
+    with pytest.raises(LoadError):
+        opened("google/gemma-scope-2b-pt-res")
+    rows = {"m/s": Source(PLACE, "m", "resid_mid.2")}
+    monkeypatch.setattr(neuronpedia, "_table", lambda: rows)
+    config = read_settings(["np:m/s@@v1"])
+    assert [*config.dictionaries] == ["np:m/s"] and config.dictionaries["np:m/s"].path == "np:m/s@@v1"
+    assert Assets.open(config).infos["np:m/s"].fingerprint == describe(f"{PLACE}@@v1").fingerprint
+
+
+def test_a_place_on_this_machine_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    writers.gemma_scope(tmp_path / "org" / "dict", writers.raw())
+    with pytest.raises(LoadError, match=r"org/dict is on this machine; expected it without @@v1"):
+        describe("org/dict@@v1")
+    with pytest.raises(LoadError, match=r"not a hub id .*; expected a hub id in front of @@v1"):
+        describe("./org/dict@@v1")
+    with pytest.raises(LoadError, match=r"expected a hub id in front of @@v1"):
+        describe(f"{tmp_path}/org/dict#name@@v1")
+    odd = tmp_path / "of@@mine"
+    (tmp_path / "org" / "dict").rename(odd)
+    assert fetch(str(odd)) == odd, "a folder with such a name is one all the same"
+
+
+def test_a_version_must_be_the_dictionarys(tmp_path: Path) -> None:
+    file = writers.own(tmp_path / "x.safetensors", writers.own_tensors(writers.raw()))
+    other = describe(file).fingerprint
+
+    def opened_with(version: str, path: str = str(file), **more: Any) -> Assets:
+        one = {"path": path, "version": version, "site": "resid_post.3", **more}
+        return Assets.open(SaesteerConfig.from_json({"dictionaries": {"gs": one}}))
+
+    for rows in (False, True):
+        for version in (other, other[:16], other[:8]):
+            assert opened_with(version, rows=rows).infos
+        words = rf"dictionary 'gs' has the version {other[:16]}, expected 0123456789abcdef"
+        with pytest.raises(ConfigError, match=words):
+            opened_with("0123456789abcdef", rows=rows)
+    for wrong in ("0123456", "XYZ", "0C863DC9", 12345678):
+        with pytest.raises(ConfigError, match=r"gs.version: got .*, expected (8 to 64 hex digits|a text)"):
+            opened_with(wrong)  # type: ignore[arg-type]
+    scope(tmp_path / "set", 3, 7)
+    with pytest.raises(ConfigError, match=r"dictionary 'gs' is a set, whose layers have a version each"):
+        opened_with(other, str(tmp_path / "set"), site=None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../out/params.npz",
+        "layer_3/../../../out/params.npz",
+        "/tmp/out/params.npz",
+        "..\\out\\params.npz",
+        "C:/out/params.npz",
+        "layer_3/..",
+        "layer_3/params.npz\0",
+    ],
+)
+def test_a_name_from_the_hub_leads_nowhere_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror, or a proxy in between, may list what it likes; nothing is fetched then."""
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda _: ["layer_3/params.npz", name])
+    monkeypatch.setattr(hub, "_copy", lambda *_: pytest.fail("something was fetched"))
+    with pytest.raises(LoadError, match=r"the hub lists .*; expected names of files inside the repository") as caught:
+        report("org/repo")
+    assert repr(name) in str(caught.value)
+    with pytest.raises(LoadError, match="the hub lists"):
+        hub.Headers(str(tmp_path)).get("org/repo/layer_3")
