@@ -52,6 +52,8 @@ class Captures:
                 self._planes[name, after] = width, places[width]
                 places[width] += 1
         self._banks = {width: Reserved(count * max_tokens, width, dtype, device) for width, count in places.items()}
+        for width, number in self._planes.values():
+            self._banks[width].take(number * max_tokens, 1)  # what launches a kernel looks its pointers up
         self._banked: dict[tuple[tuple[str, ...], bool], tuple[int | None, NDArray[np.int64]]] = {}
         self._indices: dict[bytes, Tensor] = {}  # of rows, on the device, by their bytes
         self._joined: dict[tuple[Source, ...], Probes] = {}  # the last used stands last
