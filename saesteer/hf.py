@@ -166,13 +166,27 @@ class Model:
         self.engine.edit(site, stream)
 
     @contextmanager
-    def _steered(self, *words: Any, **options: Any) -> Iterator[tuple[list[int], Plan, Row | None]]:
-        """Steers the forward passes inside it, alone. Gives what ``_planned`` returns for the same arguments."""
+    def _steered(
+        self, prompt: Prompt, steer: Any, prompt_len: int | None = None, *, reading: bool = False, more: int = 0
+    ) -> Iterator[tuple[list[int], Plan, Row | None]]:
+        """Steers the forward passes inside it, alone. Gives the tokens, the spec's plan, and its row or None."""
         with self._lock:
             if self._closed or self._thread is not None:
                 state = "is closed" if self._closed else "runs a pass on this thread"
                 raise ConfigError(f"this Model {state}, expected one pass after the other, before close()")
-            ids, planned, row = self._planned(*words, **options)
+            ids, spec = self.encode(prompt), as_spec(steer) or Spec()
+            if len(ids) + more > self._longest:
+                asked = f" and max_tokens {more}" if more else ""
+                raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._longest}, {self._why}")
+            if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
+                raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
+            planned = plan(spec, self.engine.catalog, prompt_len)
+            if not reading and (taken := (*planned.readouts, *planned.measures)):
+                what = "reads values out, which is not served on Transformers but by Model.read"
+                fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
+            store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
+            rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
+            row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
             self._kinds = self._none if row is None else row.kinds
             self.engine.fill(_ROW, row)
             self._thread = threading.get_ident()
@@ -182,25 +196,6 @@ class Model:
                 self._thread = None
                 self.engine.fill(_ROW, None)
                 self.engine.rest()
-
-    def _planned(
-        self, prompt: Prompt, steer: Any, prompt_len: int | None = None, *, reading: bool = False, more: int = 0
-    ) -> tuple[list[int], Plan, Row | None]:
-        """Return the prompt's tokens, the spec's plan, and its row or None."""
-        ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        if len(ids) + more > self._longest:
-            asked = f" and max_tokens {more}" if more else ""
-            raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._longest}, {self._why}")
-        if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
-            raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
-        planned = plan(spec, self.engine.catalog, prompt_len)
-        if not reading and (taken := (*planned.readouts, *planned.measures)):
-            what = "reads values out, which is not served on Transformers but by Model.read"
-            fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
-        store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
-        rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
-        catalog = replace(self.engine.catalog, rows=rows)
-        return ids, planned, self.engine.make_row(encode(planned, catalog, dose=spec.returns.dose))
 
     def _forward(self, ids: Sequence[int], start: int, cache: Any = None) -> Any:
         device = self.engine.device

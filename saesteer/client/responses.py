@@ -16,7 +16,7 @@ _CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, if the error h
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. Of several choices (``n``) it is the first; ``raw`` has them all, each with its ``saesteer``."""
+    """A whole answer."""
 
     text: str
     finish_reason: str | None
@@ -148,6 +148,7 @@ class Events:
         """Arguments as ``answer_of``."""
         self._kind = kind
         self._steered = steered  # None also after the stream has said what was applied
+        self._ended = False  # whether the stream has said that it is whole
         self._rest: list[bytes] = []  # the beginning of an incomplete line, in pieces as they came
 
     def feed(self, data: bytes) -> Iterator[Piece]:
@@ -163,17 +164,23 @@ class Events:
         lines = [b"".join(self._rest), *others[:-1]]
         self._rest = others[-1:]
         for line in lines:
-            if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
-                for piece in _pieces(self._kind, event.decode("utf-8", "replace")):
-                    self._steered = self._steered if piece.applied is None else None
-                    yield piece
+            if not line.startswith(b"data:"):
+                continue
+            if (event := line[5:].strip()) == b"[DONE]":
+                self._ended = True
+                continue
+            for piece in _pieces(self._kind, event.decode("utf-8", "replace")):
+                self._steered = self._steered if piece.applied is None else None
+                yield piece
 
     def end(self) -> None:
-        """Checks, at the end of the stream, that a piece has said what was applied.
+        """Check, where the stream ends, that it is whole, and that a piece reports what was applied.
 
         Raises:
-            ServerError: the request had a spec, and no piece has said it.
+            ServerError: the last event was not ``[DONE]``, or the request had a spec, and no piece reports it.
         """
+        if not self._ended:
+            raise ServerError("the stream broke off, expected [DONE] at its end: the answer is not whole", status=200)
         if self._steered is not None:
             raise _silent(self._steered)
 

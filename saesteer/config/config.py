@@ -21,6 +21,7 @@ from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
 from saesteer.language.fields import Check, fail, optional, show
 from saesteer.language.sites import expand_sites
+from saesteer.language.spec import as_object
 
 KEY = "saesteer"
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment: the key that the admin routes require
@@ -123,9 +124,10 @@ def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check
 def _module(value: Any, at: str) -> str | dict[str, Any]:
     if isinstance(value, str | PathLike):
         return fspath(value)
-    if not isinstance(value, Mapping):
+    found = fields.plain(as_object(value))
+    if not isinstance(found, dict):
         fail(at, "wrong_type", f"got {show(value)}, expected the path of a JSON file or a spec")
-    return dict(value)
+    return found
 
 
 def _options(value: Any, at: str) -> dict[str, Any]:

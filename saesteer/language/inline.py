@@ -7,9 +7,10 @@ take 0.07 ms. ``saesteer.dictionaries.vectors.from_inline`` views them as arrays
 
 import binascii
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pybase64 import b64decode, b64encode
 
@@ -23,6 +24,7 @@ from saesteer.language.fields import (
     number,
     one_of,
     optional,
+    plain,
     read,
     show,
     text,
@@ -124,10 +126,34 @@ def _is_zero(row: bytes, size: int) -> bool:
 Vector = str | tuple[float, ...] | InlineVector
 
 
+class Array(Protocol):
+    """An array of numpy or a tensor of torch, in any dtype and on any device."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def tolist(self) -> Any: ...
+
+
+def flat(value: Any, at: str) -> list[float]:
+    """Return the numbers of a list or an ``Array``.
+
+    Raises:
+        SpecError: it has another number of dimensions than one, or something in it is no finite number.
+    """
+    if len(shape := getattr(value, "shape", (0,))) != 1:
+        fail(at, "wrong_type", f"got the shape {list(shape)}, expected one dimension, or an InlineVector")
+    return [number(one, f"{at}[{i}]") for i, one in enumerate(plain(value))]
+
+
 def vector(value: Any, at: str) -> Vector:
     """The name of a vector, or the vector itself."""
     if isinstance(value, str):
         return text(value, at)
+    if hasattr(value, "tolist"):
+        numbers = flat(value, at)
+        data = struct.pack(f"<{len(numbers)}f", *numbers)
+        value = {"dtype": "float32", "shape": [len(numbers)], "data": data}
     if not isinstance(value, list | tuple):
         return read(InlineVector, value, at)
     numbers = _plain_numbers(value) or list_of(number, MAX_LIST)(value, at)

@@ -10,10 +10,9 @@ import vllm
 from saesteer import plugin
 from saesteer.config.config import KEY, DoseAction, SaesteerConfig
 from saesteer.errors import PromptsFailed, UnsupportedError
-from saesteer.language.spec import Spec, as_spec
+from saesteer.language.fields import fail
+from saesteer.language.spec import Spec, Steer, as_spec
 from saesteer.plugin.door import frontend
-
-Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
 
 
 class LLM(vllm.LLM):
@@ -168,6 +167,8 @@ class LLM(vllm.LLM):
         each = list(params) if isinstance(params, list | tuple) else [params] * prompts
         if len(each) != prompts:
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
+        if any(spec is not None and KEY in (one.extra_args or ()) for one, spec in zip(each, specs, strict=True)):
+            fail("steer", "conflict", f"stands beside {KEY!r} in sampling_params.extra_args, expected one of them")
         steered = [frontend.with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
         return steered if prompts != 1 or isinstance(params, list | tuple) else steered[0]
 

@@ -201,10 +201,10 @@ def test_what_a_server_reports_stands_under_its_name(whole: bool) -> None:
 def test_a_stream_may_come_in_any_parts() -> None:
     class Parts(httpx.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
-            for byte in "".join(f"data: {json.dumps(one, ensure_ascii=False)}\r\n\r\n" for one in events).encode():
+            for byte in "".join(f"data: {one}\r\n\r\n" for one in events).encode():
                 yield bytes([byte])
 
-    events = CHUNKS["/v1/completions"]
+    events = [*(json.dumps(one, ensure_ascii=False) for one in CHUNKS["/v1/completions"]), "[DONE]"]
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Parts()))
     with Client("http://host", model="m", transport=transport) as client:
         assert [piece.text for piece in client.stream_complete("x")] == [" a", " ü\u2028"]
@@ -303,7 +303,8 @@ def test_a_server_that_does_not_say_what_was_applied(
         return {key: value for key, value in document.items() if key != "saesteer"}
 
     server.answer = json.dumps(without(ANSWERS[path])).encode()
-    server.stream = "".join(f"data: {json.dumps(without(one))}\n\n" for one in CHUNKS.get(path, [])).encode()
+    events = [json.dumps(without(one)) for one in CHUNKS.get(path, [])]
+    server.stream = "".join(f"data: {one}\n\n" for one in [*events, "[DONE]"]).encode()
     with pytest.raises(ServerError) as caught:
         ask(server, method, "x", asynchronous=asynchronous, **asked)
     assert str(caught.value) == (
