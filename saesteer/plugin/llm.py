@@ -44,8 +44,9 @@ class LLM(vllm.LLM):
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
-        fail_fast: end a request with an error once its hidden states or logits are not finite, or its answer begins
-            with the same token 16 times.
+        fail_fast: end a request with an error once its hidden states or logits are not finite, or its answer repeats
+            itself.
+        fail_fast_after: tokens of repetition, with a period of up to 16 tokens, after which ``fail_fast`` does so.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
@@ -80,6 +81,7 @@ class LLM(vllm.LLM):
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         fail_fast: bool = False,
+        fail_fast_after: int = 16,
         **kwargs: Any,
     ) -> None:
         plugin.require()
@@ -106,6 +108,7 @@ class LLM(vllm.LLM):
             "max_dose": max_dose,
             "max_dose_action": max_dose_action,
             "fail_fast": fail_fast,
+            "fail_fast_after": fail_fast_after,
         }
         wire = SaesteerConfig.from_json(wishes).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
