@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
-from saesteer.config.config import LIMITS, SaesteerConfig
+from saesteer.config.config import LIMITS, OPTIONS, SaesteerConfig
 from saesteer.config.modules import check_default
 from saesteer.dictionaries.active import ActiveFeature, strongest
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
@@ -86,6 +86,8 @@ class Model:
         max_tokens: int = 4096,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        # The arguments have the names of the options; None stands for an option's default.
+        wishes = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             import transformers
 
@@ -97,10 +99,7 @@ class Model:
         self.model = model.eval()
         self.tokenizer = tokenizer
         trunk, family = find_trunk(model, "transformers")
-        wishes = {"dictionaries": dictionaries or {}, "vectors": vectors or {}, "modules": modules or {}}
-        limits = {"max_edits": max_edits, "max_dose": max_dose, "inline_rows": LIMITS["inline_rows"][2]}
-        named = {"dictionaries_of": dictionaries_of, "default_module": default_module}
-        self._config = SaesteerConfig.from_json({**wishes, **limits, **named, "sites": sites, "reads": reads})
+        self._config = SaesteerConfig.from_json({"inline_rows": LIMITS["inline_rows"][2], **wishes})
         # On one machine with one sequence at a time, dictionaries by rows are loaded whole.
         sources = {name: replace(one, rows=False) for name, one in self._config.dictionaries.items()}
         self._config = replace(self._config, dictionaries=sources)
@@ -133,11 +132,8 @@ class Model:
             self._hook(site, *family.find(trunk, "transformers", *parse(site.name)))
 
     def _hook(self, site: Site, module: Any, side: str) -> None:
-        if side == "in":
-            hook = module.register_forward_pre_hook(lambda _, args: self._edit(site, args))
-        else:
-            hook = module.register_forward_hook(lambda _, _i, out: self._edit(site, out))
-        self._hooks.append(hook)
+        register = module.register_forward_pre_hook if side == "in" else module.register_forward_hook
+        self._hooks.append(register(lambda *passed: self._edit(site, passed[-1])))  # its arguments, or what it returns
 
     def _is_mine(self) -> bool:
         """Return whether the forward pass on this thread is this Model's, since others may run the same module."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
             llm.generate("a", steer=steer)
             llm.chat([], steer=steer)
             client.chat("a", steer=steer)
-            other.complete("a", steer=steer)
+            _ = other.complete("a", steer=steer)
             client.register_module("a", steer)
         llm.generate(["a", "b"], steer=[edit, None])
         llm.generate("a", steer=saesteer.clamp("demo", 3, 2.0))

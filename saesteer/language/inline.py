@@ -7,7 +7,6 @@ take 0.07 ms. ``saesteer.dictionaries.vectors.from_inline`` views them as arrays
 
 import binascii
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal, Protocol
@@ -129,9 +128,6 @@ Vector = str | tuple[float, ...] | InlineVector
 class Array(Protocol):
     """An array of numpy or a tensor of torch, in any dtype and on any device."""
 
-    @property
-    def shape(self) -> Sequence[int]: ...
-
     def tolist(self) -> Any: ...
 
 
@@ -151,9 +147,8 @@ def vector(value: Any, at: str) -> Vector:
     if isinstance(value, str):
         return text(value, at)
     if hasattr(value, "tolist"):
-        numbers = flat(value, at)
-        data = struct.pack(f"<{len(numbers)}f", *numbers)
-        value = {"dtype": "float32", "shape": [len(numbers)], "data": data}
+        found = flat(value, at)
+        value = {"dtype": "float32", "shape": [len(found)], "data": struct.pack(f"<{len(found)}f", *found)}
     if not isinstance(value, list | tuple):
         return read(InlineVector, value, at)
     numbers = _plain_numbers(value) or list_of(number, MAX_LIST)(value, at)

@@ -8,7 +8,7 @@ from typing import Any
 import vllm
 
 from saesteer import plugin
-from saesteer.config.config import KEY, DoseAction, SaesteerConfig
+from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec, Steer, as_spec
@@ -84,32 +84,9 @@ class LLM(vllm.LLM):
         fail_fast_after: int = 16,
         **kwargs: Any,
     ) -> None:
+        # The arguments have the names of the options; None stands for an option's default.
+        wishes = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
-        wishes = {
-            "dictionaries": dictionaries or {},
-            "sites": sites,
-            "reads": reads,
-            "consumers": consumers or {},
-            "capture": capture,
-            "capture_folder": capture_folder,
-            "max_read_mib": max_read_mib,
-            "max_edits": max_edits,
-            "vectors": vectors or {},
-            "modules": modules or {},
-            "inline_rows": inline_rows,
-            "registers": registers,
-            "graph_sets": graph_sets,
-            "max_results": max_results,
-            "max_results_mib": max_results_mib,
-            "result_seconds": result_seconds,
-            "dictionary_folder": dictionary_folder,
-            "dictionaries_of": dictionaries_of,
-            "default_module": default_module,
-            "max_dose": max_dose,
-            "max_dose_action": max_dose_action,
-            "fail_fast": fail_fast,
-            "fail_fast_after": fail_fast_after,
-        }
         wire = SaesteerConfig.from_json(wishes).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))

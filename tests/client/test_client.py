@@ -143,7 +143,7 @@ def ask(server: StandIn, method: str, *words: Any, asynchronous: bool, **fields:
 def test_chat(server: StandIn, asynchronous: bool) -> None:
     answer = ask(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
     raw = ANSWERS["/v1/chat/completions"]
-    assert answer == Answer("The Bridge.", "stop", USAGE, raw, tuple(APPLIED), tuple(DOSE))
+    assert answer == Answer("The Bridge.", "stop", USAGE, raw, applied=tuple(APPLIED), dose=tuple(DOSE))
     assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
     assert server.seen[-1][2] == {
         "model": "small",
@@ -181,7 +181,7 @@ def test_streams(server: StandIn, asynchronous: bool) -> None:
     pieces = ask(server, "stream_complete", "x", asynchronous=asynchronous)
     raw = CHUNKS["/v1/completions"]
     # A line separator inside a text is no end of a line.
-    assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, tuple(APPLIED))]
+    assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, applied=tuple(APPLIED))]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["answer", "piece"])

@@ -121,7 +121,7 @@ def lengths(scheduler: Any, scheduler_output: Any) -> list[tuple[Any, int]]:
     return [(one, one.num_output_tokens) for one in known if one is not None]
 
 
-def end(scheduler: Any, outputs: dict[int, Any], before: Iterable[tuple[Any, int]], after: int) -> None:
+def end(scheduler: Any, outputs: dict[int, Any], before: Sequence[tuple[Any, int]], after: int) -> None:
     """End the requests whose answers have collapsed in this step: their output of it carries the word.
 
     Args:
@@ -130,18 +130,15 @@ def end(scheduler: Any, outputs: dict[int, Any], before: Iterable[tuple[Any, int
         before: as ``lengths`` returned it.
         after: as of ``collapse``.
     """
-    found = ((one, collapse(one.output_token_ids, start, after)) for one, start in before)
-    collapsed = {one.request_id: (one, period) for one, period in found if period}
-    if not collapsed:
+    periods = {one.request_id: of for one, start in before if (of := collapse(one.output_token_ids, start, after))}
+    if not periods:
         return
-    scheduler.finish_requests(
-        [name for name, (one, _) in collapsed.items() if not one.is_finished()], RequestStatus.FINISHED_ERROR
-    )
-    for output in [one for one in sending.of(outputs) if one.request_id in collapsed]:
-        _, period = collapsed[output.request_id]
+    running = [one.request_id for one, _ in before if one.request_id in periods and not one.is_finished()]
+    scheduler.finish_requests(running, RequestStatus.FINISHED_ERROR)
+    for output in [one for one in sending.of(outputs) if one.request_id in periods]:
         output.new_token_ids, output.new_logprobs = [], None
         output.finish_reason, output.stop_reason = FinishReason.ERROR, None
-        sending.carry(output, failures.FAILED, f"{failures.COLLAPSED}: {period}")
+        sending.carry(output, failures.FAILED, f"{failures.COLLAPSED}: {periods[output.request_id]}")
 
 
 def collapse(ids: Any, start: int, after: int) -> int:
