@@ -23,7 +23,17 @@ def printable(text: str) -> str:
 
 
 class SaesteerError(Exception):
-    """The base class of all errors that saesteer raises on purpose."""
+    """The base class of all errors that saesteer raises on purpose. Each can be pickled, as pools of processes do."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[SaesteerError], args: tuple[object, ...], state: dict[str, object]) -> SaesteerError:
+    """Return an error without its ``__init__``, which takes other arguments than ``args`` and may count refusals."""
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class SpecError(SaesteerError, ValueError):
@@ -39,13 +49,6 @@ class SpecError(SaesteerError, ValueError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.code = code
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.args[0], self.field, self.code)
-
-
-def _rebuild(text: str, field: str, code: str) -> SpecError:
-    return SpecError(text.removeprefix(f"{field}: "), field=field, code=code)
 
 
 class PromptsFailed(SpecError):
@@ -69,9 +72,6 @@ class PromptsFailed(SpecError):
         first = next(iter(errors.values()))
         self.field, self.code = first.field, first.code
         self.errors, self.outputs = dict(errors), list(outputs)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PromptsFailed, (self.errors, self.outputs)
 
 
 class LoadError(SaesteerError, ValueError):

@@ -3,10 +3,12 @@
 It calls the server's ops through the same tables, one sequence at a time. Knows nothing of vLLM.
 """
 
+import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
-from saesteer.config.config import LIMITS, SaesteerConfig
+from saesteer.config.config import LIMITS, OPTIONS, SaesteerConfig
 from saesteer.config.modules import check_default
 from saesteer.dictionaries.active import ActiveFeature, strongest
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
@@ -41,6 +43,9 @@ _ROW = 1  # the one sequence has the first row
 
 class Model:
     """A Transformers causal language model whose residual stream can be edited by specs.
+
+    Threads may share it: their passes run one after the other. Several may wrap one module of Transformers, each
+    edits its own passes alone. Its hooks stay on that module until ``close``, or to the end of a ``with`` block.
 
     Args:
         model: a loaded model, or a path or hub id.
@@ -81,6 +86,8 @@ class Model:
         max_tokens: int = 4096,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        # The arguments have the names of the options; None stands for an option's default.
+        wishes = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             import transformers
 
@@ -92,20 +99,7 @@ class Model:
         self.model = model.eval()
         self.tokenizer = tokenizer
         trunk, family = find_trunk(model, "transformers")
-        self._config = SaesteerConfig.from_json(
-            {
-                "dictionaries": dictionaries or {},
-                "sites": sites,
-                "reads": reads,
-                "max_edits": max_edits,
-                "vectors": vectors or {},
-                "modules": modules or {},
-                "inline_rows": LIMITS["inline_rows"][2],  # one sequence at a time
-                "dictionaries_of": dictionaries_of,
-                "default_module": default_module,
-                "max_dose": max_dose,
-            }
-        )
+        self._config = SaesteerConfig.from_json({"inline_rows": LIMITS["inline_rows"][2], **wishes})
         # On one machine with one sequence at a time, dictionaries by rows are loaded whole.
         sources = {name: replace(one, rows=False) for name, one in self._config.dictionaries.items()}
         self._config = replace(self._config, dictionaries=sources)
@@ -129,18 +123,40 @@ class Model:
         check_default(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
+        self._lock = threading.RLock()  # held for a whole pass
+        self._thread: int | None = None  # that runs the pass
+        self._hooks: list[Any] = []
+        self._closed = False
         self._kinds = self._none = np.zeros(len(self.engine.sites), dtype=np.int32)  # of the row
         for site in self.engine.sites.values():
             self._hook(site, *family.find(trunk, "transformers", *parse(site.name)))
 
     def _hook(self, site: Site, module: Any, side: str) -> None:
-        if side == "in":
-            module.register_forward_pre_hook(lambda _m, args: self._edit(site, args[0]))
-        else:
-            module.register_forward_hook(lambda _, _i, out: self._edit(site, out[0] if isinstance(out, tuple) else out))
+        register = module.register_forward_pre_hook if side == "in" else module.register_forward_hook
+        self._hooks.append(register(lambda *passed: self._edit(site, passed[-1])))  # its arguments, or what it returns
 
-    def _edit(self, site: Site, hidden: Tensor) -> None:
-        stream = hidden.view(-1, hidden.shape[-1])
+    def _is_mine(self) -> bool:
+        """Return whether the forward pass on this thread is this Model's, since others may run the same module."""
+        return self._thread == threading.get_ident()
+
+    def close(self) -> None:
+        """Remove the hooks from the module of Transformers, once no pass runs; later passes are refused."""
+        with self._lock:
+            self._closed = True
+            for hook in self._hooks:
+                hook.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _edit(self, site: Site, passed: Any) -> None:
+        if not self._is_mine():
+            return
+        hidden = passed[0] if isinstance(passed, tuple) else passed
+        stream: Tensor = hidden.view(-1, hidden.shape[-1])
         if self._captured is not None:
             self._captured[site.name] = stream.clone()
         self.engine.edit(site, stream)
@@ -149,27 +165,33 @@ class Model:
     def _steered(
         self, prompt: Prompt, steer: Any, prompt_len: int | None = None, *, reading: bool = False, more: int = 0
     ) -> Iterator[tuple[list[int], Plan, Row | None]]:
-        """Steers the forward passes inside it. Gives the prompt's tokens, the spec's plan, and its row or None."""
-        ids, spec = self.encode(prompt), as_spec(steer) or Spec()
-        if len(ids) + more > self._longest:
-            asked = f" and max_tokens {more}" if more else ""
-            raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._longest}, {self._why}")
-        if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
-            raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
-        planned = plan(spec, self.engine.catalog, prompt_len)
-        if not reading and (taken := (*planned.readouts, *planned.measures)):
-            what = "reads values out, which is not served on Transformers but by Model.read"
-            fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
-        store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
-        rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
-        row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
-        self._kinds = self._none if row is None else row.kinds
-        self.engine.fill(_ROW, row)
-        try:
-            yield ids, planned, row
-        finally:
-            self.engine.fill(_ROW, None)
-            self.engine.rest()
+        """Steers the forward passes inside it, alone. Gives the tokens, the spec's plan, and its row or None."""
+        with self._lock:
+            if self._closed or self._thread is not None:
+                state = "is closed" if self._closed else "runs a pass on this thread"
+                raise ConfigError(f"this Model {state}, expected one pass after the other, before close()")
+            ids, spec = self.encode(prompt), as_spec(steer) or Spec()
+            if len(ids) + more > self._longest:
+                asked = f" and max_tokens {more}" if more else ""
+                raise ConfigError(f"got {len(ids)} tokens{asked}, expected at most {self._longest}, {self._why}")
+            if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
+                raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
+            planned = plan(spec, self.engine.catalog, prompt_len)
+            if not reading and (taken := (*planned.readouts, *planned.measures)):
+                what = "reads values out, which is not served on Transformers but by Model.read"
+                fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
+            store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
+            rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
+            row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
+            self._kinds = self._none if row is None else row.kinds
+            self.engine.fill(_ROW, row)
+            self._thread = threading.get_ident()
+            try:
+                yield ids, planned, row
+            finally:
+                self._thread = None
+                self.engine.fill(_ROW, None)
+                self.engine.rest()
 
     def _forward(self, ids: Sequence[int], start: int, cache: Any = None) -> Any:
         device = self.engine.device
@@ -222,10 +244,15 @@ class Model:
 
         Raises:
             SpecError: the spec is wrong.
-            ConfigError: as ``encode``, or the prompt and ``max_tokens`` are more than the model's ``max_tokens``.
+            ConfigError: as ``encode``; the prompt and ``max_tokens`` are more than the model's ``max_tokens``; or
+                ``max_tokens`` is negative, or ``repetition_penalty`` is not above 0.
         """
         from transformers import DynamicCache
 
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens: got {max_tokens}, expected 0 or more")
+        if not 0 < repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty: got {repetition_penalty}, expected a number above 0")
         ends = self.model.generation_config.eos_token_id
         stop = set(ends if isinstance(ends, list) else [ends])
         made: list[int] = []
@@ -247,38 +274,23 @@ class Model:
     def streams(self, prompt: Prompt, *, steer: Any = None, prompt_len: int | None = None) -> dict[str, Tensor]:
         """The tensor [tokens, d] at each instrumented site, before all that its op adds or edits; z may be wider.
 
-        Args:
-            prompt: text or token ids.
-            steer: a spec as ``saesteer.LLM.generate`` takes it.
-            prompt_len: as in ``logits``.
-
-        Raises:
-            SpecError: the spec is wrong.
-            ConfigError: as ``logits``.
+        Arguments and errors are those of ``logits``.
         """
-        self._captured = {}
-        try:
-            with self._steered(prompt, steer, prompt_len) as (ids, *_):
-                self._forward(ids, 0)
-            return self._captured
-        finally:
-            self._captured = None
+        with self._lock:
+            self._captured = {}
+            try:
+                with self._steered(prompt, steer, prompt_len) as (ids, *_):
+                    self._forward(ids, 0)
+                return self._captured
+            finally:
+                self._captured = None
 
     def doses(self, prompt: Prompt, *, steer: Any, prompt_len: int | None = None) -> list[dict[str, Any]]:
         """How much a spec changes the stream at each site, relative to its length, in one pass over all tokens.
 
         This is ``dose`` in a server's answer to the same tokens, except for the last token, which is no input there:
         for each site ``{"site", "max", "mean", "tokens"}``, with ``max_dose`` also ``"tokens_limited"``. The spec need
-        not ask for it.
-
-        Args:
-            prompt: text or token ids.
-            steer: a spec as ``saesteer.LLM.generate`` takes it.
-            prompt_len: as in ``logits``.
-
-        Raises:
-            SpecError: the spec is wrong.
-            ConfigError: as ``logits``.
+        not ask for it. Arguments and errors are those of ``logits``.
         """
         spec = as_spec(steer) or Spec()
         spec = replace(spec, returns=replace(spec.returns, dose=True))
@@ -297,15 +309,7 @@ class Model:
         """What a spec's ``return`` reads and where its rules fire, in one pass over all tokens, as an answer has it.
 
         All tokens are inputs, the last one as well: ``"hidden": True`` is the row that its successor is sampled from.
-
-        Args:
-            prompt: text or token ids.
-            steer: a spec as ``saesteer.LLM.generate`` takes it.
-            prompt_len: as in ``logits``; what is read in ``{"generated": true}`` begins there.
-
-        Raises:
-            SpecError: the spec is wrong.
-            ConfigError: as ``logits``.
+        Arguments and errors are those of ``logits``; what is read in ``{"generated": true}`` begins at ``prompt_len``.
         """
         spec = as_spec(steer) or Spec()
         found: dict[str, list[Any]] = {"dose": []} if spec.returns.dose else {}
@@ -315,7 +319,9 @@ class Model:
             for one in (one for one in planned.readouts if not one.inline):
                 fail(f"{one.field}.as", "not_served", "got handle, which is not served here, expected inline")
             head, taken = self.model.get_output_embeddings(), list[Tensor]()
-            hook = head.register_forward_pre_hook(lambda _module, args: taken.append(args[0][0]))
+            hook = head.register_forward_pre_hook(
+                lambda _, args: taken.append(args[0][0]) if self._is_mine() else None  # None: the arguments stay
+            )
             try:
                 self._forward(ids, 0)
             finally:
@@ -337,17 +343,12 @@ class Model:
         Raises:
             ConfigError: the site is not instrumented.
         """
-        name = canonical(site)
-        if name not in self.engine.sites:
+        if (name := canonical(site)) not in self.engine.sites:
             raise ConfigError(f"site {site!r} is not instrumented; known: {', '.join(self.engine.sites)}")
         return self.streams(prompt, steer=steer)[name]
 
     def layers_of(self, dictionary: str) -> tuple[int | None, ...]:
-        """The layers of a set, in ascending order; None alone for a dictionary that is none.
-
-        Raises:
-            ConfigError: no dictionary has this name.
-        """
+        """The layers of a set, in ascending order; None alone for a dictionary that is none. Errors as ``info``."""
         if dictionary not in self._config.dictionaries:
             raise ConfigError(f"no dictionary {dictionary!r}; known: {', '.join(self._config.dictionaries)}")
         return self._assets.sets.get(dictionary, (None,))
@@ -364,11 +365,7 @@ class Model:
         return self._assets.infos[self.engine.catalog.key(dictionary, layer)]
 
     def coder(self, dictionary: str, layer: int | None = None) -> SparseCoder:
-        """The dictionary itself on the model's device, to encode and decode with; of a set, the one of a layer.
-
-        Raises:
-            ConfigError: no dictionary has this name, or a set has no such layer.
-        """
+        """The dictionary itself on the model's device, to encode and decode with; arguments and errors as ``info``."""
         info, key = self.info(dictionary, layer), self.engine.catalog.key(dictionary, layer)
         if key not in self._coders:
             coder = load(info.source, dtype=self.model.dtype, site=info.site_in)
@@ -376,11 +373,7 @@ class Model:
         return self._coders[key]
 
     def activations(self, prompt: Prompt, dictionary: str, *, layer: int | None = None, steer: Any = None) -> Tensor:
-        """Feature activations [tokens, F], float32, in the dictionary's own unit, of what ``streams`` returns.
-
-        Raises:
-            ConfigError: as ``coder`` and ``streams``.
-        """
+        """Feature activations [tokens, F], float32, in the dictionary's unit; errors as ``coder`` and ``streams``."""
         coder, info = self.coder(dictionary, layer), self.info(dictionary, layer)
         return coder.encode(inputs(info, self.streams(prompt, steer=steer)))
 

@@ -77,9 +77,10 @@ WIDE: dict[str, dict[int | None, Any]] = {
     "wide": {None: _DRAW.normal(size=HEADS).astype(np.float32)},
     "wide each": {2: (3 * _DRAW.normal(size=HEADS)).astype(np.float32)},
 }
+VECTORS["twin"] = VECTORS["any"]  # the same numbers with another bias
 PROBES = [*VECTORS]  # of the stream
 VECTORS |= WIDE
-BIASES = {"any": 0.0, "each": 0.0, "one": -0.4, "wide": 0.0, "wide each": 0.3}
+BIASES = {"any": 0.0, "each": 0.0, "one": -0.4, "twin": 0.9, "wide": 0.0, "wide each": 0.3}
 STEP = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9)) / WIDTH**0.5
 UP = torch.randn(WIDTH, HEADS, generator=torch.Generator().manual_seed(10)) / WIDTH**0.5  # the stream to z
 DOWN = torch.randn(HEADS, WIDTH, generator=torch.Generator().manual_seed(11)) / HEADS**0.5  # and back

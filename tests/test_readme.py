@@ -131,7 +131,7 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         asked.append(json.loads(request.content))
         choice = {"message": {"content": "The Bridge."}, "delta": {"content": "The Bridge."}}
         body = json.dumps({"choices": [choice], "saesteer": {"applied": []}})
-        return httpx.Response(200, content=f"data: {body}\n\n" if asked[-1].get("stream") else body)
+        return httpx.Response(200, content=f"data: {body}\n\ndata: [DONE]\n\n" if asked[-1].get("stream") else body)
 
     options = connection._options
     monkeypatch.setattr(

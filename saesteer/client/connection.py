@@ -72,6 +72,8 @@ class translated:
         if isinstance(exc, httpx.HTTPError | httpx.InvalidURL):
             reason = " ".join(str(exc).split()) or type(exc).__name__
             raise ServerError(f"{_server(exc)} did not answer ({reason})", status=None) from exc
+        if isinstance(exc, RuntimeError) and "loop" in str(exc):  # asyncio's, of a connection that stayed open
+            raise ConfigError("this AsyncClient is of another event loop, expected one for each asyncio.run") from exc
 
 
 def _server(exc: Exception) -> str:

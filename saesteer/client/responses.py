@@ -11,45 +11,44 @@ from saesteer.language.fields import fail
 
 Route = Literal["chat/completions", "completions", "responses"]
 
+Entries = tuple[Mapping[str, Any], ...] | None
+
 _CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, if the error has no field for the code
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a server reports about an answer, or about a choice in the piece that ends it; None: nothing."""
+
+    applied: Entries = None  # what was done, for each edit
+    dose: Entries = None  # how strong that was, for each site
+    features: Entries = None  # what was read, for each read-out; since the last piece
+    probes: Entries = None
+    activations: Entries = None  # their numbers: ``numbers``
+    hidden: Entries = None
+    messages: Entries = None  # where the chat's messages stand
+    consumers: Mapping[str, Any] | None = None  # what consumers made of what was read, by name
+    flags: Entries = None  # rules that have fired
+
+
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer. Of several choices (``n``) it is the first; ``raw`` has them all, each with its ``saesteer``."""
+class Answer(Report):
+    """A whole answer."""
 
     text: str
     finish_reason: str | None
     usage: Mapping[str, Any]
     raw: Mapping[str, Any]  # the response's JSON
-    applied: tuple[Mapping[str, Any], ...] | None = None  # what was done, for each edit; None: the server does not say
-    dose: tuple[Mapping[str, Any], ...] | None = None  # how strong that was, for each site; None: nobody asked
-    features: tuple[Mapping[str, Any], ...] | None = None  # what was read, for each read-out; None: nobody asked
-    probes: tuple[Mapping[str, Any], ...] | None = None
-    activations: tuple[Mapping[str, Any], ...] | None = None  # their numbers: ``numbers``
-    hidden: tuple[Mapping[str, Any], ...] | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None  # where the chat's messages stand; None: nobody knows
-    consumers: Mapping[str, Any] | None = None  # what consumers made of that, by name; None: nobody asked
-    flags: tuple[Mapping[str, Any], ...] | None = None  # rules that have fired; None: the request has no rules
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Report):
     """A piece of a streamed answer, of the choice ``index``."""
 
     text: str
     finish_reason: str | None  # only in the last piece
     raw: Mapping[str, Any]  # the event's JSON
     index: int = 0
-    applied: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
-    dose: tuple[Mapping[str, Any], ...] | None = None  # in the same piece
-    features: tuple[Mapping[str, Any], ...] | None = None  # what was read since the last piece; None: nothing
-    probes: tuple[Mapping[str, Any], ...] | None = None
-    activations: tuple[Mapping[str, Any], ...] | None = None
-    hidden: tuple[Mapping[str, Any], ...] | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
-    consumers: Mapping[str, Any] | None = None  # in the piece that ends this choice
-    flags: tuple[Mapping[str, Any], ...] | None = None  # in the piece that ends this choice
 
 
 _REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden", "messages", "flags")
@@ -148,6 +147,7 @@ class Events:
         """Arguments as ``answer_of``."""
         self._kind = kind
         self._steered = steered  # None also after the stream has said what was applied
+        self._ended = False  # whether the stream has said that it is whole
         self._rest: list[bytes] = []  # the beginning of an incomplete line, in pieces as they came
 
     def feed(self, data: bytes) -> Iterator[Piece]:
@@ -163,17 +163,23 @@ class Events:
         lines = [b"".join(self._rest), *others[:-1]]
         self._rest = others[-1:]
         for line in lines:
-            if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
-                for piece in _pieces(self._kind, event.decode("utf-8", "replace")):
-                    self._steered = self._steered if piece.applied is None else None
-                    yield piece
+            if not line.startswith(b"data:"):
+                continue
+            if (event := line[5:].strip()) == b"[DONE]":
+                self._ended = True
+                continue
+            for piece in _pieces(self._kind, event.decode("utf-8", "replace")):
+                self._steered = self._steered if piece.applied is None else None
+                yield piece
 
     def end(self) -> None:
-        """Checks, at the end of the stream, that a piece has said what was applied.
+        """Check, where the stream ends, that it is whole, and that a piece reports what was applied.
 
         Raises:
-            ServerError: the request had a spec, and no piece has said it.
+            ServerError: the last event was not ``[DONE]``, or the request had a spec, and no piece reports it.
         """
+        if not self._ended:
+            raise ServerError("the stream broke off, expected [DONE] at its end: the answer is not whole", status=200)
         if self._steered is not None:
             raise _silent(self._steered)
 

@@ -101,6 +101,7 @@ def serve(
     max_dose: Annotated[float | None, _flag("max_dose")] = None,
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
+    fail_fast_after: Annotated[int | None, _flag("fail_fast_after")] = None,
     memory_guard: Annotated[float | None, _flag("memory_guard")] = None,
     playground: Annotated[bool | None, _flag("playground")] = None,
     neuronpedia: Annotated[bool | None, _flag("neuronpedia")] = None,

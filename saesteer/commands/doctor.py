@@ -82,7 +82,8 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
         show("2/6 Stock vLLM")
         stock = run_engine(place, [*batches(None), FIRST], dictionaries=None, options=options, verbose=verbose)
         show("3/6 vLLM with saesteer")
-        watched = {**options, "fail_fast": True, "disable_log_stats": False}
+        # Small models repeat a line when they are not let end; a broken one repeats a token or two, and nothing else.
+        watched = {**options, "fail_fast": True, "fail_fast_after": TOKENS - 2, "disable_log_stats": False}
         whole = [*asked, FIRST, *conversation(spec, chat=chat)]
         ours, found = _unless_ended(
             lambda: run_engine(place, whole, dictionaries=dictionaries, options=watched, verbose=verbose)

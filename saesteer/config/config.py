@@ -23,6 +23,7 @@ from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
 from saesteer.language.fields import Check, fail, optional, show
 from saesteer.language.sites import expand_sites
+from saesteer.language.spec import as_object
 
 KEY = "saesteer"
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment: the key that the admin routes require
@@ -32,6 +33,7 @@ LIMITS = {
     "max_read_mib": (1, 64, 65536),
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
+    "fail_fast_after": (4, 16, 4096),
     "max_results": (0, 1024, 65536),
     "max_results_mib": (1, 1024, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
@@ -140,9 +142,10 @@ def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check
 def _module(value: Any, at: str) -> str | dict[str, Any]:
     if isinstance(value, str | PathLike):
         return fspath(value)
-    if not isinstance(value, Mapping):
+    found = fields.plain(as_object(value))
+    if not isinstance(found, dict):
         fail(at, "wrong_type", f"got {show(value)}, expected the path of a JSON file or a spec")
-    return dict(value)
+    return found
 
 
 def _options(value: Any, at: str) -> dict[str, Any]:
@@ -294,8 +297,14 @@ OPTIONS: dict[str, Option] = {
         "--fail-fast/--no-fail-fast",
         None,
         fields.flag,
-        "End a request with an error once its hidden states or logits are not finite, or its answer begins with the "
-        "same token 16 times; off by default.",
+        "End a request with an error once its hidden states or logits are not finite, or its answer repeats itself; "
+        "off by default.",
+        ("LLM",),
+    ),
+    "fail_fast_after": _limit(
+        "fail_fast_after",
+        "--fail-fast-after",
+        "Tokens of repetition, with a period of up to 16 tokens, after which --fail-fast ends an answer",
         ("LLM",),
     ),
     "memory_guard": Option(
@@ -349,6 +358,7 @@ class SaesteerConfig:
     capture: tuple[str, ...] = ()  # sites whose rows go, for every request, to consumers with the option "all"
     capture_folder: str | None = None  # and into shards here
     fail_fast: bool = False  # whether a request ends once what it computes is not sound
+    fail_fast_after: int = LIMITS["fail_fast_after"][1]  # tokens of repetition after which its answer is not
     memory_guard: float | None = None  # share of the memory above which new requests are refused; None: never
     playground: bool | None = None  # whether the page at /saesteer/ is served; None: the operator has not said
     neuronpedia: bool = False  # whether the routes of Neuronpedia's inference server are served
@@ -382,6 +392,9 @@ class SaesteerConfig:
             if raw.get("max_dose_action") is not None and made.max_dose is None:
                 found = f"got {show(made.max_dose_action)} without {KEY}.max_dose, expected both or neither"
                 fail(f"{KEY}.max_dose_action", "conflict", found)
+            if made.fail_fast_after != LIMITS["fail_fast_after"][1] and not made.fail_fast:
+                found = f"got {made.fail_fast_after} without {KEY}.fail_fast, expected both or neither"
+                fail(f"{KEY}.fail_fast_after", "conflict", found)
             taken = made.capture_folder is not None or any(one.get("all") is True for one in made.consumers.values())
             if made.capture and not taken:
                 found = "has no place for the rows, expected --capture-folder, or a consumer with the option all"

@@ -131,10 +131,9 @@ def check_vectors(
             others = "".join(f", and its {place} {wide}" for place, wide in other_widths.items())
             raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide{others}")
         if found.layers and found.layers[-1] >= layers:
-            last = found.layers[-1]
-            raise ConfigError(
-                f"vector {name!r} has a row for layer {last}, but this model has layers 0 to {layers - 1}"
-            )
+            last, hint = found.layers[-1], "; if these are hidden_states, drop row 0: row i + 1 is resid_post.i"
+            told = f"vector {name!r} has a row for layer {last}, but this model has layers 0 to {layers - 1}"
+            raise ConfigError(told + hint * (found.layers == (*range(layers + 1),)))
 
 
 def _from_bfloat16(data: bytes) -> Vector:

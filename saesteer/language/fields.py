@@ -237,9 +237,13 @@ def by(check: Check, *, key: str | None = None, single: bool = False, missing: s
 
 
 def plain(value: Any) -> Any:
-    """A checked value in the types of JSON."""
+    """A value in the types of JSON: records, arrays and tensors as well, and what objects and lists hold."""
     if isinstance(value, Record):
         return value.to_json()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return [plain(item) for item in value] if several else value
 

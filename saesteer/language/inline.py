@@ -9,7 +9,7 @@ import binascii
 import struct
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pybase64 import b64decode, b64encode
 
@@ -23,6 +23,7 @@ from saesteer.language.fields import (
     number,
     one_of,
     optional,
+    plain,
     read,
     show,
     text,
@@ -124,10 +125,30 @@ def _is_zero(row: bytes, size: int) -> bool:
 Vector = str | tuple[float, ...] | InlineVector
 
 
+class Array(Protocol):
+    """An array of numpy or a tensor of torch, in any dtype and on any device."""
+
+    def tolist(self) -> Any: ...
+
+
+def flat(value: Any, at: str) -> list[float]:
+    """Return the numbers of a list or an ``Array``.
+
+    Raises:
+        SpecError: it has another number of dimensions than one, or something in it is no finite number.
+    """
+    if len(shape := getattr(value, "shape", (0,))) != 1:
+        fail(at, "wrong_type", f"got the shape {list(shape)}, expected one dimension, or an InlineVector")
+    return [number(one, f"{at}[{i}]") for i, one in enumerate(plain(value))]
+
+
 def vector(value: Any, at: str) -> Vector:
     """The name of a vector, or the vector itself."""
     if isinstance(value, str):
         return text(value, at)
+    if hasattr(value, "tolist"):
+        found = flat(value, at)
+        value = {"dtype": "float32", "shape": [len(found)], "data": struct.pack(f"<{len(found)}f", *found)}
     if not isinstance(value, list | tuple):
         return read(InlineVector, value, at)
     numbers = _plain_numbers(value) or list_of(number, MAX_LIST)(value, at)

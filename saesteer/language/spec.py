@@ -31,7 +31,7 @@ from saesteer.language.edits import (
 )
 from saesteer.language.fields import Record, by, fail, listed, mapping, one_of, read, record, show
 from saesteer.language.fields import flag as boolean
-from saesteer.language.inline import InlineVector, Vector
+from saesteer.language.inline import Array, InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
 from saesteer.language.rules import RULES, Flag, Stop
 
@@ -200,24 +200,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def as_object(steer: Any) -> Any:
+    """Return the JSON object that one edit or a list of edits stands for, and anything else as it is."""
+    if isinstance(steer, Edit) or (isinstance(steer, Mapping) and "op" in steer):
+        return {"edits": [steer]}
+    return {"edits": steer} if isinstance(steer, list | tuple) else steer
+
+
 def as_spec(steer: Any) -> Spec | None:
     """A spec from what Python callers pass: a spec, its JSON, one edit or a list of edits; None stays None.
 
     Raises:
         SpecError: it is wrong.
     """
-    if steer is None or isinstance(steer, Spec):
-        return steer
-    if isinstance(steer, Edit) or (isinstance(steer, Mapping) and "op" in steer):
-        return from_json({"edits": [steer]})
-    return from_json({"edits": steer} if isinstance(steer, list | tuple) else steer)
+    return steer if steer is None or isinstance(steer, Spec) else from_json(as_object(steer))
 
+
+Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None  # as as_spec takes it
 
 Number = float | Strength | Mapping[str, Any]  # a mapping as in JSON
 When = Gate | Mapping[str, Any] | Sequence[Gate | Mapping[str, Any]] | None
 Within = Scope | Mapping[str, Any] | None
 Sites = str | Sequence[str]
-AnyVector = str | Sequence[float] | InlineVector | Mapping[str, Any]
+AnyVector = str | Sequence[float] | Array | InlineVector | Mapping[str, Any]
 
 
 def clamp(

@@ -10,11 +10,10 @@ from saesteer import plugin
 from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
 from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
-from saesteer.language.spec import Spec, as_spec
+from saesteer.language.fields import fail
+from saesteer.language.spec import Spec, Steer, as_spec
 from saesteer.plugin.configured import disabled
 from saesteer.plugin.door import frontend
-
-Steer = Spec | Mapping[str, Any] | Sequence[Any] | None
 
 
 class LLM(vllm.LLM):
@@ -44,8 +43,9 @@ class LLM(vllm.LLM):
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
-        fail_fast: end a request with an error once its hidden states or logits are not finite, or its answer begins
-            with the same token 16 times.
+        fail_fast: end a request with an error once its hidden states or logits are not finite, or its answer repeats
+            itself.
+        fail_fast_after: tokens of repetition, with a period of up to 16 tokens, after which ``fail_fast`` does so.
         **kwargs: anything else that ``vllm.LLM`` takes.
 
     Raises:
@@ -79,8 +79,10 @@ class LLM(vllm.LLM):
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         fail_fast: bool = False,
+        fail_fast_after: int = 16,
         **kwargs: Any,
     ) -> None:
+        # The arguments have the names of the options; None stands for an option's default.
         own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
         own |= {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
@@ -144,6 +146,8 @@ class LLM(vllm.LLM):
         each = list(params) if isinstance(params, list | tuple) else [params] * prompts
         if len(each) != prompts:
             raise ValueError(f"sampling_params has {len(each)} entries for {prompts} prompts")
+        if any(spec is not None and KEY in (one.extra_args or ()) for one, spec in zip(each, specs, strict=True)):
+            fail("steer", "conflict", f"stands beside {KEY!r} in sampling_params.extra_args, expected one of them")
         steered = [frontend.with_spec(one, spec) for one, spec in zip(each, specs, strict=True)]
         return steered if prompts != 1 or isinstance(params, list | tuple) else steered[0]
 

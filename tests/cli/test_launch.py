@@ -81,6 +81,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "capture": [],
             "capture_folder": None,
             "fail_fast": False,
+            "fail_fast_after": 16,
             "memory_guard": None,
             "playground": None,
             "neuronpedia": False,
@@ -109,7 +110,8 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
     words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
     words += ["--max-results", "9", "--max-results-mib", "8", "--result-seconds", "7"]
-    words += ["--playground", "--neuronpedia", "--fail-fast", "--memory-guard", "0.9"]
+    words += ["--playground", "--neuronpedia", "--fail-fast", "--fail-fast-after", "64", "--memory-guard"]
+    words += ["0.9"]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -142,6 +144,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "capture": ["z.1", "resid_pre.all"],
         "capture_folder": f"{tmp_path}/captured",
         "fail_fast": True,
+        "fail_fast_after": 64,
         "memory_guard": 0.9,
         "playground": True,
         "neuronpedia": True,

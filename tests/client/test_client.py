@@ -143,7 +143,7 @@ def ask(server: StandIn, method: str, *words: Any, asynchronous: bool, **fields:
 def test_chat(server: StandIn, asynchronous: bool) -> None:
     answer = ask(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
     raw = ANSWERS["/v1/chat/completions"]
-    assert answer == Answer("The Bridge.", "stop", USAGE, raw, tuple(APPLIED), tuple(DOSE))
+    assert answer == Answer("The Bridge.", "stop", USAGE, raw, applied=tuple(APPLIED), dose=tuple(DOSE))
     assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
     assert server.seen[-1][2] == {
         "model": "small",
@@ -181,7 +181,7 @@ def test_streams(server: StandIn, asynchronous: bool) -> None:
     pieces = ask(server, "stream_complete", "x", asynchronous=asynchronous)
     raw = CHUNKS["/v1/completions"]
     # A line separator inside a text is no end of a line.
-    assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, tuple(APPLIED))]
+    assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, applied=tuple(APPLIED))]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["answer", "piece"])
@@ -201,10 +201,10 @@ def test_what_a_server_reports_stands_under_its_name(whole: bool) -> None:
 def test_a_stream_may_come_in_any_parts() -> None:
     class Parts(httpx.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
-            for byte in "".join(f"data: {json.dumps(one, ensure_ascii=False)}\r\n\r\n" for one in events).encode():
+            for byte in "".join(f"data: {one}\r\n\r\n" for one in events).encode():
                 yield bytes([byte])
 
-    events = CHUNKS["/v1/completions"]
+    events = [*(json.dumps(one, ensure_ascii=False) for one in CHUNKS["/v1/completions"]), "[DONE]"]
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Parts()))
     with Client("http://host", model="m", transport=transport) as client:
         assert [piece.text for piece in client.stream_complete("x")] == [" a", " ü\u2028"]
@@ -303,7 +303,8 @@ def test_a_server_that_does_not_say_what_was_applied(
         return {key: value for key, value in document.items() if key != "saesteer"}
 
     server.answer = json.dumps(without(ANSWERS[path])).encode()
-    server.stream = "".join(f"data: {json.dumps(without(one))}\n\n" for one in CHUNKS.get(path, [])).encode()
+    events = [json.dumps(without(one)) for one in CHUNKS.get(path, [])]
+    server.stream = "".join(f"data: {one}\n\n" for one in [*events, "[DONE]"]).encode()
     with pytest.raises(ServerError) as caught:
         ask(server, method, "x", asynchronous=asynchronous, **asked)
     assert str(caught.value) == (

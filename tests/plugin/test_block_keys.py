@@ -117,7 +117,8 @@ def numbers(target: Any, catalog: Catalog) -> Any:
 
 def reading(one: Read, catalog: Catalog) -> Any:
     """What is read into a register."""
-    return one.site, numbers(one.target, catalog), one.scale, one.shift, one.low, one.high
+    bias = catalog.vectors[one.target.vector].bias if isinstance(one.target, Direction) else 0.0  # type: ignore[index]
+    return one.site, numbers(one.target, catalog), bias, one.scale, one.shift, one.low, one.high
 
 
 def gates(bits: int, site: str, conditions: tuple[Condition, ...], catalog: Catalog) -> Any:

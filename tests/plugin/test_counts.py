@@ -119,6 +119,17 @@ def test_counts_go_on_where_a_row_was_given_up(steering: Steering) -> None:
     assert steering._holders == {1: "b", 2: "c", 3: "a"}
 
 
+def test_who_never_ran_in_a_row_keeps_nothing_of_the_request_before(steering: Steering) -> None:
+    """The device empties a row with the next work list: until then it holds the counts of somebody else."""
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    start(steering, "b", 1)
+    start(steering, "c", 1)
+    assert run(steering, "c", 1) == [0, TOKENS - 1]
+    move(steering, "b", 2)
+    assert run(steering, "b", 2) == [0, TOKENS - 1]
+
+
 def test_a_request_that_begins_anew_counts_anew(steering: Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)

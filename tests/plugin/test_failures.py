@@ -52,6 +52,16 @@ def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
     assert scheduler.kv_cache_manager.evicted == {2, 3, 7, 11, 13}, "nobody may find what was edited, or not"
 
 
+@pytest.mark.parametrize(("offset", "length", "gone"), [(2, 4, {1, 2, 3, 7}), (2, 3, {2, 3, 7}), (5, 4, {2, 3, 7})])
+def test_blocks_of_an_image_that_is_edited_are_evicted_from_its_start(offset: int, length: int, gone: set[int]) -> None:
+    """Its tokens may look ahead, to an edit at position 5; what is before the block of both is not changed by that."""
+    failed = running("a", edited=5)
+    failed.mm_features = [SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length))]
+    scheduler = Scheduler(failed)
+    failures.end(scheduler, {"a": "gone"})
+    assert scheduler.kv_cache_manager.evicted == gone
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [("gone", "replaced or deleted"), ("shared", "another request"), ("broken: KeyError: 'x'", r"\(KeyError: 'x'\)")],

@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.utils import ConstantList
 
 from saesteer.errors import UnsupportedError
 from saesteer.plugin.results import counts, failures, health
-from saesteer.plugin.results.health import RUN, Health, attach, collapses, look
+from saesteer.plugin.results.health import PERIODS, Health, attach, collapse, look
 from tests.plugin.fronts import Front, Scheduler, failing, running
 
 INF, NAN = float("inf"), float("nan")
@@ -89,21 +90,66 @@ def test_a_snapshot_says_it_on_either_way_home() -> None:
     """To a scheduler in the same process, and to one in another."""
     batch = counts.SteeredBatch([], [], [], [], frozenset())
     found = look(["a", "b"], torch.tensor([[NAN], [1.0]]), torch.zeros(2, 1))
-    snapshot = counts.Snapshot(batch, 0, SimpleNamespace(), {}, {"c": "gone"}, watched=True, look=found)  # type: ignore[arg-type]
+    snapshot = counts.Snapshot(batch, 0, SimpleNamespace(), {}, {"c": "gone"}, watched=20, look=found)  # type: ignore[arg-type]
     for table in (snapshot, pickle.loads(pickle.dumps(snapshot))):
-        assert (table.failed, table.watched) == ({"a": "non_finite: hidden states", "c": "gone"}, True)
+        assert (table.failed, table.watched) == ({"a": "non_finite: hidden states", "c": "gone"}, 20)
 
 
-@given(st.lists(st.integers(0, 2), max_size=2 * RUN))
-def test_a_collapse_is_the_same_token_from_the_start(ids: list[int]) -> None:
-    same = 0
-    while same < len(ids) and ids[same] == ids[0]:
-        same += 1
-    assert collapses(ids) == (same >= RUN)
+def collapsed(ids: list[int], after: int) -> int:
+    """The shortest period of tokens that each repeat what stands a period before them, to the end; the definition."""
+    for period in range(1, PERIODS + 1):
+        repeated = 0
+        while repeated + period < len(ids) and ids[-1 - repeated] == ids[-1 - repeated - period]:
+            repeated += 1
+        if repeated >= after and repeated >= period:
+            return period
+    return 0
 
 
-@given(st.integers(0, 5), st.lists(st.integers(1, 4), min_size=1, max_size=40), st.integers(0, 30))
-def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], other_at: int) -> None:
+@st.composite
+def answers(draw: Any) -> list[int]:
+    """Tokens with stretches that repeat, of a period near the longest and of short ones, whole or broken off."""
+    ids: list[int] = []
+    for _ in range(draw(st.integers(1, 3))):
+        ids += draw(st.lists(st.integers(0, 3), max_size=6))
+        period = draw(st.lists(st.integers(0, 40), min_size=1, max_size=18) | st.lists(st.integers(0, 2), min_size=1))
+        ids += (period * 30)[: draw(st.integers(0, 60))]
+    return ids
+
+
+@settings(max_examples=300)
+@given(answers(), st.integers(4, 40), st.data())
+def test_a_collapse_is_found_at_its_first_token_however_they_come(ids: list[int], after: int, data: Any) -> None:
+    expected = next(((stop, of) for stop in range(len(ids) + 1) if (of := collapsed(ids[:stop], after))), None)
+    start = 0
+    while start < len(ids):
+        stop = data.draw(st.integers(start + 1, min(len(ids), start + 6)))
+        if period := collapse(ConstantList(ids[:stop]), start, after):
+            assert expected is not None and start < expected[0] <= stop and period == expected[1]
+            return
+        start = stop
+    assert expected is None
+
+
+@pytest.mark.parametrize(("period", "tokens"), [(1, 17), (2, 18), (7, 23), (15, 31), (16, 32), (17, None)])
+@pytest.mark.parametrize("behind", [0, 1, 50])
+def test_how_many_tokens_a_collapse_takes(period: int, tokens: int | None, behind: int) -> None:
+    """With 16 tokens of repetition, anywhere in an answer: the period once, and 16 tokens that repeat it."""
+    ids = [*range(100, 100 + behind), *([*range(period)] * 40)[:200]]
+    found = [stop for stop in range(len(ids) + 1) if collapse(ids[:stop], stop - 1, 16)]
+    assert (found[0] - behind if found else None) == tokens
+
+
+def test_text_that_repeats_little_is_no_collapse() -> None:
+    row = [11, 12, 13, 12, 14, 12, 15]  # of a table, with other numbers in each
+    ids = [token if token % 2 == 0 else token + 100 * n for n in range(40) for token in row]
+    assert not collapse(ids, 0, 16)
+    assert not collapse([*range(20), *range(20), *range(20)], 0, 16), "a period of 20 tokens"
+    assert not collapse([5] * 16 + [6] + [5] * 16, 0, 16)
+
+
+@given(st.integers(0, 5), st.lists(st.integers(1, 4), min_size=1, max_size=40), st.integers(0, 40), st.integers(4, 20))
+def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], other_at: int, after: int) -> None:
     """However many tokens a step brings; once, or not at all."""
     request: Any = SimpleNamespace(request_id="a", output_token_ids=[], done=False)
     request.is_finished = lambda: request.done
@@ -119,26 +165,27 @@ def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], o
         if request.done:
             break
         request.num_output_tokens = len(request.output_token_ids)
-        young = health.young(scheduler, SimpleNamespace(num_scheduled_tokens={"a": several, "gone": 1}))
+        before = health.lengths(scheduler, SimpleNamespace(num_scheduled_tokens={"a": several, "gone": 1}))
         start = len(request.output_token_ids)
         request.output_token_ids += [9 if at == other_at else token for at in range(start, start + several)]
         outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("a", [token] * several, stop_reason=3)])}
-        health.end(scheduler, outputs, young)
+        health.end(scheduler, outputs, before, after)
         (output,) = outputs[0].outputs
         if request.done:
             assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.ERROR)
-            assert output.kv_transfer_params == {failures.FAILED: f"collapsed: {token}"}
+            assert output.kv_transfer_params == {failures.FAILED: "collapsed: 1"}
         else:
             assert output.new_token_ids and output.finish_reason is None
-    assert ended == (["a"] if len(request.output_token_ids) >= RUN and other_at >= RUN else [])
+    made = request.output_token_ids
+    assert ended == (["a"] if any(collapsed(made[:stop], after) for stop in range(len(made) + 1)) else [])
 
 
 def test_whoever_ended_with_that_token_fails_as_well() -> None:
-    request: Any = SimpleNamespace(request_id="a", output_token_ids=[5] * RUN, is_finished=lambda: True)
+    request: Any = SimpleNamespace(request_id="a", output_token_ids=[5] * 17, is_finished=lambda: True)
     output = EngineCoreOutput("a", [5], finish_reason=FinishReason.LENGTH)
     finished: list[Any] = []
     scheduler = SimpleNamespace(finish_requests=lambda names, _: finished.extend(names))
-    health.end(scheduler, {0: EngineCoreOutputs(outputs=[output])}, [request])
+    health.end(scheduler, {0: EngineCoreOutputs(outputs=[output])}, [(request, 16)], 16)
     assert (output.finish_reason, finished) == (FinishReason.ERROR, [])
 
 
@@ -156,7 +203,7 @@ def test_what_is_not_finite_leaves_the_cache_and_takes_nobody_along() -> None:
     [
         ("non_finite: hidden states", "the hidden states held NaN or infinity"),
         ("non_finite: logits", "the logits held NaN or infinity"),
-        ("collapsed: 253", "the answer began with token 253 again and again"),
+        ("collapsed: 3", r"the answer repeats itself \(period in tokens: 3\)"),
     ],
 )
 @pytest.mark.parametrize("steered", [False, True], ids=["plain", "steered"])

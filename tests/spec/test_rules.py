@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -337,3 +338,19 @@ def test_flags_of_an_answer() -> None:
 def test_rules_are_edits_of_the_language() -> None:
     spec = from_json({"edits": [stop(RISK)]})
     assert isinstance(spec.edits[0], Wanted) and [*spec.edits[0].mentions()] == [("probe", "when[0].probe", "one")]
+
+
+@pytest.mark.parametrize(("holding", "fired"), [((1, 4, 6), []), ((1, 4, 5), [5])])
+@pytest.mark.parametrize("cuts", [[9], [2, 9], [3, 9], [*range(1, 10)]], ids=str)
+@pytest.mark.parametrize("op", [stop, flag])
+def test_a_run_does_not_go_on_over_a_gap_of_the_scope(
+    op: Any, cuts: list[int], holding: tuple[int, ...], fired: list[int]
+) -> None:
+    """The last position of one interval and the first of the next are not two in a row."""
+    watch = Watch(planned(op(RISK, run=2, scope={"positions": [[0, 2], [4, 7]]}).to_json()).rules)
+    found: list[Fired] = []
+    for start, end in pairwise([0, *cuts]):
+        inside = [p for p in range(start, end) if p < 2 or 4 <= p < 7]
+        values = inside, [float(p in holding) for p in inside]
+        found += watch.look({0: values} if inside else {}, end)
+    assert [one.position for one in found] == fired

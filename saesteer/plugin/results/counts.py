@@ -48,7 +48,7 @@ class Table(NamedTuple):
     stops: frozenset[str]  # requests with stop strings: the front end finds these, so any output may be the last
     read: Brought | None = None  # what requests have read of this step
     guessed: Mapping[str, Guessed] = {}  # what requests' guessed tokens have counted, beside that
-    watched: bool = False  # whether --fail-fast is on
+    watched: int = 0  # tokens of repetition after which --fail-fast ends an answer; 0: it is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Snapshot:
     lost: Mapping[str, str]  # request that failed for another reason than its counters → word
     read: Brought | None = None  # as in Table
     guesses: Mapping[str, Guesses] = field(default_factory=dict)  # of the step
-    watched: bool = False  # as in Table
+    watched: int = 0  # as in Table
     look: health.Look | None = None  # what was seen of the step then
 
     @property
@@ -163,7 +163,7 @@ def attach(worker: Any, steering: Any) -> None:
         ran = None if engine.is_last else earlier.mark(engine.device)
         output = original(*args, **kwargs)
         if watched:
-            snapshot.watched, snapshot.look = True, steering.health.take()
+            snapshot.watched, snapshot.look = engine.config.fail_fast_after, steering.health.take()
         if not engine.is_last:
             return earlier.told(snapshot, ran)
         made = getattr(output, made_of, output)
@@ -189,10 +189,10 @@ def _sending(
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
     watching = rules.watched(self, found.read) if found.read is not None else []
-    young = health.young(self, scheduler_output) if found.watched else []
+    before = health.lengths(self, scheduler_output) if found.watched else []
     outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
     rules.look(self, outputs, watching)
-    health.end(self, outputs, young)
+    health.end(self, outputs, before, found.watched)
     guessed = found.guessed
     tokens = drafts.tokens_of(sending.of(outputs), guessed) if guessed else {}
     ends = {name: guessed[name].end(count) for name, count in tokens.items()}

@@ -34,7 +34,7 @@ DOSE = "dose"  # the dose of a token was above the limit
 BROKEN = "broken"  # the worker could not make its row; after a colon, the word says what went wrong
 SHARED = "shared"  # it used cached blocks of a request that failed
 NON_FINITE = "non_finite"  # --fail-fast; after a colon, the word says what was not finite
-COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the token that was repeated
+COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the period in tokens
 WORDS = (GONE, DOSE, BROKEN, consuming.SPACE, SHARED, NON_FINITE, COLLAPSED)  # each also the code of its SpecError
 _ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
@@ -73,7 +73,7 @@ def reason(code: str, doses: Sequence[Mapping[str, Any]], limit: float | None) -
         BROKEN: f"the server could not apply the edits ({detail.strip()}), so the request was ended",
         NON_FINITE: f"the {detail.strip()} held NaN or infinity, so the request was ended (--fail-fast); expected "
         "weaker edits, or a model and dictionaries whose weights are finite",
-        COLLAPSED: f"the answer began with token {detail.strip()} again and again, so the request was ended "
+        COLLAPSED: f"the answer repeats itself (period in tokens: {detail.strip()}), so the request was ended "
         "(--fail-fast); expected weaker edits, or a sound model",
     }[code]
     return SpecError(message, field=KEY, code=code)
