@@ -9,7 +9,7 @@ from typing import Any
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
-from saesteer.config.origins import addresses_of, origin_of, refuse_others
+from saesteer.config.origins import Origins, addresses_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -165,10 +165,10 @@ class Assets:
         for site in sites:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
-        declared = self.config.dictionaries_of
-        origins = {name: origin_of(name, info, model, declared) for name, info in self.infos.items()}
+        served = model, self.config.dictionaries_of
+        dictionaries = _both(self.infos, self.rows.of_model(*served))
         catalog = Catalog(
-            dictionaries=_both(self.infos, self.rows),
+            dictionaries=dictionaries,
             sites=frozenset(sites),
             max_entries=self.config.max_edits,
             vectors=self.vectors,
@@ -182,7 +182,7 @@ class Assets:
             sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),
             addresses=addresses_of(self.infos),
-            origins={name: one for name, one in origins.items() if one is not None},
+            origins=Origins(dictionaries, *served),
             stages=stages,
         )
         check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
